@@ -1,0 +1,1 @@
+"""Companion to arXiv 2511.20718: off-policy RL of multi-turn search agents."""
