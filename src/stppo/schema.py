@@ -1,0 +1,238 @@
+"""Names of everything a run records: files, columns and fields, each with a one-line definition.
+
+Training writes these names and the analysis reads them; this file is all the two sides share.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+# --- files of one run folder -----------------------------------------------------------------
+RUN_FILE = "run.json"
+UPDATES_FILE = "updates.parquet"
+EVALUATIONS_FILE = "evaluations.parquet"
+TRAJECTORIES_FILE = "trajectories.json"
+CONFIG_FILE = "config.yaml"
+
+# --- files of a metrics folder, made from many runs by `analysis.runs.collect` ---------------
+RUNS_FILE = "runs.json"
+ITERATIONS_FILE = "iterations.parquet"
+COLLECTED_EVALUATIONS_FILE = "evaluations.parquet"
+SUMMARY_FILE = "summary.csv"
+
+# --- values of RunRecord.status ---------------------------------------------------------------
+COMPLETED, NON_FINITE, RUNNING = "completed", "non_finite", "running"
+
+# What identifies a run; `collect` puts these columns before all others.
+KEY_COLUMNS: dict[str, str] = {
+    "regime": "off-policy setting (learning rate, epochs, staleness, iterations), e.g. A or LONG",
+    "algorithm": "name of the objective, e.g. st_ppo",
+    "seed": "seed of roll-outs and minibatches; the warm start has its own seed",
+}
+
+
+class WarmStart(TypedDict):
+    """What the supervised start scores, from at least 2,048 sampled trajectories on full presets."""
+
+    success_sampled: float
+    success_greedy: float
+    n_sampled: int
+
+
+class NonFinite(TypedDict):
+    """Which quantity stopped being finite, and at which update."""
+
+    what: str
+    update: int
+
+
+class RunRecord(TypedDict):
+    """The content of `run.json`."""
+
+    status: str
+    regime: str
+    algorithm: str
+    seed: int
+    world: str
+    warm_start_seed: int
+    world_seed: int
+    config_fingerprint: str
+    code_hash: str
+    git_commit: str | None
+    git_dirty: bool | None
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    started: str
+    wall_seconds: float
+    peak_memory_mb: float
+    iterations: int
+    updates: int
+    warm_start: WarmStart
+    non_finite: NonFinite | None
+
+
+RUN_FIELDS: dict[str, str] = {
+    "status": f"{COMPLETED}, {NON_FINITE} (stopped by a non-finite loss or gradient) or {RUNNING}",
+    **KEY_COLUMNS,
+    "world": "name of the world config, e.g. synthetic",
+    "warm_start_seed": "seed of the supervised start",
+    "world_seed": "seed of the synthetic knowledge base",
+    "config_fingerprint": "hash of the composed config",
+    "code_hash": "hash of the syntax tree of every module that training imports",
+    "git_commit": "commit of the source tree; null outside git",
+    "git_dirty": "true if the source tree had uncommitted changes; null outside git",
+    "versions": "versions of Python and the main packages",
+    "hardware": "processor, cores, memory, GPU",
+    "started": "start time, ISO 8601, UTC",
+    "wall_seconds": "seconds of training in all, resumed parts added up",
+    "peak_memory_mb": "largest resident memory of the process, MiB",
+    "iterations": "iterations done",
+    "updates": "optimiser updates done",
+    "warm_start": "success of the policy before training: sampled, greedy, number sampled",
+    "non_finite": "what became non-finite and at which update; null if nothing did",
+}
+
+
+def _ratio_columns() -> dict[str, str]:
+    """Mean, max, 99th percentile and min of the importance ratio at each granularity."""
+    statistics = {"mean": "mean", "max": "largest", "p99": "99th percentile of the", "min": "smallest"}
+    segments = {
+        "token": "token importance ratio",
+        "turn": "turn importance ratio (geometric)",
+        "sequence": "sequence importance ratio (geometric)",
+    }
+    return {
+        f"ratio_{statistic}_{segment}": f"{adjective} {text} over the agent tokens of the minibatch"
+        for segment, text in segments.items()
+        for statistic, adjective in statistics.items()
+    }
+
+
+# One row per optimiser update. Values that belong to an iteration repeat on each of its rows.
+UPDATE_COLUMNS: dict[str, str] = {
+    "update": "optimiser updates done so far, counting this one",
+    "iteration": "roll-out batches trained on so far, counting this one",
+    "epoch": "pass over the batch, from 0",
+    "minibatch": "minibatch within the epoch, from 0",
+    "success_train": "share of the iteration's sampled training trajectories with exact match 1",
+    "reward_train": "mean reward of the iteration's training trajectories",
+    "valid_format_rate": "share of turns that parse as one well-formed search or answer",
+    "turns_per_trajectory": "mean number of agent turns",
+    "searches_per_trajectory": "mean number of valid searches",
+    "agent_tokens_per_turn": "mean number of agent tokens in a turn",
+    "trajectory_tokens": "mean length of a trajectory, prompt and environment tokens included",
+    "gradient_norm": "global L2 norm of the actor's gradient before clipping, regularisers included",
+    "ppo_gradient_norm": "global L2 norm of the gradient of the PPO surrogate alone",
+    "clipping_bias_norm": "L2 norm of C, the gradient that clipping removed; NaN when not computed",
+    "clipping_bias_norm_logprob": "estimate of the same in log-probability space, no second backward pass",
+    "clipping_bias_norm_logit": "estimate of the same in logit space, no second backward pass",
+    "stabilizer_divisor": "number the gradient was divided by; 1 without stabiliser",
+    "update_norm": "L2 norm of the parameter change that the optimiser made",
+    "clip_fraction": "clipped agent tokens / agent tokens, sign-aware: the term takes the clipped branch",
+    "clip_fraction_high": "share of agent tokens clipped above: advantage > 0 and ratio > 1 + epsilon_high",
+    "clip_fraction_low": "share of agent tokens clipped below: advantage < 0 and ratio < 1 - epsilon_low",
+    "out_of_range_fraction": "share of agent tokens whose ratio leaves the clip range, whatever the advantage",
+    "out_of_range_fraction_token": "the same for the token-level ratio, whatever ratio the objective uses",
+    "turn_fully_clipped_fraction": "share of turns of which every token is clipped",
+    **_ratio_columns(),
+    "effective_sample_size": "(sum w)^2 / sum w^2 of trajectory product ratios, as a share of the minibatch",
+    "kl_behaviour_k1": "mean of -log r on behaviour samples: estimates KL(behaviour || policy), nats per token",
+    "kl_behaviour_k3": "mean of r - 1 - log r: estimates KL(behaviour || policy), nats per token, never negative",
+    "kl_policy_to_behaviour": "mean of r log r - r + 1: estimates KL(policy || behaviour), nats per token",
+    "negative_advantage_gradient_share": "share of the surrogate's gradient mass (by |d loss / d log-prob|) on tokens with negative advantage",
+    "advantage_mean": "mean advantage over agent tokens, as the loss sees it",
+    "advantage_std": "standard deviation of the advantage over agent tokens, as the loss sees it",
+    "advantage_max": "largest absolute advantage over agent tokens, as the loss sees it",
+    "ctn_penalty": "value of the clipping-triggered KL penalty; 0 without it",
+    "kl_reference": "estimated KL(policy || warm start), nats per token; NaN when not computed",
+    "entropy": "mean entropy of the policy's next-token distribution at agent tokens, nats",
+    "advantage_raw_std": "standard deviation of the iteration's advantages before whitening and pooling",
+    "critic_loss": "mean squared error of the critic; NaN without critic",
+    "critic_explained_variance": "1 - Var(return - V) / Var(return); NaN without critic or without reward variance",
+    "staleness_iterations": "iterations between sampling the batch and training on it",
+    "staleness_updates": "optimiser updates made since the batch was sampled",
+    "learning_rate": "learning rate of the actor",
+    "seconds_rollout": "seconds the iteration spent sampling",
+    "seconds_scoring": "seconds the iteration spent on critic values and other scoring passes",
+    "seconds_update": "seconds of this update",
+    "tokens_rollout": "agent tokens sampled in the iteration",
+    "tokens_per_second": "agent tokens sampled per second of roll-out",
+}
+
+# One row per evaluation on the fixed held-out questions.
+EVALUATION_COLUMNS: dict[str, str] = {
+    "iteration": "iterations done when evaluated; 0 is the warm start",
+    "update": "optimiser updates done when evaluated",
+    "temperature": "1.0: sampled; 0.0: greedy",
+    "n_questions": "number of held-out questions",
+    "success": "share of questions answered with exact match 1",
+    "f1": "mean token F1 of the answers",
+    "valid_format_rate": "share of turns that parse as one well-formed search or answer",
+    "turns": "mean number of agent turns",
+    "searches": "mean number of valid searches",
+    "entropy_of_sampled": "mean of -log-probability of the sampled agent tokens, nats",
+    "seconds": "seconds the evaluation took",
+}
+
+# Columns that say how long something took: never the same twice, so left out of comparisons of two runs.
+TIMING_COLUMNS: tuple[str, ...] = (
+    "seconds_rollout",
+    "seconds_scoring",
+    "seconds_update",
+    "tokens_per_second",
+    "seconds",
+)
+
+# iterations.parquet holds the mean of every update column per iteration and, for these, also the
+# largest value under the name `<column>_max`: a spike of one update vanishes in a mean.
+PEAK_COLUMNS: tuple[str, ...] = (
+    "gradient_norm",
+    "ppo_gradient_norm",
+    "clipping_bias_norm",
+    "ratio_max_token",
+    "ratio_max_turn",
+    "ratio_max_sequence",
+)
+
+# One row per run, for people.
+SUMMARY_COLUMNS: dict[str, str] = {
+    **KEY_COLUMNS,
+    "status": RUN_FIELDS["status"],
+    "success_start": "S0: sampled success of the warm start",
+    "success_max": "largest trailing mean (of 3 evaluations) of sampled success",
+    "success_final": "mean sampled success of the last tenth of the evaluations",
+    "collapsed": "true if the collapse rule fires",
+    "collapse_iteration": "iteration of the evaluation that opens the collapse; empty if none",
+    "transient": "true if a collapsed run recovers later",
+    "never_improved": "true if the trailing mean never reaches S0 + 0.05",
+    "clip_fraction_mean": "mean sign-aware clip fraction over all iterations",
+    "gradient_norm_max": "largest gradient norm of any update, before clipping",
+    "wall_seconds": RUN_FIELDS["wall_seconds"],
+}
+
+# Keys of each record of trajectories.json.
+TRAJECTORY_FIELDS: dict[str, str] = {
+    "question": "text of the question",
+    "answers": "accepted answers",
+    "reward": "reward of the trajectory",
+    "tokens": "tokens as text, padding removed",
+    "agent_mask": "1 where the policy emitted the token, 0 where the environment did",
+    "turn_ids": "turn of each agent token from 0, -1 elsewhere",
+    "logprobs": "log-probability of each token under the policy that sampled it, 0 off the mask",
+}
+
+GLOSSARY: dict[str, dict[str, str]] = {
+    "Per update (`updates.parquet`; means per iteration in `iterations.parquet`)": UPDATE_COLUMNS,
+    "Per evaluation (`evaluations.parquet`)": EVALUATION_COLUMNS,
+    "Per run, summary (`summary.csv`)": SUMMARY_COLUMNS,
+    "Per run, record (`run.json`)": RUN_FIELDS,
+}
+
+
+def glossary_markdown() -> str:
+    """Every recorded quantity with its definition, as Markdown tables."""
+    parts = ["# Metrics glossary"]
+    for title, columns in GLOSSARY.items():
+        rows = [f"| `{name}` | {text.replace('|', chr(92) + '|')} |" for name, text in columns.items()]
+        parts.append("\n".join([f"## {title}", "", "| name | meaning |", "| --- | --- |", *rows]))
+    return "\n\n".join(parts) + "\n"
