@@ -53,6 +53,9 @@ class RunRecord(TypedDict):
     regime: str
     algorithm: str
     seed: int
+    preset: str
+    policy: str
+    policy_parameters: int
     world: str
     warm_start_seed: int
     world_seed: int
@@ -74,6 +77,9 @@ class RunRecord(TypedDict):
 RUN_FIELDS: dict[str, str] = {
     "status": f"{COMPLETED}, {NON_FINITE} (stopped by a non-finite loss or gradient) or {RUNNING}",
     **KEY_COLUMNS,
+    "preset": "name of the preset, e.g. laptop",
+    "policy": "name of the policy config, e.g. tiny",
+    "policy_parameters": "number of trainable parameters of the policy, critic not counted",
     "world": "name of the world config, e.g. synthetic",
     "warm_start_seed": "seed of the supervised start",
     "world_seed": "seed of the synthetic knowledge base",
