@@ -1,0 +1,272 @@
+"""From finished run folders to one metrics folder, and back into memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stppo import schema
+from stppo.analysis.collapse import Collapse, detect_collapse
+from stppo.analysis.statistics import final_mean
+
+KEYS = list(schema.KEY_COLUMNS)
+INTEGERS = ("seed", "iteration", "n_questions")
+REMEDY = "snakemake {run_dir}/" + schema.RUN_FILE
+COLLECT_REMEDY = "snakemake {metrics_dir}/" + schema.RUNS_FILE
+
+
+def repository_path(path: str | Path) -> Path:
+    """A relative path taken from the repository's root, wherever in it the process runs.
+
+    The root is the nearest folder above the working directory that holds a Snakefile or
+    pyproject.toml; outside a repository the path stays as it is.
+    """
+    path = Path(path)
+    if path.is_absolute() or path.exists():
+        return path
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        if (folder / "Snakefile").is_file() or (folder / "pyproject.toml").is_file():
+            return folder / path
+    return path
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file, then move it to `path`: a reader sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    os.close(handle)
+    try:
+        write(Path(name))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _read_json(path: Path, remedy: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing; make it with: {remedy}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is unreadable ({error}); delete it and make it anew with: {remedy}"
+        ) from None
+
+
+def _read_parquet(path: Path, columns: Iterable[str], remedy: str) -> pd.DataFrame:
+    try:
+        frame = pq.ParquetFile(path).read().to_pandas()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing; make it with: {remedy}") from None
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{path} is unreadable ({reason}); delete it and make it anew with: {remedy}"
+        ) from None
+    if missing := [column for column in columns if column not in frame]:
+        raise ValueError(f"{path} lacks column {missing[0]}; make it anew with: {remedy}")
+    return frame
+
+
+def read_run(
+    run_dir: str | Path, remedy: str = REMEDY
+) -> tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]:
+    """Record, updates and evaluations of one finished run.
+
+    `remedy` is the command that makes a run, `{run_dir}` standing for its folder. FileNotFoundError
+    or ValueError names the run and that command if a part is missing, unreadable or unfinished.
+    """
+    run_dir = Path(run_dir)
+    remedy = remedy.format(run_dir=run_dir)
+    record = _read_json(run_dir / schema.RUN_FILE, remedy)
+    required = [*KEYS, "status", "warm_start", "wall_seconds"]
+    if not isinstance(record, dict) or (missing := [name for name in required if name not in record]):
+        name = missing[0] if isinstance(record, dict) else "every field"
+        raise ValueError(f"{run_dir / schema.RUN_FILE} lacks {name}; make it anew with: {remedy}")
+    if record["status"] not in (schema.COMPLETED, schema.NON_FINITE):
+        raise ValueError(f"run {run_dir} is unfinished (status {record['status']}); finish it with: {remedy}")
+    updates = _read_parquet(
+        run_dir / schema.UPDATES_FILE, ("update", "iteration", "gradient_norm", "clip_fraction"), remedy
+    )
+    evaluations = _read_parquet(
+        run_dir / schema.EVALUATIONS_FILE, ("iteration", "temperature", "success"), remedy
+    )
+    return record, updates, evaluations
+
+
+def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
+    """Mean of every update column per iteration, and `<column>_max` of the peak columns; NaN skipped."""
+    columns = [column for column in schema.UPDATE_COLUMNS if column in updates]
+    groups = updates[columns].astype("float64").groupby("iteration")
+    means = groups.mean()
+    peaks = groups[[column for column in schema.PEAK_COLUMNS if column in updates]].max()
+    return means.join(peaks.add_suffix("_max")).reset_index()
+
+
+def _write_table(frame: pd.DataFrame, path: Path) -> None:
+    """Compact and reproducible: float32, small integers, dictionary strings, zstd, no index."""
+    frame = frame.astype({c: "float32" for c in frame.select_dtypes("float").columns})
+    frame = frame.astype({c: "int32" for c in INTEGERS if c in frame})
+    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
+    write_atomically(path, lambda p: pq.write_table(table, p, compression="zstd", compression_level=9))
+
+
+def _keyed(frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
+    keys = pd.DataFrame({name: [record[name]] * len(frame) for name in KEYS}, index=frame.index)
+    return pd.concat([keys, frame.drop(columns=KEYS, errors="ignore")], axis=1)
+
+
+def collect(run_dirs: Sequence[str | Path], out_dir: str | Path, remedy: str = REMEDY) -> Metrics:
+    """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
+
+    Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. Reads
+    every run before it writes anything, so a broken run leaves an earlier collection untouched.
+    """
+    if not run_dirs:
+        raise ValueError("no runs to collect: give at least one run folder")
+    runs = []
+    for run_dir in run_dirs:
+        record, updates, evaluations = read_run(run_dir, remedy)
+        runs.append((tuple(record[name] for name in KEYS), str(run_dir), record, updates, evaluations))
+    runs.sort(key=lambda run: run[:2])
+    for (key, one, *_), (other_key, other, *_) in zip(runs, runs[1:], strict=False):
+        if key == other_key:
+            raise ValueError(f"{one} and {other} are the same run {key}; collect only one of them")
+    metrics = Metrics(
+        runs=[record for _, _, record, _, _ in runs],
+        iterations=_stack(_keyed(per_iteration(updates), record) for _, _, record, updates, _ in runs),
+        evaluations=_stack(_keyed(evaluations, record) for _, _, record, _, evaluations in runs),
+    )
+    out_dir = Path(out_dir)
+    _write_table(metrics.iterations, out_dir / schema.ITERATIONS_FILE)
+    _write_table(metrics.evaluations, out_dir / schema.COLLECTED_EVALUATIONS_FILE)
+    summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
+    write_atomically(out_dir / schema.SUMMARY_FILE, lambda p: p.write_text(summary, encoding="utf-8"))
+    text = json.dumps(metrics.runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    write_atomically(out_dir / schema.RUNS_FILE, lambda p: p.write_text(text, encoding="utf-8"))
+    return metrics
+
+
+def _stack(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    return pd.concat(frames, ignore_index=True)
+
+
+def load_metrics(metrics_dir: str | Path, remedy: str = COLLECT_REMEDY) -> Metrics:
+    """Read what `collect` wrote. Errors name the file and the command that makes it."""
+    metrics_dir = repository_path(metrics_dir)
+    remedy = remedy.format(metrics_dir=metrics_dir)
+    return Metrics(
+        runs=_read_json(metrics_dir / schema.RUNS_FILE, remedy),
+        iterations=_read_parquet(metrics_dir / schema.ITERATIONS_FILE, [*KEYS, "iteration"], remedy),
+        evaluations=_read_parquet(
+            metrics_dir / schema.COLLECTED_EVALUATIONS_FILE, [*KEYS, "iteration", "temperature"], remedy
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """All recorded metrics of a set of runs."""
+
+    runs: list[schema.RunRecord]
+    iterations: pd.DataFrame  # one row per run and iteration
+    evaluations: pd.DataFrame  # one row per run and evaluation
+
+    @property
+    def regimes(self) -> list[str]:
+        """Regimes present, sorted."""
+        return sorted({run["regime"] for run in self.runs})
+
+    def algorithms(self, regime: str | None = None) -> list[str]:
+        """Algorithms present (in a regime), sorted."""
+        return sorted({run["algorithm"] for run in self.runs if regime in (None, run["regime"])})
+
+    def select(self, frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
+        """Rows of one run."""
+        keep = pd.Series(True, index=frame.index)
+        for name in KEYS:
+            keep &= frame[name] == record[name]
+        return frame[keep]
+
+    def success(self, record: schema.RunRecord, temperature: float = 1.0) -> pd.DataFrame:
+        """Evaluations of one run at a temperature, in order of iteration."""
+        rows = self.select(self.evaluations, record)
+        return rows[rows["temperature"] == temperature].sort_values("iteration")
+
+    def collapse(self, record: schema.RunRecord) -> Collapse:
+        """The collapse rule applied to one run."""
+        rows = self.success(record)
+        stopped = None
+        if record.get("non_finite"):
+            stopped = float(self.select(self.iterations, record)["iteration"].max())
+            stopped = 0.0 if math.isnan(stopped) else stopped
+        start = record["warm_start"]["success_sampled"]
+        return detect_collapse(rows["iteration"], rows["success"], start, stopped)
+
+    @cached_property
+    def collapses(self) -> dict[tuple[str, str, int], Collapse]:
+        """(regime, algorithm, seed) -> verdict."""
+        return {(r["regime"], r["algorithm"], r["seed"]): self.collapse(r) for r in self.runs}
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """One row per run with the columns `schema.SUMMARY_COLUMNS`."""
+        rows = []
+        for record in self.runs:
+            verdict = self.collapses[tuple(record[name] for name in KEYS)]
+            iterations = self.select(self.iterations, record)
+            gradient = "gradient_norm_max" if "gradient_norm_max" in iterations else "gradient_norm"
+            values = {
+                **{name: record[name] for name in [*KEYS, "status"]},
+                "success_start": verdict.start,
+                "success_max": verdict.peak,
+                "success_final": final_mean(self.success(record)["success"]),
+                "collapsed": verdict.collapsed,
+                "collapse_iteration": verdict.iteration,
+                "transient": verdict.transient,
+                "never_improved": verdict.never_improved,
+                "clip_fraction_mean": iterations["clip_fraction"].mean(),
+                "gradient_norm_max": iterations[gradient].max(),
+                "wall_seconds": record["wall_seconds"],
+            }
+            rows.append({name: values[name] for name in schema.SUMMARY_COLUMNS})
+        return pd.DataFrame(rows, columns=list(schema.SUMMARY_COLUMNS))
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row per regime and algorithm: the table of notebook and report."""
+        rows = []
+        for (regime, algorithm), runs in self.summary.groupby(["regime", "algorithm"], sort=True):
+            verdicts = [self.collapses[key] for key in runs[KEYS].itertuples(index=False, name=None)]
+            at = [f"{v.iteration:.0f}" for v in verdicts if v.collapsed]
+            rows.append(
+                {
+                    "regime": regime,
+                    "algorithm": algorithm,
+                    "seeds": len(runs),
+                    "collapsed": int(runs["collapsed"].sum()),
+                    "collapsed at iteration": ", ".join(at),
+                    "recovered": int(runs["transient"].sum()),
+                    "never improved": sum(v.never_improved is True for v in verdicts),
+                    "too short": sum(not v.decidable for v in verdicts),
+                    "start": runs["success_start"].mean(),
+                    "peak": runs["success_max"].mean(),
+                    "final": runs["success_final"].mean(),
+                    "clip fraction": runs["clip_fraction_mean"].mean(),
+                    "largest gradient norm": runs["gradient_norm_max"].max(),
+                    "minutes": runs["wall_seconds"].sum() / 60,
+                }
+            )
+        return pd.DataFrame(rows)

@@ -1,0 +1,116 @@
+"""Aggregates over seeds and trends over iterations.
+
+Curves are interquartile means with stratified-bootstrap bands (Agarwal et al. 2021,
+arXiv 2108.13264) as implemented by rliable.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from rliable import library as rly
+from scipy import stats
+
+REPETITIONS = 1000
+CONFIDENCE = 0.95
+
+
+def iqm(values: ArrayLike) -> NDArray[np.float64]:
+    """Interquartile mean over the first axis; of fewer than four values it is the plain mean."""
+    return np.asarray(stats.trim_mean(np.asarray(values, dtype=np.float64), 0.25, axis=0))
+
+
+@dataclass(frozen=True)
+class Band:
+    """Point estimate and percentile interval at each of n places; the interval is NaN for one run."""
+
+    value: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+    n_runs: NDArray[np.int64]
+
+
+def bootstrap_band(
+    curves: ArrayLike, repetitions: int = REPETITIONS, confidence: float = CONFIDENCE, seed: int = 0
+) -> Band:
+    """IQM and bootstrap interval over runs at each place of (runs, places) curves.
+
+    A NaN is a run that has no value there (it stopped, or the metric was not computed): each place
+    uses the runs that have one. Deterministic in `seed`.
+    """
+    curves = np.atleast_2d(np.asarray(curves, dtype=np.float64))
+    n_places = curves.shape[1]
+    present = np.isfinite(curves)
+    value, low, high = (np.full(n_places, np.nan) for _ in range(3))
+    for pattern in np.unique(present, axis=1).T:
+        places = (present == pattern[:, None]).all(axis=0)
+        if not pattern.any():
+            continue
+        scores = curves[pattern][:, places]
+        value[places] = iqm(scores)
+        if len(scores) > 1:
+            _, interval = rly.get_interval_estimates(
+                {"": scores[:, None, :]},  # runs x one task x places: resampled over runs
+                lambda s: iqm(s.reshape(-1, s.shape[-1])),
+                reps=repetitions,
+                confidence_interval_size=confidence,
+                random_state=np.random.RandomState(seed),
+            )
+            low[places], high[places] = interval[""]
+    return Band(value, low, high, present.sum(axis=0))
+
+
+def band_note(n_runs: int, confidence: float = CONFIDENCE) -> str:
+    """What a band over so few runs does and does not say, for a caption."""
+    if n_runs <= 1:
+        return "One seed: no band."
+    level = f"{confidence:.0%}".replace("%", " %")
+    note = f"Line: interquartile mean of {n_runs} seeds; band: {level} bootstrap over seeds."
+    if n_runs < 4:
+        return (
+            f"Line: mean of {n_runs} seeds (an interquartile mean needs four); band: {level} bootstrap, which "
+            f"cannot reach beyond the {n_runs} seeds seen and so is too narrow."
+        )
+    return note
+
+
+@dataclass(frozen=True)
+class Trend:
+    """log y = intercept + slope * x by least squares."""
+
+    slope: float  # per unit of x, natural logarithm
+    intercept: float
+    r_squared: float  # of log y
+    n: int
+
+    def at(self, x: ArrayLike) -> NDArray[np.float64]:
+        """Fitted y at x."""
+        return np.exp(self.intercept + self.slope * np.asarray(x, dtype=np.float64))
+
+
+def log_linear_trend(x: ArrayLike, y: ArrayLike) -> Trend:
+    """Exponential trend of a positive quantity; zeros and non-finite values are left out.
+
+    NaN coefficients for fewer than three points. Residuals of a training curve are correlated, so
+    R^2 tells how much of the curve the trend describes, not whether it is significant.
+    """
+    x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    keep = np.isfinite(x) & np.isfinite(y) & (y > 0)
+    x, log_y = x[keep], np.log(y[keep])
+    if len(x) < 3 or np.ptp(x) == 0:
+        return Trend(math.nan, math.nan, math.nan, len(x))
+    slope, intercept = np.polyfit(x, log_y, 1)
+    residual = ((log_y - intercept - slope * x) ** 2).sum()
+    total = ((log_y - log_y.mean()) ** 2).sum()
+    return Trend(
+        float(slope), float(intercept), float(1 - residual / total) if total > 0 else math.nan, len(x)
+    )
+
+
+def final_mean(values: ArrayLike) -> float:
+    """Mean of the last tenth of a series, at least one value; NaN for an empty one."""
+    values = np.asarray(values, dtype=np.float64)
+    return float(values[-math.ceil(len(values) / 10) :].mean()) if len(values) else math.nan
