@@ -1,0 +1,274 @@
+"""Credit: from rewards (and a critic's values) to one advantage per agent token.
+
+Recursions run over agent tokens, or over turns; environment tokens take no part in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from stppo.objectives.checks import in_range, one_of
+from stppo.trajectories import Layout, Trajectories
+
+POOLINGS = ("token", "turn_mean", "turn_sum")
+
+
+@dataclass(frozen=True, eq=False)
+class Credit:
+    """advantages (B, T), 0 off the agent mask; with a critic also its regression targets `returns` (B, T) and
+    the mask (B, T) of the positions whose value is trained; raw_std: standard deviation of the advantages
+    over agent tokens before whitening and pooling."""
+
+    advantages: Tensor
+    returns: Tensor | None
+    value_mask: Tensor | None
+    raw_std: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CreditRule:
+    """Shared options.
+
+    whiten: shift and scale advantages to mean 0, variance 1 over all agent tokens of the iteration, before
+    pooling (verl's masked_whiten, the baseline stack's choice). pooling: keep advantages per token, or give
+    every token of a turn the mean or the sum of its turn.
+    """
+
+    pooling: str = "token"
+    whiten: bool = True
+
+    needs_critic: ClassVar[bool] = False
+    group_size: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        one_of(self, "pooling", POOLINGS)
+
+    @torch.no_grad()
+    def __call__(self, trajectories: Trajectories, values: Tensor | None = None) -> Credit:
+        """Credit one whole iteration.
+
+        `values` (B, T) holds V of the state before token t; read on agent tokens only, ignored by credits
+        without a critic. Raises ValueError where it is needed and missing or misshapen.
+        """
+        layout = trajectories.layout
+        if self.needs_critic:
+            if values is None:
+                raise ValueError(f"{type(self).__name__}: needs a critic's values, got none")
+            if values.shape != trajectories.rewards.shape:
+                expected, got = tuple(trajectories.rewards.shape), tuple(values.shape)
+                raise ValueError(f"{type(self).__name__}: values must have shape {expected}, got {got}")
+            values = layout.gather(values.detach())
+        advantages, targets, trained = self._raw(trajectories, layout, values)
+        spread = advantages.std(correction=min(1, len(advantages) - 1))
+        if self.whiten:
+            advantages = (advantages - advantages.mean()) * (spread.square() + 1e-8).rsqrt()
+        if self.pooling == "turn_mean":
+            advantages = layout.turn_mean(advantages)[layout.turns]
+        elif self.pooling == "turn_sum":
+            advantages = layout.turn_sum(advantages)[layout.turns]
+        return Credit(
+            advantages=layout.scatter(advantages),
+            returns=None if targets is None else layout.scatter(targets),
+            value_mask=None if trained is None else layout.scatter(trained),
+            raw_std=spread.item(),
+        )
+
+    def _raw(
+        self, trajectories: Trajectories, layout: Layout, values: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(N,) advantages, value targets and trained positions."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenGAE(_CreditRule):
+    """Generalised advantage estimation (arXiv 1506.02438) with one step per agent token.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the next agent
+    token, across the environment's tokens between turns. Value targets: A_t + V_t on every agent token.
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    needs_critic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range(self, "gamma", 0.0, 1.0)
+        in_range(self, "lam", 0.0, 1.0)
+
+    def _raw(self, trajectories, layout, values):
+        rewards = layout.gather(trajectories.rewards)
+        advantages = _gae(rewards, values, layout.rows, layout.row_lengths, self.gamma, self.lam)
+        return advantages, advantages + values, torch.ones_like(layout.rows, dtype=torch.bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnGAE(_CreditRule):
+    """GAE with one step per turn: the turn's reward is the sum of its tokens', its state the one before its
+    first token, whose value alone is read and trained. Every token of a turn gets the turn's advantage."""
+
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    needs_critic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range(self, "gamma", 0.0, 1.0)
+        in_range(self, "lam", 0.0, 1.0)
+
+    def _raw(self, trajectories, layout, values):
+        return _turn_credit(trajectories, layout, values, self.gamma, self.lam)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnReturnMinusValue(_CreditRule):
+    """A^k = R_k - V(s_k): the return from turn k on, discounted by gamma per turn, minus the value of the
+    state before the turn's first token (reading B). Equal to TurnGAE at lam = 1."""
+
+    gamma: float = 1.0
+
+    needs_critic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range(self, "gamma", 0.0, 1.0)
+
+    def _raw(self, trajectories, layout, values):
+        return _turn_credit(trajectories, layout, values, self.gamma, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupCredit(_CreditRule):
+    """Credits that compare the `group_size` trajectories of one question (equal `group_ids`)."""
+
+    group_size: int = 8
+    whiten: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.group_size
+        if not isinstance(size, int) or size < 2:
+            raise ValueError(
+                f"{type(self).__name__}.group_size={size!r}: a group needs at least 2 trajectories"
+            )
+
+    def _groups(self, trajectories: Trajectories) -> tuple[Tensor, Tensor]:
+        """(G, group_size) row indices and the returns of those rows."""
+        ids, order = trajectories.group_ids.sort(stable=True)
+        groups, counts = ids.unique_consecutive(return_counts=True)
+        wrong = (counts != self.group_size).nonzero()
+        if len(wrong):
+            group, count = int(groups[wrong[0]]), int(counts[wrong[0]])
+            raise ValueError(
+                f"{type(self).__name__}: group {group} has {count} trajectories in this batch, "
+                f"group_size is {self.group_size}; credit whole iterations, not minibatches"
+            )
+        rows = order.view(-1, self.group_size)
+        return rows, trajectories.returns[rows]
+
+    def _raw(self, trajectories, layout, values):
+        rows, returns = self._groups(trajectories)
+        centred = returns - returns.mean(1, keepdim=True)
+        # A group that agrees carries no signal; without this, rounding over eps would invent some.
+        agrees = returns.amax(1, keepdim=True) == returns.amin(1, keepdim=True)
+        scores = torch.zeros_like(trajectories.returns)
+        scores[rows] = (self._scale(returns) * centred).masked_fill(agrees, 0.0)
+        return scores[layout.rows], None, None
+
+    def _scale(self, returns: Tensor) -> Tensor | float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupNormalised(_GroupCredit):
+    """GRPO (arXiv 2402.03300): (R - mean) / (std + eps) over the group, std with Bessel's correction.
+
+    returns="trajectory": R is the trajectory's return. returns="turn": each turn's return-to-go, undiscounted,
+    normalised by the same statistics of the group's trajectory returns (reading B's SO-GRPO); with a terminal
+    reward only, the two are equal.
+    """
+
+    returns: str = "trajectory"
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, "returns", ("trajectory", "turn"))
+        in_range(self, "eps", 0.0)
+
+    def _scale(self, returns):
+        return 1.0 / (returns.std(1, keepdim=True) + self.eps)
+
+    def _raw(self, trajectories, layout, values):
+        scores, _, _ = super()._raw(trajectories, layout, values)
+        if self.returns == "turn":
+            # Return-to-go = return - rewards of earlier turns, so the score shifts by their scaled sum.
+            rows, returns = self._groups(trajectories)
+            scale = torch.zeros_like(trajectories.returns)
+            scale[rows] = self._scale(returns).expand_as(returns)
+            turn_rewards = layout.turn_sum(layout.gather(trajectories.rewards))
+            to_go = _discounted_sum(turn_rewards, layout.turn_rows, layout.row_turns, 1.0)
+            earlier = trajectories.returns[layout.turn_rows] - to_go
+            scores = scores - (scale[layout.turn_rows] * earlier)[layout.turns]
+        return scores, None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCentred(_GroupCredit):
+    """Dr. GRPO (arXiv 2503.20783): R - mean over the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOut(_GroupCredit):
+    """RLOO (arXiv 2402.14740): R minus the mean of the group's other returns."""
+
+    def _scale(self, returns):
+        return self.group_size / (self.group_size - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchBaseline(_CreditRule):
+    """REINFORCE with the iteration's mean return as baseline: R - mean over all trajectories."""
+
+    whiten: bool = False
+
+    def _raw(self, trajectories, layout, values):
+        returns = trajectories.returns
+        return (returns - returns.mean())[layout.rows], None, None
+
+
+def _turn_credit(trajectories, layout, values, gamma, lam):
+    state_values = values[layout.turn_starts]
+    rewards = layout.turn_sum(layout.gather(trajectories.rewards))
+    advantages = _gae(rewards, state_values, layout.turn_rows, layout.row_turns, gamma, lam)
+    first = torch.zeros_like(layout.rows, dtype=torch.bool)
+    first[layout.turn_starts] = True
+    targets = (advantages + state_values)[layout.turns] * first
+    return advantages[layout.turns], targets, first
+
+
+def _gae(rewards: Tensor, values: Tensor, rows: Tensor, counts: Tensor, gamma: float, lam: float) -> Tensor:
+    """GAE over S steps (agent tokens or turns) sorted by row, `counts` (B,) of them in each row."""
+    next_values = torch.zeros_like(values)
+    same_row = rows[1:] == rows[:-1]
+    next_values[:-1] = values[1:].where(same_row, torch.zeros_like(values[1:]))
+    return _discounted_sum(rewards + gamma * next_values - values, rows, counts, gamma * lam)
+
+
+def _discounted_sum(steps: Tensor, rows: Tensor, counts: Tensor, discount: float) -> Tensor:
+    """y_s = x_s + discount * y_{s+1} within each row; (S,) -> (S,)."""
+    columns = torch.arange(len(steps), device=steps.device) - (counts.cumsum(0) - counts)[rows]
+    packed = steps.new_zeros(len(counts), int(counts.max()))
+    packed[rows, columns] = steps
+    total = steps.new_zeros(len(counts))
+    for column in reversed(range(packed.shape[1])):
+        total = packed[:, column] + discount * total
+        packed[:, column] = total
+    return packed[rows, columns]
