@@ -1,0 +1,107 @@
+"""The search environment: plays many episodes in lockstep, one retriever call a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol as TypingProtocol
+
+from stppo.world.protocol import Action, Protocol, Question, parse_turn
+from stppo.world.retrieval import Document
+from stppo.world.rewards import exact_match, f1
+
+_REWARDS = {"em": exact_match, "f1": f1}
+
+
+class Retriever(TypingProtocol):
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[tuple[Document, float]]]: ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One agent turn and what came of it; `observation` is None on the last one."""
+
+    text: str
+    action: Action
+    observation: str | None
+    documents: tuple[Document, ...] = ()
+
+
+@dataclass(eq=False)
+class Episode:
+    """One question being played. `answer` is None until (unless) the agent answers; `reward` is terminal."""
+
+    question: Question
+    prompt: str
+    turns: list[Turn] = field(default_factory=list)
+    done: bool = False
+    reward: float = 0.0
+    answer: str | None = None
+
+    @property
+    def n_searches(self) -> int:
+        """Searches that were carried out."""
+        return sum(turn.action.kind == "search" and turn.observation is not None for turn in self.turns)
+
+    @property
+    def n_invalid(self) -> int:
+        return sum(turn.action.kind == "invalid" for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class SearchEnvironment:
+    """Answers agent turns.
+
+    The first `protocol.turn_budget` turns get an observation: retrieved text after a search, the corrective
+    message after an invalid turn. The generation after them must answer: a search or an invalid turn there
+    ends the episode with reward 0. An answer always ends it.
+
+    reward: "em" or "f1".
+    """
+
+    protocol: Protocol
+    retriever: Retriever
+    top_k: int
+    reward: str = "em"
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.reward not in _REWARDS:
+            raise ValueError(f"reward must be one of {', '.join(_REWARDS)}, got {self.reward!r}")
+
+    def start(self, question: Question) -> Episode:
+        return Episode(question, self.protocol.prompt(question.text))
+
+    def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[str | None]:
+        """Give each episode its next agent turn; returns the observations, None where the episode is done.
+
+        Whatever the agent wrote has a defined reaction; ValueError only for misuse by the caller
+        (unequal lengths, an episode that was already done).
+        """
+        if len(episodes) != len(texts):
+            raise ValueError(f"{len(episodes)} episodes but {len(texts)} turns")
+        if any(episode.done for episode in episodes):
+            raise ValueError("an episode that is done takes no further turn")
+        actions = [parse_turn(text) for text in texts]
+        last = [len(episode.turns) >= self.protocol.turn_budget for episode in episodes]
+        queries = [
+            action.content
+            for action, final in zip(actions, last, strict=True)
+            if action.kind == "search" and not final
+        ]
+        found = iter(self.retriever.search(queries, self.top_k) if queries else ())
+
+        observations: list[str | None] = []
+        for episode, text, action, final in zip(episodes, texts, actions, last, strict=True):
+            observation, documents = None, ()
+            if action.kind == "answer":
+                episode.answer = action.content
+                episode.reward = _REWARDS[self.reward](action.content, episode.question.answers)
+            elif not final and action.kind == "search":
+                documents = tuple(document for document, _ in next(found))
+                observation = self.protocol.information(documents)
+            elif not final:
+                observation = self.protocol.correction
+            episode.done = observation is None
+            episode.turns.append(Turn(text, action, observation, documents))
+            observations.append(observation)
+        return observations

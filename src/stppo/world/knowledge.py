@@ -1,0 +1,295 @@
+"""A synthetic world: a small knowledge base about made-up entities and multi-hop questions on it."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stppo.world.environment import SearchEnvironment
+from stppo.world.protocol import TAGS, Protocol, Question
+from stppo.world.retrieval import BM25Retriever, Document
+from stppo.world.scripted import DemonstrationNoise, SyntheticReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+RELATIONS = (
+    "mentor", "rival", "neighbour", "patron", "student", "ally", "cousin", "tutor", "guard", "friend", "heir", "client",
+)  # fmt: skip
+SPLITS = ("train", "validation", "test")
+_PROTOCOL_TEXTS = {
+    "prompt_template": "question {question}",
+    "document_template": "{text}",
+    "document_separator": " ",
+    "information_template": "<information> {documents} </information>",
+    "correction": "invalid turn : search or answer",
+    "no_result": "no document found",
+}
+_GRAMMAR_WORDS = (
+    "question",
+    "of",
+    "?",
+    "invalid",
+    "turn",
+    ":",
+    "search",
+    "or",
+    "answer",
+    "no",
+    "document",
+    "found",
+)
+_DRAWS = 8
+_CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
+
+
+@dataclass(frozen=True, eq=False)
+class SyntheticWorld:
+    """Entities with two-token names, one document each, and questions such as `mentor of rival of dorn vale ?`.
+
+    The same fields give the same world in every process. A document reads `dorn vale mentor alba moss rival …`:
+    the entity's name, then its facts. Names combine shared first and last parts, so documents distract
+    from one another. The answer to a question is the entity at the end of its chain of relations;
+    no chain visits an entity twice, every (entity, relation) has one object, and no question is in two splits.
+
+    seed: of names, facts and questions.
+    n_name_parts: number of first parts, and of last parts; n_entities may not exceed its square.
+    neighbour_share: probability that a fact's object shares a name part with the document's entity.
+    hop_shares: shares of 1-, 2-, … hop questions, summing to 1.
+    turn_budget: searches before the last generation; at least the number of hops.
+    think_probability: how often a scripted turn starts with a thought.
+    cache_dir: where the retriever keeps its index (None: in memory; it is built in milliseconds).
+
+    ValueError names the field that is out of range.
+    """
+
+    seed: int = 0
+    n_entities: int = 240
+    n_relations: int = 6
+    facts_per_document: int = 4
+    n_name_parts: int = 36
+    neighbour_share: float = 0.4
+    hop_shares: Sequence[float] = (0.3, 0.5, 0.2)
+    n_train: int = 2000
+    n_validation: int = 512
+    n_test: int = 512
+    turn_budget: int = 3
+    top_k: int = 1
+    max_information_words: int = 48
+    max_turn_tokens: int = 16
+    think_probability: float = 0.5
+    reward: str = "em"
+    cache_dir: str | Path | None = None
+    name: str = "synthetic"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hop_shares", tuple(float(share) for share in self.hop_shares))
+        for field in (
+            "n_entities",
+            "facts_per_document",
+            "n_name_parts",
+            "n_train",
+            "n_validation",
+            "n_test",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if not self.facts_per_document <= self.n_relations <= len(RELATIONS):
+            raise ValueError(
+                f"n_relations must be from facts_per_document ({self.facts_per_document}) "
+                f"to {len(RELATIONS)}, got {self.n_relations}"
+            )
+        if not self.facts_per_document < self.n_entities <= self.n_name_parts**2:
+            raise ValueError(
+                f"n_entities must be from {self.facts_per_document + 1} to n_name_parts squared "
+                f"({self.n_name_parts**2}), got {self.n_entities}"
+            )
+        if (
+            not self.hop_shares
+            or min(self.hop_shares) < 0
+            or not math.isclose(sum(self.hop_shares), 1, abs_tol=1e-6)
+        ):
+            raise ValueError(f"hop_shares must be shares that sum to 1, got {list(self.hop_shares)}")
+        if self.turn_budget < len(self.hop_shares):
+            raise ValueError(
+                f"turn_budget must be at least the number of hops ({len(self.hop_shares)}), got {self.turn_budget}"
+            )
+        for field in ("neighbour_share", "think_probability"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"{field} must be in [0, 1], got {getattr(self, field)}")
+        _ = self.environment.protocol  # validates the rest
+
+    @cached_property
+    def environment(self) -> SearchEnvironment:
+        protocol = Protocol(
+            **_PROTOCOL_TEXTS,
+            turn_budget=self.turn_budget,
+            max_information_words=self.max_information_words,
+            max_turn_tokens=self.max_turn_tokens,
+        )
+        return SearchEnvironment(
+            protocol, BM25Retriever(self.documents, self.cache_dir), self.top_k, self.reward
+        )
+
+    @property
+    def relations(self) -> tuple[str, ...]:
+        return RELATIONS[: self.n_relations]
+
+    @cached_property
+    def name_parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """First parts and last parts, all different and different from every other word."""
+        rng = random.Random(f"names {self.seed}")
+        taken = set(RELATIONS) | set(_GRAMMAR_WORDS) | set(TAGS)
+        syllables = 1 if self.n_name_parts <= 100 else 2
+        parts: list[str] = []
+        while len(parts) < 2 * self.n_name_parts:
+            part = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(syllables))
+            part += rng.choice(_CONSONANTS)
+            if part not in taken:
+                taken.add(part)
+                parts.append(part)
+        return tuple(parts[: self.n_name_parts]), tuple(parts[self.n_name_parts :])
+
+    @cached_property
+    def entities(self) -> tuple[str, ...]:
+        firsts, lasts = self.name_parts
+        codes = random.Random(f"entities {self.seed}").sample(range(self.n_name_parts**2), self.n_entities)
+        return tuple(
+            f"{firsts[code // self.n_name_parts]} {lasts[code % self.n_name_parts]}" for code in codes
+        )
+
+    @cached_property
+    def facts(self) -> dict[str, dict[str, str]]:
+        """entity → relation → entity; the objects of one entity differ from each other and from it."""
+        rng = random.Random(f"facts {self.seed}")
+        sharing: dict[str, list[str]] = {}
+        for entity in self.entities:
+            for part in entity.split():
+                sharing.setdefault(part, []).append(entity)
+        facts: dict[str, dict[str, str]] = {}
+        for entity in self.entities:
+            near = [other for part in entity.split() for other in sharing[part]]
+            objects: dict[str, str] = {}
+            for relation in rng.sample(self.relations, self.facts_per_document):
+                pool = near if rng.random() < self.neighbour_share else self.entities
+                objects[relation] = self._draw(rng, pool, [entity, *objects.values()])
+            facts[entity] = objects
+        return facts
+
+    def _draw(self, rng: random.Random, pool: Sequence[str], used: list[str]) -> str:
+        """An entity not in `used`, of a few from the pool the one that repeats the fewest name parts of `used`.
+
+        Parts repeated within a document are what misleads BM25, so this keeps most questions answerable.
+        """
+        parts = Counter(part for entity in used for part in entity.split())
+        candidates: list[str] = []
+        while not candidates:
+            candidates = [entity for entity in rng.choices(pool, k=_DRAWS) if entity not in used]
+            pool = self.entities
+        return min(candidates, key=lambda entity: sum(parts[part] for part in entity.split()))
+
+    @cached_property
+    def documents(self) -> tuple[Document, ...]:
+        return tuple(
+            Document(
+                str(i),
+                entity,
+                " ".join([entity, *(f"{relation} {other}" for relation, other in objects.items())]),
+            )
+            for i, (entity, objects) in enumerate(self.facts.items())
+        )
+
+    def questions(self, split: str) -> list[Question]:
+        """The questions of "train", "validation" or "test", hops shuffled; the same list each time."""
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        return list(self._questions[split])
+
+    @cached_property
+    def _questions(self) -> dict[str, list[Question]]:
+        rng = random.Random(f"questions {self.seed}")
+        sizes = dict(zip(SPLITS, (self.n_train, self.n_validation, self.n_test), strict=True))
+        texts = {document.title: document.text for document in self.documents}
+        splits: dict[str, list[Question]] = {split: [] for split in SPLITS}
+        counts = {split: _apportion(size, self.hop_shares) for split, size in sizes.items()}
+        for hops in range(1, len(self.hop_shares) + 1):
+            chains = list(self._chains(hops))
+            needed = sum(count[hops - 1] for count in counts.values())
+            if needed > len(chains):
+                raise ValueError(
+                    f"n_train + n_validation + n_test ask for {needed} {hops}-hop questions but the knowledge base "
+                    f"has {len(chains)}: raise n_entities or facts_per_document, or lower the numbers"
+                )
+            drawn = iter(rng.sample(chains, needed))
+            for split, count in counts.items():
+                for entities, relations in itertools.islice(drawn, count[hops - 1]):
+                    start = " of ".join([*reversed(relations), entities[0]])
+                    gold = tuple((entity, texts[entity]) for entity in entities[:-1])
+                    splits[split].append(
+                        Question(
+                            f"{entities[0]}.{'.'.join(relations)}", f"{start} ?", (entities[-1],), gold, hops
+                        )
+                    )
+        for questions in splits.values():
+            rng.shuffle(questions)
+        return splits
+
+    def _chains(self, hops: int) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """(entities, relations) of every walk of `hops` facts that visits no entity twice."""
+        walks: Iterator = (((entity,), ()) for entity in self.entities)
+        for _ in range(hops):
+            walks = (
+                ((*entities, other), (*relations, relation))
+                for entities, relations in walks
+                for relation, other in self.facts[entities[-1]].items()
+                if other not in entities
+            )
+        return walks
+
+    @cached_property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every word of the world, special tokens first; a word's place is its token id."""
+        tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
+        firsts, lasts = self.name_parts
+        return tuple(
+            dict.fromkeys([PAD, EOS, UNKNOWN, *tags, *_GRAMMAR_WORDS, *self.relations, *firsts, *lasts])
+        )
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """One token a word; tags are ordinary words, so decoding keeps them. Unknown words become `<unk>`."""
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import WhitespaceSplit
+        from transformers import PreTrainedTokenizerFast
+
+        model = WordLevel({word: i for i, word in enumerate(self.vocabulary)}, unk_token=UNKNOWN)
+        tokenizer = Tokenizer(model)
+        tokenizer.pre_tokenizer = WhitespaceSplit()
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token=PAD,
+            eos_token=EOS,
+            unk_token=UNKNOWN,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def scripted_agent(
+        self, question: Question, rng: random.Random, noise: DemonstrationNoise | None = None
+    ) -> SyntheticReader:
+        return SyntheticReader(question, rng, self.relations, self.turn_budget, self.think_probability, noise)
+
+
+def _apportion(total: int, shares: Sequence[float]) -> list[int]:
+    """`total` split by `shares` into whole numbers that sum to it (largest remainders)."""
+    counts = [int(total * share + 1e-9) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - total * shares[i])
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return counts

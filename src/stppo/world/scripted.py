@@ -1,0 +1,189 @@
+"""Agents without learning: they prove the environment and write the demonstrations of the warm start."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from stppo.world.environment import Episode, SearchEnvironment
+from stppo.world.protocol import Question
+from stppo.world.rewards import exact_match, f1
+
+
+@dataclass(frozen=True)
+class DemonstrationNoise:
+    """Probabilities of mistakes, each in [0, 1]; the defaults give demonstrations that succeed about 0.3 of the time.
+
+    early_answer: at each turn that has read a document but lacks the answer: answer some entity seen there.
+    wrong_entity: at each name that is to be copied from a document: copy another of its entities.
+    malformed: at each turn: break its tags (it still ends with a closing tag, which ends a turn).
+    """
+
+    early_answer: float = 0.5
+    wrong_entity: float = 0.35
+    malformed: float = 0.05
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 <= getattr(self, field.name) <= 1:
+                raise ValueError(f"{field.name} must be in [0, 1], got {getattr(self, field.name)}")
+
+
+class Agent(Protocol):
+    def act(self, episode: Episode) -> str:
+        """The full text of the next turn, tags included."""
+
+
+class World(Protocol):
+    environment: SearchEnvironment
+
+    def scripted_agent(
+        self, question: Question, rng: random.Random, noise: DemonstrationNoise | None = None
+    ) -> Agent: ...
+
+
+class SyntheticReader:
+    """Reads the chain of relations from the question and every entity from what was retrieved, nothing else.
+
+    Where the retriever returns another entity's document, it asks once more with the relation added.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        rng: random.Random,
+        relations: Sequence[str],
+        turn_budget: int,
+        think_probability: float = 0.0,
+        noise: DemonstrationNoise | None = None,
+    ) -> None:
+        *chain, start = question.text.removesuffix("?").strip().split(" of ")
+        self._wanted = chain[::-1]  # relations still to follow, next first
+        self._entity = start
+        self._rng, self._relations = rng, frozenset(relations)
+        self._turn_budget, self._think_probability = turn_budget, think_probability
+        self._noise = noise or DemonstrationNoise(0, 0, 0)
+        self._missed = False
+
+    def act(self, episode: Episode) -> str:
+        seen = self._read(episode)
+        early = bool(seen and self._wanted) and self._happens(self._noise.early_answer)
+        if early or not self._wanted or len(episode.turns) >= self._turn_budget:
+            answer = self._rng.choice(seen) if early else self._entity
+            kind, content, thought = "answer", answer, f"answer {answer}"
+        else:
+            content = f"{self._entity} {self._wanted[0]}" if self._missed else self._entity
+            kind, thought = "search", f"{self._wanted[0]} {self._entity}"
+        turn = f"<{kind}> {content} </{kind}>"
+        if self._happens(self._think_probability):
+            turn = f"<think> {thought} </think> {turn}"
+        return self._break(kind, content) if self._happens(self._noise.malformed) else turn
+
+    def _read(self, episode: Episode) -> list[str]:
+        """Follow the chain through the latest document; returns the entities it names."""
+        documents = episode.turns[-1].documents if episode.turns else ()
+        seen: list[str] = []
+        self._missed = bool(documents)
+        for document in documents:
+            subject, facts = parse_document(document.text, self._relations)
+            seen += [entity for entity in facts.values() if entity not in seen]
+            if self._wanted and subject == self._entity and self._wanted[0] in facts:
+                copied = facts[self._wanted.pop(0)]
+                others = [entity for entity in facts.values() if entity != copied]
+                wrong = others and self._happens(self._noise.wrong_entity)
+                self._entity = self._rng.choice(others) if wrong else copied
+                self._missed = False
+        return seen
+
+    def _happens(self, probability: float) -> bool:
+        return self._rng.random() < probability
+
+    def _break(self, kind: str, content: str) -> str:
+        return self._rng.choice(
+            (
+                f"{content} </{kind}>",
+                f"<{kind}> </{kind}>",
+                f"<{kind}> <{kind}> {content} </{kind}>",
+                f"<think> {content} <{kind}> {content} </{kind}>",
+            )
+        )
+
+
+def parse_document(text: str, relations: frozenset[str]) -> tuple[str, dict[str, str]]:
+    """(entity, relation → entity) of a document of the synthetic world."""
+    subject: list[str] = []
+    facts: dict[str, list[str]] = {}
+    current = subject
+    for word in text.split():
+        if word in relations:
+            current = facts.setdefault(word, [])
+        else:
+            current.append(word)
+    return " ".join(subject), {relation: " ".join(words) for relation, words in facts.items()}
+
+
+def paragraph_key(title: str, text: str) -> tuple[str, str]:
+    """Title and text with white space collapsed: what makes two paragraphs the same."""
+    return " ".join(title.split()), " ".join(text.split())
+
+
+def recall_at_k(environment: SearchEnvironment, questions: Sequence[Question], k: int) -> float | None:
+    """Mean share of a question's gold paragraphs among the top k for the question as query.
+
+    Questions without gold paragraphs are left out; None where none has any.
+    """
+    judged = [question for question in questions if question.gold_paragraphs]
+    found = environment.retriever.search([question.text for question in judged], k)
+    shares = []
+    for question, ranking in zip(judged, found, strict=True):
+        gold = {paragraph_key(*paragraph) for paragraph in question.gold_paragraphs}
+        top = {paragraph_key(document.title, document.text) for document, _ in ranking}
+        shares.append(len(gold & top) / len(gold))
+    return fmean(shares) if shares else None
+
+
+def play(
+    world: World,
+    questions: Sequence[Question],
+    rng: random.Random,
+    noise: DemonstrationNoise | None = None,
+    progress: bool = False,
+) -> list[Episode]:
+    """One finished episode of the world's scripted agent per question, all played in lockstep."""
+    environment = world.environment
+    episodes = [environment.start(question) for question in questions]
+    agents = [world.scripted_agent(question, rng, noise) for question in questions]
+    running = list(zip(agents, episodes, strict=True))
+    with tqdm(total=len(episodes), desc="play", unit="question", disable=not progress) as bar:
+        while running:
+            environment.step(
+                [episode for _, episode in running], [agent.act(episode) for agent, episode in running]
+            )
+            remaining = [pair for pair in running if not pair[1].done]
+            bar.update(len(running) - len(remaining))
+            running = remaining
+    return episodes
+
+
+def play_summary(
+    world: World,
+    questions: Sequence[Question],
+    rng: random.Random,
+    noise: DemonstrationNoise | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Play the questions; returns n, em, f1, recall_at_3 (None without gold paragraphs) and searches_per_question."""
+    if not questions:
+        raise ValueError("no question to play")
+    episodes = play(world, questions, rng, noise, progress)
+    recall = recall_at_k(world.environment, questions, 3)
+    return {
+        "n": len(episodes),
+        "em": round(fmean(exact_match(e.answer or "", e.question.answers) for e in episodes), 4),
+        "f1": round(fmean(f1(e.answer or "", e.question.answers) for e in episodes), 4),
+        "recall_at_3": None if recall is None else round(recall, 4),
+        "searches_per_question": round(fmean(e.n_searches for e in episodes), 4),
+    }
