@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol as TypingProtocol
 
+from stppo.world.checks import one_of, whole_number
 from stppo.world.protocol import Action, Protocol, Question, parse_turn
 from stppo.world.retrieval import Document
 from stppo.world.rewards import exact_match, f1
 
-_REWARDS = {"em": exact_match, "f1": f1}
+REWARDS = {"em": exact_match, "f1": f1}
 
 
 class Retriever(TypingProtocol):
@@ -63,10 +64,8 @@ class SearchEnvironment:
     reward: str = "em"
 
     def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.reward not in _REWARDS:
-            raise ValueError(f"reward must be one of {', '.join(_REWARDS)}, got {self.reward!r}")
+        whole_number(self, "top_k")
+        one_of(self, "reward", REWARDS)
 
     def start(self, question: Question) -> Episode:
         return Episode(question, self.protocol.prompt(question.text))
@@ -95,7 +94,7 @@ class SearchEnvironment:
             observation, documents = None, ()
             if action.kind == "answer":
                 episode.answer = action.content
-                episode.reward = _REWARDS[self.reward](action.content, episode.question.answers)
+                episode.reward = REWARDS[self.reward](action.content, episode.question.answers)
             elif not final and action.kind == "search":
                 documents = tuple(document for document, _ in next(found))
                 observation = self.protocol.information(documents)

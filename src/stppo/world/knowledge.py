@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stppo.world.checks import probability, whole_number
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import TAGS, Protocol, Question
 from stppo.world.retrieval import BM25Retriever, Document
@@ -31,21 +32,9 @@ _PROTOCOL_TEXTS = {
     "correction": "invalid turn : search or answer",
     "no_result": "no document found",
 }
-_GRAMMAR_WORDS = (
-    "question",
-    "of",
-    "?",
-    "invalid",
-    "turn",
-    ":",
-    "search",
-    "or",
-    "answer",
-    "no",
-    "document",
-    "found",
-)
+_GRAMMAR_WORDS = tuple("question of ? invalid turn : search or answer no document found".split())
 _DRAWS = 8
+_MOST_NAME_PARTS = 1000  # names would run out
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
@@ -86,20 +75,26 @@ class SyntheticWorld:
     think_probability: float = 0.5
     reward: str = "em"
     cache_dir: str | Path | None = None
-    name: str = "synthetic"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hop_shares", tuple(float(share) for share in self.hop_shares))
-        for field in (
+        try:
+            object.__setattr__(self, "hop_shares", tuple(float(share) for share in self.hop_shares))
+        except (TypeError, ValueError):
+            raise ValueError(f"hop_shares must be a list of numbers, got {self.hop_shares!r}") from None
+        counts = (
             "n_entities",
+            "n_relations",
             "facts_per_document",
             "n_name_parts",
             "n_train",
             "n_validation",
             "n_test",
-        ):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        )
+        whole_number(self, *counts, "turn_budget")
+        whole_number(self, "seed", at_least=0)
+        probability(self, "neighbour_share", "think_probability")
+        if self.n_name_parts > _MOST_NAME_PARTS:
+            raise ValueError(f"n_name_parts must be at most {_MOST_NAME_PARTS}, got {self.n_name_parts}")
         if not self.facts_per_document <= self.n_relations <= len(RELATIONS):
             raise ValueError(
                 f"n_relations must be from facts_per_document ({self.facts_per_document}) "
@@ -110,20 +105,14 @@ class SyntheticWorld:
                 f"n_entities must be from {self.facts_per_document + 1} to n_name_parts squared "
                 f"({self.n_name_parts**2}), got {self.n_entities}"
             )
-        if (
-            not self.hop_shares
-            or min(self.hop_shares) < 0
-            or not math.isclose(sum(self.hop_shares), 1, abs_tol=1e-6)
-        ):
-            raise ValueError(f"hop_shares must be shares that sum to 1, got {list(self.hop_shares)}")
+        shares = self.hop_shares
+        if not shares or min(shares) < 0 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+            raise ValueError(f"hop_shares must be shares that sum to 1, got {list(shares)}")
         if self.turn_budget < len(self.hop_shares):
             raise ValueError(
                 f"turn_budget must be at least the number of hops ({len(self.hop_shares)}), got {self.turn_budget}"
             )
-        for field in ("neighbour_share", "think_probability"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"{field} must be in [0, 1], got {getattr(self, field)}")
-        _ = self.environment.protocol  # validates the rest
+        _ = self.environment  # validates what it is given
 
     @cached_property
     def environment(self) -> SearchEnvironment:

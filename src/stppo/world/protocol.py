@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from stppo.world.checks import whole_number
+
 if TYPE_CHECKING:
     from stppo.world.retrieval import Document
 
@@ -134,9 +136,7 @@ class Protocol:
     max_turn_tokens: int = 500
 
     def __post_init__(self) -> None:
-        for name in ("turn_budget", "max_information_words", "max_turn_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        whole_number(self, "turn_budget", "max_information_words", "max_turn_tokens")
         for name, field in (("prompt_template", "{question}"), ("information_template", "{documents}")):
             if field not in getattr(self, name):
                 raise ValueError(f"{name} must contain {field}")

@@ -2,15 +2,17 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from stppo.world.checks import probability
 from stppo.world.environment import Episode, SearchEnvironment
-from stppo.world.protocol import Question
-from stppo.world.rewards import exact_match, f1
+from stppo.world.protocol import Question, neutralise_tags
+from stppo.world.retrieval import Document
+from stppo.world.rewards import exact_match, f1, normalise_answer
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,7 @@ class DemonstrationNoise:
     malformed: float = 0.05
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not 0 <= getattr(self, field.name) <= 1:
-                raise ValueError(f"{field.name} must be in [0, 1], got {getattr(self, field.name)}")
+        probability(self, "early_answer", "wrong_entity", "malformed")
 
 
 class Agent(Protocol):
@@ -123,6 +123,39 @@ def parse_document(text: str, relations: frozenset[str]) -> tuple[str, dict[str,
         else:
             current.append(word)
     return " ".join(subject), {relation: " ".join(words) for relation, words in facts.items()}
+
+
+class GoldTitleSearcher:
+    """Searches each gold title, then answers the gold answer where its string stands in what was retrieved.
+
+    It knows the answer, so it bounds what this retriever and turn budget allow. A yes / no answer has no
+    string to look for and counts where every gold paragraph was retrieved. Without gold titles it searches the question.
+    """
+
+    def __init__(self, question: Question, turn_budget: int) -> None:
+        titles = dict.fromkeys(title for title, _ in question.gold_paragraphs)
+        self._queries = (list(titles) or [question.text])[:turn_budget]
+        self._question = question
+
+    def act(self, episode: Episode) -> str:
+        if len(episode.turns) < len(self._queries):
+            return f"<search> {neutralise_tags(self._queries[len(episode.turns)])} </search>"
+        documents = [document for turn in episode.turns for document in turn.documents]
+        return f"<answer> {neutralise_tags(self._supported_answer(documents))} </answer>"
+
+    def _supported_answer(self, documents: Sequence[Document]) -> str:
+        texts = [f" {normalise_answer(f'{document.title} {document.text}')} " for document in documents]
+        found = {paragraph_key(document.title, document.text) for document in documents}
+        gold = {paragraph_key(*paragraph) for paragraph in self._question.gold_paragraphs}
+        for answer in self._question.answers:
+            normalised = normalise_answer(answer)
+            if normalised in ("yes", "no"):
+                supported = bool(gold) and gold <= found
+            else:
+                supported = bool(normalised) and any(f" {normalised} " in text for text in texts)
+            if supported:
+                return answer
+        return "unknown"
 
 
 def paragraph_key(title: str, text: str) -> tuple[str, str]:
