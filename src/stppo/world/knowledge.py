@@ -32,7 +32,11 @@ _PROTOCOL_TEXTS = {
     "correction": "invalid turn : search or answer",
     "no_result": "no document found",
 }
-_GRAMMAR_WORDS = tuple("question of ? invalid turn : search or answer no document found".split())
+_GRAMMAR_WORDS = (
+    "of",
+    "?",
+    *(word for text in _PROTOCOL_TEXTS.values() for word in text.split() if "{" not in word),
+)
 _DRAWS = 8
 _MOST_NAME_PARTS = 1000  # names would run out
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
