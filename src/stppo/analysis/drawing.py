@@ -1,0 +1,353 @@
+"""What the figures are built of: curves of runs, their words, panels and grids of panels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogFormatter, MaxNLocator
+
+from stppo.analysis.runs import Metrics
+from stppo.analysis.statistics import (
+    REPETITIONS,
+    band_note,
+    bootstrap_band,
+)
+from stppo.analysis.style import STYLE_NOTE, Plot, in_order, look, style
+
+MARK_NOTE = "x marks a seed's collapse (rule in the glossary)."
+WIDTH = 10.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One quantity to draw against the iteration."""
+
+    column: str  # of iterations.parquet; "success" and "success_greedy" come from the evaluations
+    label: str
+    log: bool = False
+
+
+# --- data -------------------------------------------------------------------------------------
+def curves_of(metrics: Metrics, regime: str, algorithm: str, column: str) -> pd.DataFrame:
+    """One column per seed, one row per iteration; NaN where a seed has no value."""
+    records = [r for r in metrics.runs if (r["regime"], r["algorithm"]) == (regime, algorithm)]
+    curves = {}
+    for record in records:
+        if column in ("success", "success_greedy"):
+            rows = metrics.success(record, 0.0 if column == "success_greedy" else 1.0)
+            curves[record["seed"]] = rows.set_index("iteration")["success"]
+        else:
+            rows = metrics.select(metrics.iterations, record).set_index("iteration").sort_index()
+            if column == "advantage_variance" and "advantage_raw_std" in rows:
+                curves[record["seed"]] = rows["advantage_raw_std"] ** 2
+            elif column in rows:
+                curves[record["seed"]] = rows[column]
+    return pd.DataFrame(curves, dtype="float64").replace([np.inf, -np.inf], np.nan).dropna(how="all")
+
+
+def _seed_rows(curves: pd.DataFrame) -> pd.DataFrame:
+    rows = curves.rename_axis("iteration").rename_axis("seed", axis=1).stack().rename("value").reset_index()
+    return rows.assign(kind="seed")
+
+
+def _mean_rows(curves: pd.DataFrame, repetitions: int) -> pd.DataFrame:
+    band = bootstrap_band(curves.to_numpy().T, repetitions)
+    return pd.DataFrame(
+        {
+            "iteration": curves.index,
+            "value": band.value,
+            "low": band.low,
+            "high": band.high,
+            "n_seeds": band.n_runs,
+            "kind": "iqm",
+        }
+    )
+
+
+# --- words ------------------------------------------------------------------------------------
+def _numbers(values: Sequence[float], pattern: str = "{:g}") -> str:
+    low, high = pattern.format(min(values)), pattern.format(max(values))
+    return low if low == high else f"{low}–{high}"
+
+
+def describe_setting(metrics: Metrics) -> str:
+    """Model and world of the runs, in words."""
+    parts = []
+    policies = sorted({str(run["policy"]) for run in metrics.runs if run.get("policy")})
+    sizes = [run["policy_parameters"] / 1e6 for run in metrics.runs if run.get("policy_parameters")]
+    if policies:
+        size = f" ({_numbers(sizes, '{:.2g}')} M parameters)" if sizes else ""
+        parts.append(f"{', '.join(policies)} policy{size}")
+    parts.append(f"{', '.join(sorted({str(run['world']) for run in metrics.runs}))} world")
+    return ", ".join(parts)
+
+
+def _seeds(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> str:
+    counts = [
+        sum((r["regime"], r["algorithm"]) == (regime, name) for r in metrics.runs) for name in algorithms
+    ]
+    counts = [count for count in counts if count]
+    return f"{_numbers(counts)} seed{'s' if max(counts) > 1 else ''}"
+
+
+def describe_regime(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> str:
+    """Learning rate, staleness, updates per iteration and seeds of a regime, as recorded."""
+    rows = metrics.iterations[
+        (metrics.iterations["regime"] == regime) & metrics.iterations["algorithm"].isin(algorithms)
+    ]
+    parts = []
+    if "learning_rate" in rows and rows["learning_rate"].notna().any():
+        parts.append(f"lr {rows['learning_rate'].max():.0e}".replace("e-0", "e-"))
+    if "staleness_iterations" in rows and rows["staleness_iterations"].notna().any():
+        parts.append(f"staleness {rows['staleness_iterations'].max():.0f}")
+    per_iteration = [
+        run["updates"] / run["iterations"]
+        for run in metrics.runs
+        if run["regime"] == regime and run["algorithm"] in algorithms and run.get("iterations")
+    ]
+    if per_iteration:
+        parts.append(f"{max(per_iteration):.0f} updates per iteration")
+    return ", ".join([*parts, _seeds(metrics, regime, algorithms)])
+
+
+def caption(metrics: Metrics, what: str, regimes: Sequence[str], algorithms: Sequence[str]) -> str:
+    """What was drawn, of which runs, how the seeds were summarised."""
+    counts = metrics.summary[
+        metrics.summary["regime"].isin(regimes) & metrics.summary["algorithm"].isin(algorithms)
+    ]
+    fewest = int(counts.groupby(["regime", "algorithm"]).size().min())
+    settings = "; ".join(f"regime {r}: {describe_regime(metrics, r, algorithms)}" for r in regimes)
+    return (
+        f"{what} Our own measurement, not the paper's curves: {describe_setting(metrics)}; {settings}. "
+        f"{band_note(fewest)} {MARK_NOTE} {STYLE_NOTE}"
+    )
+
+
+# --- drawing ----------------------------------------------------------------------------------
+def _mark_collapses(ax: Axes, metrics: Metrics, regime: str, algorithm: str, curves: pd.DataFrame) -> None:
+    for seed in curves:
+        verdict = metrics.collapses[(regime, algorithm, int(seed))]
+        curve = curves[seed].dropna()
+        if verdict.iteration is None or curve.empty:
+            continue
+        value = curve.iloc[int(np.abs(curve.index - verdict.iteration).argmin())]
+        ax.plot(
+            [verdict.iteration],
+            [value],
+            marker="X",
+            markersize=8,
+            markerfacecolor=look(algorithm).color,
+            markeredgecolor="white",
+            markeredgewidth=0.9,
+            linestyle="none",
+            zorder=6,
+        )
+
+
+def _draw(ax: Axes, algorithm: str, curves: pd.DataFrame, mean: pd.DataFrame, log: bool) -> None:
+    """Faint seeds, then band and line of their mean."""
+    its = look(algorithm)
+    hide = {"where": mean["low"] > 0} if log else {}
+    if curves.shape[1] > 1:
+        for seed in curves:
+            curve = curves[seed].dropna()
+            ax.plot(curve.index, curve, color=its.color, linewidth=0.7, alpha=0.35, zorder=2)
+        ax.fill_between(
+            mean["iteration"],
+            mean["low"],
+            mean["high"],
+            color=its.color,
+            alpha=0.13,
+            linewidth=0,
+            zorder=1,
+            **hide,
+        )
+    ax.plot(mean["iteration"], mean["value"], color=its.color, linestyle=its.line, linewidth=1.9, zorder=4)
+
+
+def _draw_seeds(ax: Axes, algorithm: str, curves: pd.DataFrame, seeds: Sequence[int]) -> None:
+    """Each seed as a line of its own: a mean over different collapse times would show none of them."""
+    for seed in curves:
+        curve = curves[seed].dropna()
+        ax.plot(curve.index, curve, **_seed_line(algorithm, int(seed), seeds), zorder=4)
+
+
+def _seed_line(algorithm: str, seed: int, seeds: Sequence[int]) -> dict[str, Any]:
+    amount = seeds.index(seed) / max(1, len(seeds) - 1)
+    return {"color": _shade(look(algorithm).color, amount), "linewidth": 1.6}
+
+
+def _shade(color: str, amount: float) -> tuple[float, float, float]:
+    """The colour from dark (0) to light (1)."""
+    rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    mixed = rgb * 0.55 + (rgb * 0.45) * amount * 2 if amount < 0.5 else rgb + (1 - rgb) * (amount - 0.5)
+    return tuple(float(value) for value in np.clip(mixed, 0, 1))
+
+
+def _finish(ax: Axes, panel: Panel) -> None:
+    ax.set_ylabel(panel.label)
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.set_xlim(left=0)
+    if panel.log:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(LogFormatter())
+        ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.2, 0.5)))
+        ax.tick_params(axis="y", which="minor", labelsize=7.5)
+
+
+def from_zero(axes: Iterable[Axes]) -> None:
+    """Let linear axes start at zero; last, for it ends autoscaling."""
+    for ax in axes:
+        if ax.get_yscale() == "linear":
+            ax.set_ylim(bottom=0)
+
+
+def frame(fig: Figure, title: str, metrics: Metrics, handles: list[Line2D]) -> None:
+    fig.suptitle(title, x=0.012, ha="left")
+    fig.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles) if len(handles) <= 6 else -(-len(handles) // 2),
+        title=f"{describe_setting(metrics)} · own measurement",
+        title_fontproperties={"size": 8},
+    ).get_title().set_color("#777777")
+
+
+def line_handles(algorithms: Sequence[str]) -> list[Line2D]:
+    return [
+        Line2D([], [], color=look(name).color, linestyle=look(name).line, linewidth=2, label=look(name).label)
+        for name in algorithms
+    ]
+
+
+def _seed_list(metrics: Metrics, algorithm: str) -> list[int]:
+    return sorted({r["seed"] for r in metrics.runs if r["algorithm"] == algorithm})
+
+
+def _seed_handles(metrics: Metrics, algorithm: str) -> list[Line2D]:
+    seeds = _seed_list(metrics, algorithm)
+    return [
+        Line2D([], [], **_seed_line(algorithm, s, seeds), label=f"{look(algorithm).label}, seed {s}")
+        for s in seeds
+    ]
+
+
+def collapse_handle(metrics: Metrics, regimes: Sequence[str], algorithms: Sequence[str]) -> list[Line2D]:
+    """A legend entry for the collapse mark, if there is one to explain."""
+    keys = [key for key, verdict in metrics.collapses.items() if verdict.collapsed]
+    if not any(regime in regimes and algorithm in algorithms for regime, algorithm, _ in keys):
+        return []
+    look_ = {"marker": "X", "markersize": 8, "markeredgecolor": "white", "linestyle": "none"}
+    return [Line2D([], [], color="#777777", label="collapse", **look_)]
+
+
+def start_handle() -> list[Line2D]:
+    """The legend entry of the level before training."""
+    return [Line2D([], [], color="#999999", linewidth=0.9, linestyle=(0, (1, 2)), label="warm start")]
+
+
+def present(metrics: Metrics, algorithms: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Regimes that hold at least one of the algorithms, and the algorithms found there."""
+    regimes = [r for r in metrics.regimes if set(metrics.algorithms(r)) & set(algorithms)]
+    return regimes, in_order(set(algorithms) & set(metrics.algorithms()))
+
+
+def _start_line(ax: Axes, metrics: Metrics, regime: str) -> None:
+    """Success before training: the level that a run must leave upwards."""
+    starts = [r["warm_start"]["success_sampled"] for r in metrics.runs if r["regime"] == regime]
+    ax.axhline(float(np.mean(starts)), color="#999999", linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
+
+
+def draw_panel(
+    ax: Axes,
+    panel: Panel,
+    metrics: Metrics,
+    regime: str,
+    algorithms: Sequence[str],
+    repetitions: int,
+    individual: bool = False,
+) -> list[pd.DataFrame]:
+    """Draw one panel; returns the rows drawn."""
+    rows = []
+    if panel.column == "success":
+        _start_line(ax, metrics, regime)
+    for algorithm in algorithms:
+        curves = curves_of(metrics, regime, algorithm, panel.column)
+        if panel.log:
+            curves = curves.where(curves > 0).dropna(how="all")
+        if curves.empty:
+            continue
+        parts = [_seed_rows(curves)]
+        if individual:
+            _draw_seeds(ax, algorithm, curves, _seed_list(metrics, algorithm))
+        else:
+            parts.append(_mean_rows(curves, repetitions))
+            _draw(ax, algorithm, curves, parts[-1], panel.log)
+        _mark_collapses(ax, metrics, regime, algorithm, curves)
+        rows += [part.assign(regime=regime, metric=panel.column, algorithm=algorithm) for part in parts]
+    _finish(ax, panel)
+    return rows
+
+
+def plotted_data(rows: list[pd.DataFrame]) -> pd.DataFrame:
+    columns = [
+        "regime",
+        "metric",
+        "algorithm",
+        "kind",
+        "seed",
+        "iteration",
+        "value",
+        "low",
+        "high",
+        "n_seeds",
+    ]
+    frame = pd.concat([part.reindex(columns=columns).astype(object) for part in rows], ignore_index=True)
+    integers = {name: "Int64" for name in ("seed", "iteration", "n_seeds")}
+    return frame.astype({**integers, "value": "float64", "low": "float64", "high": "float64"})
+
+
+def grid(
+    metrics: Metrics,
+    name: str,
+    title: str,
+    what: str,
+    algorithms: Sequence[str],
+    panels: Sequence[Panel],
+    repetitions: int = REPETITIONS,
+    individual: bool = False,
+) -> Plot | None:
+    """Panels as rows, regimes as columns; `what` opens the caption."""
+    regimes, algorithms = present(metrics, algorithms)
+    if not regimes:
+        return None
+    rows: list[pd.DataFrame] = []
+    with style():
+        width = WIDTH if len(regimes) > 1 else 7.5
+        height = 1.3 + len(panels) * (2.9 if len(panels) == 1 else 2.05)
+        fig = Figure(figsize=(width, height), layout="constrained")
+        axes = fig.subplots(len(panels), len(regimes), squeeze=False, sharex="col", sharey="row")
+        for i, panel in enumerate(panels):
+            for j, regime in enumerate(regimes):
+                ax = axes[i, j]
+                rows += draw_panel(ax, panel, metrics, regime, algorithms, repetitions, individual)
+                if i == 0:
+                    ax.set_title(f"regime {regime}\n{describe_regime(metrics, regime, algorithms)}")
+                if i == len(panels) - 1:
+                    ax.set_xlabel("iteration")
+                if j:
+                    ax.set_ylabel("")
+        from_zero(axes.flat)
+        lines = _seed_handles(metrics, algorithms[0]) if individual else line_handles(algorithms)
+        handles = lines + collapse_handle(metrics, regimes, algorithms)
+        if any(panel.column == "success" for panel in panels):
+            handles += start_handle()
+        frame(fig, title, metrics, handles)
+    return Plot(name, fig, plotted_data(rows), caption(metrics, what, regimes, algorithms))

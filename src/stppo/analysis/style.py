@@ -1,0 +1,153 @@
+"""One look for every figure: a fixed colour and line style per algorithm, and reproducible files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+from stppo.analysis.runs import write_atomically
+
+TOKEN, TURN, SEQUENCE = (0, (4, 1.5)), "-", (0, (1, 1))  # the line style says the ratio's granularity
+STYLE_NOTE = "Dashed: token-level ratio; solid: turn-level; dotted: sequence-level."
+
+
+@dataclass(frozen=True)
+class Look:
+    """Name in figures, colour and line style of an algorithm."""
+
+    label: str
+    color: str
+    line: Any = TURN
+
+
+# Colours of Okabe & Ito and of Paul Tol's "muted" set, told apart under the common colour-vision
+# deficiencies; the order is that of legends and tables.
+LOOKS: dict[str, Look] = {
+    "token_ppo": Look("token PPO", "#D55E00", TOKEN),
+    "turn_ppo": Look("Turn-PPO", "#E69F00", TURN),
+    "s_ppo": Look("S-PPO", "#56B4E9", TOKEN),
+    "st_ppo": Look("ST-PPO (SO-PPO)", "#0061A8", TURN),
+    "so_ppo_ctn": Look("SO-PPO, CTN", "#009E73", TURN),
+    "grpo": Look("GRPO", "#CC79A7", TOKEN),
+    "so_grpo": Look("SO-GRPO", "#882255", TURN),
+    "so_grpo_ctn": Look("SO-GRPO, CTN", "#999933", TURN),
+    "gspo": Look("GSPO", "#4D4D4D", SEQUENCE),
+    "turn_grpo": Look("turn GRPO", "#AA4499", TURN),
+    "s_grpo": Look("S-GRPO", "#332288", TOKEN),
+    "token_ppo_turn_mean": Look("token PPO, turn-mean credit", "#B07A50", TOKEN),
+    "turn_ppo_turn_mean": Look("Turn-PPO, turn-mean credit", "#C9A227", TURN),
+}
+SPARE_COLORS = ("#44AA99", "#117733", "#6699CC", "#661100", "#888888")
+
+
+def look(algorithm: str) -> Look:
+    """The algorithm's look; one not listed gets a colour that depends on its name alone."""
+    if algorithm in LOOKS:
+        return LOOKS[algorithm]
+    spare = SPARE_COLORS[zlib.crc32(algorithm.encode()) % len(SPARE_COLORS)]
+    return Look(algorithm.replace("_", " "), spare, (0, (5, 1, 1, 1)))
+
+
+def in_order(algorithms: Iterable[str]) -> list[str]:
+    """Algorithms in the order of `LOOKS`, unlisted ones behind, by name."""
+    ranks = {name: i for i, name in enumerate(LOOKS)}
+    return sorted(set(algorithms), key=lambda name: (ranks.get(name, len(ranks)), name))
+
+
+def style() -> AbstractContextManager[None]:
+    """The matplotlib settings of all figures, as a context."""
+    settings = {
+        **sns.axes_style("ticks"),
+        "axes.axisbelow": True,
+        "axes.edgecolor": "#888888",
+        "axes.grid": True,
+        "axes.labelcolor": "#333333",
+        "axes.labelsize": 9.5,
+        "axes.linewidth": 0.8,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 9.5,
+        "figure.facecolor": "white",
+        "figure.titlesize": 12.5,
+        "figure.titleweight": "bold",
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same picture on every machine
+        "font.size": 9.5,
+        "grid.color": "#E4E4E4",
+        "grid.linewidth": 0.7,
+        "legend.fontsize": 9,
+        "legend.frameon": False,
+        "legend.handlelength": 2.4,
+        "svg.hashsalt": "stppo",  # else element ids are random
+        "xtick.color": "#666666",
+        "xtick.labelsize": 8.5,
+        "ytick.color": "#666666",
+        "ytick.labelsize": 8.5,
+    }
+    return mpl.rc_context(settings)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure with what it shows as numbers and in words; notebooks display it as a picture."""
+
+    name: str
+    figure: Figure
+    data: pd.DataFrame
+    caption: str
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # further CSVs, by suffix
+
+    def save(self, out_dir: str | Path) -> list[Path]:
+        """`save_figure` with this plot's own parts."""
+        return save_figure(self.figure, self.data, out_dir, self.name, self.caption, self.tables)
+
+    def _repr_png_(self) -> bytes:
+        buffer = BytesIO()
+        with style():
+            self.figure.savefig(buffer, format="png", dpi=110)
+        return buffer.getvalue()
+
+
+def save_figure(
+    fig: Figure,
+    data: pd.DataFrame,
+    out_dir: str | Path,
+    name: str,
+    caption: str = "",
+    tables: Mapping[str, pd.DataFrame] | None = None,
+) -> list[Path]:
+    """Write NAME.svg, .pdf, .png, .csv (the plotted data) and .txt (the caption); returns the paths.
+
+    Files hold no dates: the same data and library versions give the same bytes. Further `tables`
+    become NAME_<suffix>.csv.
+    """
+    out_dir = Path(out_dir)
+    paths = []
+    no_date = {"svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None}, "png": {}}
+    with style():
+        for extension, metadata in no_date.items():
+            path = out_dir / f"{name}.{extension}"
+            write_atomically(
+                path,
+                lambda p, e=extension, m=metadata: fig.savefig(p, format=e, dpi=150, metadata=m),
+            )
+            paths.append(path)
+    for suffix, table in {"": data, **{f"_{key}": table for key, table in (tables or {}).items()}}.items():
+        path = out_dir / f"{name}{suffix}.csv"
+        text = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+        write_atomically(path, lambda p, t=text: p.write_text(t, encoding="utf-8"))
+        paths.append(path)
+    path = out_dir / f"{name}.txt"
+    write_atomically(path, lambda p: p.write_text(caption + "\n", encoding="utf-8"))
+    return [*paths, path]

@@ -1,0 +1,148 @@
+"""Made-up finished runs with plausible dynamics, for tests of the analysis. Nothing here is a result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from stppo import schema
+
+# algorithm: (final success, iteration of collapse or None, clip fraction, gradient norm)
+DYNAMICS = {
+    "token_ppo": (0.35, 14, 0.12, 3.0),
+    "turn_ppo": (0.38, 26, 0.40, 1.2),
+    "s_ppo": (0.36, 20, 0.10, 2.0),
+    "st_ppo": (0.46, None, 0.32, 1.4),
+    "so_ppo_ctn": (0.30, 17, 0.13, 2.5),
+    "grpo": (0.33, 22, 0.05, 1.6),
+    "so_grpo": (0.40, None, 0.15, 0.9),
+    "so_grpo_ctn": (0.24, None, 0.18, 1.1),
+    "gspo": (0.31, None, 0.20, 0.8),
+}
+START = 0.21
+N_UPDATES = 4
+
+
+def make_run(
+    run_dir: Path,
+    algorithm: str,
+    seed: int = 0,
+    regime: str = "A",
+    iterations: int = 40,
+    every: int = 2,
+    non_finite: bool = False,
+) -> Path:
+    """Write one finished run; the same arguments give the same files."""
+    rng = np.random.default_rng([seed, *algorithm.encode(), *regime.encode()])
+    target, onset, clip, gradient = DYNAMICS[algorithm]
+    if onset is not None:
+        onset = onset * iterations / 40 + rng.integers(-3, 4)
+    steps = np.arange(iterations + 1)
+    success = START + (target - START) * (1 - np.exp(-steps / (iterations / 3)))
+    sick = np.zeros(len(steps)) if onset is None else 1 / (1 + np.exp(-(steps - onset) / 1.5))
+    success = success * (1 - 0.92 * sick)
+
+    rows = []
+    for iteration in range(1, iterations + 1):
+        ill = sick[iteration]
+        shared = {
+            "success_train": success[iteration],
+            "reward_train": success[iteration],
+            "valid_format_rate": 0.9 * (1 - 0.85 * ill),
+            "entropy": 0.3 + 1.1 * ill,
+            "advantage_raw_std": 0.36 + 0.25 * ill * np.exp(-(iteration - (onset or 0)) ** 2 / 80),
+            "staleness_iterations": min(2, iteration - 1),
+            "learning_rate": 5e-4 if regime == "A" else 3e-4,
+            "seconds_rollout": 0.1,
+        }
+        for k in range(N_UPDATES):
+            noise = np.exp(rng.normal(0, 0.25, 4))
+            norm = gradient * noise[0] * (1 + 25 * ill * rng.random())
+            clipped = float(np.clip(clip * noise[1] * (1 + 0.8 * ill), 0, 1))
+            rows.append(
+                {
+                    **dict.fromkeys(schema.UPDATE_COLUMNS, np.nan),
+                    **shared,
+                    "update": (iteration - 1) * N_UPDATES + k + 1,
+                    "iteration": iteration,
+                    "epoch": k // 2,
+                    "minibatch": k % 2,
+                    "gradient_norm": norm,
+                    "ppo_gradient_norm": norm * 0.97,
+                    "clipping_bias_norm": 0.3 * noise[2] * np.exp(0.03 * iteration) if k == 0 else np.nan,
+                    "clip_fraction": clipped,
+                    "out_of_range_fraction": min(1.0, clipped * 1.7),
+                    "kl_behaviour_k3": 0.02 * noise[3] * (1 + 10 * ill),
+                    "ratio_max_token": 4 * noise[3] * (1 + 100 * ill),
+                }
+            )
+    updates = pd.DataFrame(rows)
+    if non_finite:
+        updates.loc[updates.index[-1], "gradient_norm"] = np.inf
+
+    evaluations = []
+    for iteration in range(0, iterations + 1, every):
+        for temperature in (1.0, 0.0) if iteration % 10 == 0 else (1.0,):
+            mean = min(0.95, success[iteration] * (1.0 if temperature else 1.5))
+            evaluations.append(
+                {
+                    "iteration": iteration,
+                    "update": iteration * N_UPDATES,
+                    "temperature": temperature,
+                    "n_questions": 256,
+                    "success": rng.binomial(256, mean) / 256,
+                    "f1": mean,
+                    "valid_format_rate": 0.9,
+                    "turns": 2.4,
+                    "searches": 1.5,
+                    "entropy_of_sampled": 0.3,
+                    "seconds": 1.0,
+                }
+            )
+
+    record = {
+        "status": schema.NON_FINITE if non_finite else schema.COMPLETED,
+        "regime": regime,
+        "algorithm": algorithm,
+        "seed": seed,
+        "preset": "made-up",
+        "policy": "tiny",
+        "policy_parameters": 120_000,
+        "world": "synthetic",
+        "warm_start_seed": seed,
+        "world_seed": 0,
+        "config_fingerprint": f"{rng.integers(16**8):08x}",
+        "code_hash": "0123456789abcdef",
+        "git_commit": "0" * 40,
+        "git_dirty": False,
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "hardware": {"cpu": "made-up CPU", "cores": 2, "memory_gib": 24.0, "gpu": None, "platform": "Linux"},
+        "started": "2025-01-01T00:00:00+00:00",
+        "wall_seconds": 60.0 + seed,
+        "peak_memory_mb": 900.0,
+        "iterations": iterations,
+        "updates": iterations * N_UPDATES,
+        "warm_start": {"success_sampled": START, "success_greedy": 0.45, "n_sampled": 2048},
+        "non_finite": {"what": "gradient", "update": iterations * N_UPDATES} if non_finite else None,
+    }
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / schema.RUN_FILE).write_text(json.dumps(record))
+    updates.to_parquet(run_dir / schema.UPDATES_FILE)
+    pd.DataFrame(evaluations).to_parquet(run_dir / schema.EVALUATIONS_FILE)
+    return run_dir
+
+
+def make_study(root: Path, seeds: int = 3) -> list[Path]:
+    """Nine algorithms in regime A, two of them in LONG for one seed fewer."""
+    runs = [
+        make_run(root / f"A-{name}-{seed}", name, seed, "A") for name in DYNAMICS for seed in range(seeds)
+    ]
+    runs += [
+        make_run(root / f"LONG-{name}-{seed}", name, seed, "LONG", 90)
+        for name in ("token_ppo", "st_ppo")
+        for seed in range(max(1, seeds - 1))
+    ]
+    return runs
