@@ -172,10 +172,10 @@ class Trajectories:
     def select(self, index: Tensor | Sequence[int]) -> Trajectories:
         """The rows `index` (integers or a (B,) bool mask), trimmed to the longest of them."""
         index = torch.as_tensor(index, device=self.tokens.device)
-        lengths = self.lengths[index]
-        if lengths.numel() == 0:
+        chosen = int(index.sum()) if index.dtype == torch.bool else index.numel()
+        if chosen == 0:
             raise ValueError("select: the index names no row")
-        width = int(lengths.max())
+        width = int(self.lengths[index].max())
         return Trajectories(**{f: _trim(v[index], width) for f, v in self.state_dict().items()})
 
     @staticmethod

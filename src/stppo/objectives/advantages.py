@@ -159,8 +159,12 @@ class _GroupCredit(_CreditRule):
                 f"{type(self).__name__}.group_size={size!r}: a group needs at least 2 trajectories"
             )
 
-    def _groups(self, trajectories: Trajectories) -> tuple[Tensor, Tensor]:
-        """(G, group_size) row indices and the returns of those rows."""
+    def _raw(self, trajectories, layout, values):
+        baseline, scale = self._statistics(trajectories)
+        return ((trajectories.returns - baseline) * scale)[layout.rows], None, None
+
+    def _statistics(self, trajectories: Trajectories) -> tuple[Tensor, Tensor]:
+        """(B,) mean of the trajectory's group and the factor that its advantages carry."""
         ids, order = trajectories.group_ids.sort(stable=True)
         groups, counts = ids.unique_consecutive(return_counts=True)
         wrong = (counts != self.group_size).nonzero()
@@ -171,18 +175,16 @@ class _GroupCredit(_CreditRule):
                 f"group_size is {self.group_size}; credit whole iterations, not minibatches"
             )
         rows = order.view(-1, self.group_size)
-        return rows, trajectories.returns[rows]
-
-    def _raw(self, trajectories, layout, values):
-        rows, returns = self._groups(trajectories)
-        centred = returns - returns.mean(1, keepdim=True)
+        returns = trajectories.returns[rows]
         # A group that agrees carries no signal; without this, rounding over eps would invent some.
-        agrees = returns.amax(1, keepdim=True) == returns.amin(1, keepdim=True)
-        scores = torch.zeros_like(trajectories.returns)
-        scores[rows] = (self._scale(returns) * centred).masked_fill(agrees, 0.0)
-        return scores[layout.rows], None, None
+        differs = returns.amax(1, keepdim=True) > returns.amin(1, keepdim=True)
+        baseline, scale = torch.zeros_like(trajectories.returns), torch.zeros_like(trajectories.returns)
+        baseline[rows] = returns.mean(1, keepdim=True).expand_as(returns)
+        scale[rows] = (self._scale(returns) * differs).to(scale.dtype).expand_as(returns)
+        return baseline, scale
 
     def _scale(self, returns: Tensor) -> Tensor | float:
+        """Factor of a group, from its returns (G, group_size)."""
         return 1.0
 
 
@@ -207,17 +209,13 @@ class GroupNormalised(_GroupCredit):
         return 1.0 / (returns.std(1, keepdim=True) + self.eps)
 
     def _raw(self, trajectories, layout, values):
-        scores, _, _ = super()._raw(trajectories, layout, values)
-        if self.returns == "turn":
-            # Return-to-go = return - rewards of earlier turns, so the score shifts by their scaled sum.
-            rows, returns = self._groups(trajectories)
-            scale = torch.zeros_like(trajectories.returns)
-            scale[rows] = self._scale(returns).expand_as(returns)
-            turn_rewards = layout.turn_sum(layout.gather(trajectories.rewards))
-            to_go = _discounted_sum(turn_rewards, layout.turn_rows, layout.row_turns, 1.0)
-            earlier = trajectories.returns[layout.turn_rows] - to_go
-            scores = scores - (scale[layout.turn_rows] * earlier)[layout.turns]
-        return scores, None, None
+        if self.returns == "trajectory":
+            return super()._raw(trajectories, layout, values)
+        baseline, scale = self._statistics(trajectories)
+        turn_rewards = layout.turn_sum(layout.gather(trajectories.rewards))
+        to_go = _discounted_sum(turn_rewards, layout.turn_rows, layout.row_turns, 1.0)
+        scores = (to_go - baseline[layout.turn_rows]) * scale[layout.turn_rows]
+        return scores[layout.turns], None, None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,117 @@
+import itertools
+import math
+
+import pytest
+import torch
+from objectives_cases import batch_from_turns, mixed_batch, normal
+
+from stppo.objectives import Ratio, kl_behaviour_to_policy, kl_policy_to_behaviour
+
+ALL = list(itertools.product(("token", "turn", "sequence"), ("geometric", "arithmetic", "product")))
+
+
+def by_hand(granularity, aggregation, log_ratio, layout):
+    """Python loops over segments, straight from the definition."""
+    keys = {
+        "token": range(len(log_ratio)),
+        "turn": layout.turns.tolist(),
+        "sequence": layout.rows.tolist(),
+    }[granularity]
+    segments = {}
+    for key, value in zip(keys, log_ratio.tolist(), strict=True):
+        segments.setdefault(key, []).append(value)
+    rule = {
+        "geometric": lambda ls: math.exp(sum(ls) / len(ls)),
+        "arithmetic": lambda ls: sum(map(math.exp, ls)) / len(ls),
+        "product": lambda ls: math.prod(map(math.exp, ls)),
+    }[aggregation]
+    return torch.tensor([rule(segments[key]) for key in keys], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("granularity", "aggregation"), ALL)
+def test_ratio_is_its_definition(granularity, aggregation):
+    layout = mixed_batch().layout
+    log_ratio = normal(layout.rows, 3, 0.4)
+    got = Ratio(granularity, aggregation)(log_ratio, layout)
+    torch.testing.assert_close(got, by_hand(granularity, aggregation, log_ratio, layout), rtol=1e-13, atol=0)
+
+
+def test_a_worked_turn():
+    # One turn with token ratios 2 and 8: geometric 4, arithmetic 5, product 16.
+    layout = batch_from_turns([[2]]).layout
+    log_ratio = torch.tensor([2.0, 8.0]).log()
+    for aggregation, expected in (("geometric", 4.0), ("arithmetic", 5.0), ("product", 16.0)):
+        got = Ratio("turn", aggregation)(log_ratio, layout)
+        torch.testing.assert_close(got, torch.full((2,), expected))
+
+
+@pytest.mark.parametrize(("granularity", "aggregation"), ALL)
+def test_pullback_is_the_vector_jacobian_product(granularity, aggregation):
+    layout = mixed_batch().layout
+    log_ratio = normal(layout.rows, 3, 0.4).requires_grad_()
+    weights = normal(layout.rows, 4)
+    rule = Ratio(granularity, aggregation)
+    ratio = rule(log_ratio, layout)
+    (expected,) = torch.autograd.grad((weights * ratio).sum(), log_ratio)
+    got = rule.pullback(log_ratio.detach(), ratio.detach(), weights, layout)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("aggregation", ["geometric", "arithmetic", "product"])
+def test_one_token_turns_are_tokens_and_one_turn_is_the_sequence(aggregation):
+    single = batch_from_turns([[1, 1, 1], [1]]).layout
+    log_ratio = normal(single.rows, 5)
+    torch.testing.assert_close(
+        Ratio("turn", aggregation)(log_ratio, single), Ratio("token")(log_ratio, single), rtol=1e-14, atol=0
+    )
+    whole = batch_from_turns([[4], [3]]).layout
+    log_ratio = normal(whole.rows, 5)
+    turn, sequence = (Ratio(g, aggregation)(log_ratio, whole) for g in ("turn", "sequence"))
+    assert torch.equal(turn, sequence)
+
+
+def test_turn_ratio_ignores_other_turns_and_sequence_ratio_does_not():
+    layout = batch_from_turns([[2, 3]]).layout
+    log_ratio = torch.zeros(5, dtype=torch.float64)
+    log_ratio[4] = 1.0
+    assert Ratio("turn")(log_ratio, layout)[:2].tolist() == [1.0, 1.0]
+    assert (Ratio("sequence")(log_ratio, layout) == math.exp(0.2)).all()
+
+
+def test_overflow_is_visible():
+    layout = batch_from_turns([[2, 1]]).layout
+    log_ratio = torch.tensor([800.0, 0.0, 0.0], dtype=torch.float64)
+    assert Ratio("token")(log_ratio, layout).isinf().tolist() == [True, False, False]
+    assert Ratio("turn", "arithmetic")(log_ratio, layout).isinf().tolist() == [True, True, False]
+    assert Ratio("turn", "geometric")(log_ratio, layout).isfinite().all()  # exp(400): large, representable
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("granularity", "word", "token, turn, sequence"),
+        ("aggregation", "median", "geometric, arithmetic, product"),
+    ],
+)
+def test_unknown_choices_name_the_allowed(field, value, allowed):
+    with pytest.raises(ValueError, match=f"Ratio.{field}='{value}': must be one of {allowed}"):
+        Ratio(**{field: value})
+
+
+def test_kl_estimators_have_the_named_expectation_and_gradient():
+    """Exact expectations under pi_old over a categorical: each estimator gives its KL and that KL's gradient."""
+    old = torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64).log_softmax(0)
+    logits = torch.tensor([-0.4, 0.6, 0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    new = logits.log_softmax(0)
+    exact = {
+        kl_behaviour_to_policy: (old.exp() * (old - new)).sum(),
+        kl_policy_to_behaviour: (new.exp() * (new - old)).sum(),
+    }
+    assert abs(exact[kl_behaviour_to_policy] - exact[kl_policy_to_behaviour]) > 1e-3  # they can be told apart
+    for estimator, kl in exact.items():
+        estimate = (old.exp() * estimator(new - old)).sum()
+        torch.testing.assert_close(estimate, kl, rtol=1e-13, atol=1e-15)
+        (got,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+        (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
+        assert (estimator(normal(torch.empty(100), 1)) >= 0).all()
