@@ -42,9 +42,8 @@ class Clip:
         clipped_low = (advantages < 0) & (detached < low)
         clipped = clipped_high | clipped_low
         unclipped_terms = ratio * advantages
-        bound = torch.where(clipped_high, high, low).to(ratio.dtype)
         # Branching on the sign rather than taking a min makes the zero gradient of a clipped term explicit.
-        terms = torch.where(clipped, bound * advantages, unclipped_terms)
+        terms = torch.where(clipped, detached.clamp(low, high) * advantages, unclipped_terms)
         return ClippedTerms(terms, unclipped_terms, clipped, clipped_high, clipped_low)
 
     def out_of_range(self, ratio: Tensor) -> Tensor:

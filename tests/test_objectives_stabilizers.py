@@ -1,0 +1,114 @@
+import math
+
+import pytest
+import torch
+from objectives_cases import mixed_batch, normal
+
+from stppo.objectives import ClippingBiasNorm, CtnKL, NoStabilizer
+
+
+@pytest.mark.parametrize(
+    ("form", "pairs"),
+    [
+        ("max", [(0.0, 1.0), (0.1, 1.0), (0.05, 1.0), (0.4, 4.0)]),
+        ("one_plus", [(0.0, 1.0), (0.1, 2.0), (0.4, 5.0)]),
+        ("floor", [(0.0, 0.1), (0.05, 0.1), (0.4, 0.4)]),
+    ],
+)
+def test_divisors_by_hand(form, pairs):
+    rule = ClippingBiasNorm(c0=0.1, form=form)
+    for norm, expected in pairs:
+        assert rule.divisor(norm) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("form", ["max", "one_plus", "floor"])
+def test_divisors_never_hide_a_broken_norm(form):
+    assert math.isnan(ClippingBiasNorm(form=form).divisor(math.nan))
+    assert ClippingBiasNorm(form=form).divisor(math.inf) == math.inf
+
+
+def test_floor_is_max_up_to_the_constant():
+    for norm in (0.0, 0.03, 0.2, 5.0):
+        floor, largest = (ClippingBiasNorm(c0=0.2, form=form).divisor(norm) for form in ("floor", "max"))
+        assert floor == pytest.approx(0.2 * largest)
+
+
+def test_which_norm_each_wants():
+    assert NoStabilizer().estimator is None and NoStabilizer().divisor(9.0) == 1.0
+    assert CtnKL().estimator is None and CtnKL().divisor(9.0) == 1.0
+    assert ClippingBiasNorm(estimator="logit").estimator == "logit"
+    assert NoStabilizer().penalty(torch.zeros(1), torch.zeros(1, dtype=torch.bool), None) is None
+    assert ClippingBiasNorm().penalty(torch.zeros(1), torch.zeros(1, dtype=torch.bool), None) is None
+
+
+def shares_and_kls(log_ratio, out, layout, kl):
+    """Python loops: each trajectory's share of flagged tokens and mean KL estimate."""
+    estimate = {
+        "policy_to_behaviour": lambda l: math.exp(l) * l - math.exp(l) + 1,
+        "behaviour_to_policy": lambda l: math.exp(l) - 1 - l,
+    }[kl]
+    shares, kls = [], []
+    for row in range(layout.shape[0]):
+        at = layout.rows == row
+        shares.append(sum(out[at].tolist()) / int(at.sum()))
+        kls.append(sum(map(estimate, log_ratio[at].tolist())) / int(at.sum()))
+    return shares, kls
+
+
+@pytest.mark.parametrize("kl", ["policy_to_behaviour", "behaviour_to_policy"])
+def test_ctn_formulas(kl):
+    layout = mixed_batch().layout
+    log_ratio = normal(layout.rows, 1, 0.5)
+    out = (log_ratio.exp() - 1).abs() > 0.2
+    shares, kls = shares_and_kls(log_ratio, out, layout, kl)
+    n = len(shares)
+    inside = CtnKL(coefficient=0.5, formula="inside", kl=kl).penalty(log_ratio, out, layout)
+    outside = CtnKL(coefficient=0.5, formula="outside", kl=kl).penalty(log_ratio, out, layout)
+    assert inside.item() == pytest.approx(
+        0.5 * sum(s * k for s, k in zip(shares, kls, strict=True)) / n, rel=1e-10
+    )
+    assert outside.item() == pytest.approx(0.5 * sum(shares) / n * sum(kls) / n, rel=1e-10)
+    covariance = torch.cov(torch.tensor([shares, kls], dtype=torch.float64), correction=0)[0, 1].item()
+    assert abs(covariance) > 1e-4
+    assert (inside - outside).item() == pytest.approx(0.5 * covariance, rel=1e-9)
+
+
+@pytest.mark.parametrize("formula", ["inside", "outside"])
+def test_ctn_gradient_is_the_kls_alone(formula):
+    """The share enters as a constant weight: d(r l - r + 1)/dl = r l, per trajectory mean."""
+    layout = mixed_batch().layout
+    log_ratio = normal(layout.rows, 1, 0.5).requires_grad_()
+    out = (log_ratio.detach().exp() - 1).abs() > 0.2
+    (got,) = torch.autograd.grad(CtnKL(2.0, formula).penalty(log_ratio, out, layout), log_ratio)
+    share = layout.row_mean(out.double())
+    weight = share if formula == "inside" else share.mean().expand_as(share)
+    l = log_ratio.detach()
+    expected = 2.0 * l.exp() * l * (weight / layout.row_lengths)[layout.rows] / layout.shape[0]
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_ctn_vanishes_on_policy():
+    layout = mixed_batch().layout
+    log_ratio = torch.zeros(len(layout.rows), dtype=torch.float64, requires_grad=True)
+    penalty = CtnKL().penalty(log_ratio, torch.ones(len(layout.rows), dtype=torch.bool), layout)
+    assert penalty.item() == 0.0
+    assert (torch.autograd.grad(penalty, log_ratio)[0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ClippingBiasNorm(c0=0.0), r"ClippingBiasNorm.c0=0.0: .*\(0, inf\]"),
+        (lambda: ClippingBiasNorm(form="min"), "form='min': must be one of max, one_plus, floor"),
+        (
+            lambda: ClippingBiasNorm(estimator="none"),
+            "estimator='none': must be one of exact, logprob, logit",
+        ),
+        (lambda: CtnKL(coefficient=-1.0), r"CtnKL.coefficient=-1.0: .*\[0, inf\]"),
+        (lambda: CtnKL(formula="both"), "formula='both': must be one of inside, outside"),
+        (lambda: CtnKL(kl="k3"), "kl='k3': must be one of policy_to_behaviour, behaviour_to_policy"),
+    ],
+)
+def test_bad_options_name_the_allowed(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
