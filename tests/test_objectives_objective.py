@@ -84,11 +84,12 @@ def loss_by_hand(objective, logprobs, batch, advantages):
             terms = []
             for t in turn:
                 segment = {"token": [t], "turn": turn, "sequence": agent}[objective.ratio.granularity]
+                logs = [l[j] for j in segment]
                 w = {
-                    "geometric": lambda s: math.exp(sum(l[j] for j in s) / len(s)),
-                    "arithmetic": lambda s: sum(math.exp(l[j]) for j in s) / len(s),
-                    "product": lambda s: math.exp(sum(l[j] for j in s)),
-                }[objective.ratio.aggregation](segment)
+                    "geometric": math.exp(sum(logs) / len(logs)),
+                    "arithmetic": sum(map(math.exp, logs)) / len(logs),
+                    "product": math.exp(sum(logs)),
+                }[objective.ratio.aggregation]
                 bounded = min(max(w, 1 - clip.epsilon_low), 1 + clip.epsilon_high)
                 a = advantages[i, t].item()
                 terms.append((w * a, bounded * a))
