@@ -137,7 +137,7 @@ def _mark_collapses(ax: Axes, metrics: Metrics, regime: str, algorithm: str, cur
         curve = curves[seed].dropna()
         if verdict.iteration is None or curve.empty:
             continue
-        value = curve.iloc[int(np.abs(curve.index - verdict.iteration).argmin())]
+        value = np.interp(verdict.iteration, curve.index, curve)
         ax.plot(
             [verdict.iteration],
             [value],
@@ -191,14 +191,21 @@ def _shade(color: str, amount: float) -> tuple[float, float, float]:
     return tuple(float(value) for value in np.clip(mixed, 0, 1))
 
 
+class PlainLog(LogFormatter):
+    """Numbers such as 0.2 on a log axis, where the parent class writes 2e-01."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def _finish(ax: Axes, panel: Panel) -> None:
     ax.set_ylabel(panel.label)
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     ax.set_xlim(left=0)
     if panel.log:
         ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(LogFormatter())
-        ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.2, 0.5)))
+        ax.yaxis.set_major_formatter(PlainLog())
+        ax.yaxis.set_minor_formatter(PlainLog(minor_thresholds=(1.2, 0.5)))
         ax.tick_params(axis="y", which="minor", labelsize=7.5)
 
 

@@ -117,7 +117,7 @@ def diagnostics_figure(metrics: Metrics, regime: str, repetitions: int = REPETIT
     trends: list[dict[str, object]] = []
     with style():
         fig = Figure(figsize=(WIDTH, 8.2), layout="constrained")
-        axes = fig.subplots(2, 2).flat
+        axes = list(fig.subplots(2, 2).flat)
         for letter, ax, panel in zip("abcd", axes, (SUCCESS, GRADIENT, PPO_GRADIENT, BIAS), strict=True):
             drawn = draw_panel(ax, panel, metrics, regime, algorithms, repetitions)
             ax.set_title(f"{letter}  {panel.label}", fontweight="bold")
@@ -232,16 +232,16 @@ def granularity_figure(metrics: Metrics) -> Plot | None:
         fig = Figure(figsize=(3.0 + 2.9 * len(regimes), 4.2), layout="constrained")
         axes = fig.subplots(1, len(regimes), squeeze=False, sharey=True)[0]
         for ax, regime in zip(axes, regimes, strict=True):
-            for shift, family in ((-0.06, "PPO"), (0.06, "GRPO")):
+            for shift, family in ((-0.12, "PPO"), (0.12, "GRPO")):
                 means = {}
                 for rung, algorithm in found.get((regime, family), {}).items():
                     runs = summary[(summary["regime"] == regime) & (summary["algorithm"] == algorithm)]
                     x = rungs.index(rung) + shift
                     means[x] = runs["success_final"].mean()
-                    for run in runs.itertuples():
+                    for i, run in enumerate(runs.itertuples()):
                         marker = "X" if run.collapsed else "o"
                         ax.plot(
-                            x,
+                            x + 0.03 * (i - (len(runs) - 1) / 2),
                             run.success_final,
                             marker=marker,
                             markersize=8,

@@ -1,0 +1,240 @@
+"""One self-contained HTML page: what was run, what came out, beside the committed reference."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from stppo import schema
+from stppo.analysis.runs import Metrics, load_metrics, write_atomically
+from stppo.analysis.style import in_order, look
+
+METRICS, FIGURES = "metrics", "figures"
+FALLBACK_PRESET = "laptop"
+
+# File name (or its part before the regime) -> heading and the question the figure asks.
+HEADINGS: dict[str, tuple[str, str]] = {
+    "overview": ("Every algorithm", "Which algorithms learn, and which lose what they had learned?"),
+    "collapse": (
+        "Token PPO, seed by seed",
+        "Does token-level PPO fail, and what moves when it does? (asks what the paper's fig. 2 asks)",
+    ),
+    "diagnostics": (
+        "Diagnostics",
+        "Do gradient norm and clipping bias grow, and for which variant? (fig. 3 a-d)",
+    ),
+    "stability": ("Stability", "Do the stabilised variants keep learning where token PPO fails? (fig. 4)"),
+    "clip_ratio": ("Clipping", "How much is clipped, and how far does the policy move? (fig. 5)"),
+    "so_grpo": (
+        "Group-based variants",
+        "Do the same ideas carry over to GRPO? (asked by the second version)",
+    ),
+    "granularity": ("Granularity", "Does a coarser importance ratio help by itself?"),
+}
+
+# First version's name, second version's name, config, what it is.
+NAME_MAP = (
+    ("token PPO", "PPO", "token_ppo", "baseline: token-level ratio, no stabiliser"),
+    ("Turn-PPO", "turn-level importance sampling", "turn_ppo", "turn-level ratio, no stabiliser"),
+    ("S-PPO", "", "s_ppo", "token-level ratio, gradient divided by the clipping-bias norm"),
+    (
+        "ST-PPO",
+        "SO-PPO (reading A)",
+        "st_ppo",
+        "turn-level ratio, gradient divided by the clipping-bias norm",
+    ),
+    ("", "SO-PPO (reading B)", "so_ppo_ctn", "arithmetic turn ratio, clipping-triggered KL penalty"),
+    ("", "GRPO", "grpo", "baseline without critic"),
+    ("", "SO-GRPO (reading A)", "so_grpo", "GRPO with turn-level ratio and the divisor"),
+    ("", "SO-GRPO (reading B)", "so_grpo_ctn", "GRPO with arithmetic turn ratio and the KL penalty"),
+    ("", "", "gspo", "sequence-level ratio, its own narrow clip range; a comparison reviewers asked for"),
+)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One figure of one results folder."""
+
+    src: str  # data URI
+    caption: str
+
+
+def _picture(figures_dir: Path, name: str) -> Picture | None:
+    for extension, mime in (("png", "image/png"), ("svg", "image/svg+xml")):
+        path = figures_dir / f"{name}.{extension}"
+        if path.is_file():
+            caption = figures_dir / f"{name}.txt"
+            text = caption.read_text(encoding="utf-8").strip() if caption.is_file() else ""
+            return Picture(f"data:{mime};base64,{base64.b64encode(path.read_bytes()).decode()}", text)
+    return None
+
+
+def _figure_names(*folders: Path | None) -> list[str]:
+    """Names of the figures in any of the folders: known ones in the order of HEADINGS, others behind."""
+    found = {path.stem for folder in folders if folder for path in folder.glob("*.png")}
+    ranks = {name: i for i, name in enumerate(HEADINGS)}
+    return sorted(found, key=lambda name: (ranks.get(_kind(name), len(ranks)), name))
+
+
+def _kind(name: str) -> str:
+    """The figure's entry in HEADINGS: `diagnostics_A` is of kind `diagnostics`."""
+    return next((kind for kind in HEADINGS if name == kind or name.startswith(f"{kind}_")), name)
+
+
+def _sections(own: Path, reference: Path | None) -> list[dict[str, Any]]:
+    sections = []
+    for name in _figure_names(own, reference):
+        kind = _kind(name)
+        heading, question = HEADINGS.get(kind, (name.replace("_", " ").capitalize(), ""))
+        if name != kind:
+            heading = f"{heading}, regime {name.removeprefix(f'{kind}_')}"
+        sections.append(
+            {
+                "name": name,
+                "heading": heading,
+                "question": question,
+                "own": _picture(own, name),
+                "reference": _picture(reference, name) if reference else None,
+            }
+        )
+    return sections
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    return sorted({value for value in values if value is not None}, key=str)
+
+
+def _provenance(metrics: Metrics) -> dict[str, str]:
+    """Label -> value, for people; values that differ between runs are all listed."""
+    runs = metrics.runs
+    commits = _distinct([run.get("git_commit") for run in runs])
+    dirty = any(run.get("git_dirty") for run in runs)
+    versions = {
+        name: _distinct([run.get("versions", {}).get(name) for run in runs])
+        for name in _distinct([name for run in runs for name in run.get("versions", {})])
+    }
+    machines = _distinct([_machine(run.get("hardware", {})) for run in runs])
+    wall = metrics.summary["wall_seconds"]
+    peak = max((run.get("peak_memory_mb") or math.nan for run in runs), default=math.nan)
+    seeds = ", ".join(str(seed) for seed in _distinct([run["seed"] for run in runs]))
+    started = _distinct([run.get("started") for run in runs])
+    return {
+        "runs": f"{len(runs)} ({len(metrics.algorithms())} algorithms, regimes {', '.join(metrics.regimes)}, seeds {seeds})",
+        "git commit": ", ".join(commit[:12] for commit in commits)
+        + (" with uncommitted changes" if dirty else "")
+        if commits
+        else "not recorded (outside git)",
+        "code hash": ", ".join(_distinct([run.get("code_hash") for run in runs])) or "not recorded",
+        "configurations": f"{len(_distinct([run.get('config_fingerprint') for run in runs]))} different, listed below",
+        "hardware": "; ".join(machines) or "not recorded",
+        "versions": ", ".join(f"{name} {'/'.join(values)}" for name, values in versions.items()),
+        "started": f"{started[0]} to {started[-1]}" if started else "not recorded",
+        "training time": f"{wall.sum() / 60:.1f} min in all, longest run {wall.max() / 60:.1f} min",
+        "peak memory": f"{peak:.0f} MiB a process" if math.isfinite(peak) else "not recorded",
+    }
+
+
+def _machine(hardware: dict[str, Any]) -> str | None:
+    if not hardware:
+        return None
+    memory = f", {hardware['memory_gib']} GiB" if hardware.get("memory_gib") else ""
+    return f"{hardware.get('cpu')}, {hardware.get('cores')} cores{memory}, {hardware.get('gpu') or 'no GPU'}"
+
+
+def _rows(metrics: Metrics, reference: Metrics | None) -> list[dict[str, Any]]:
+    """The result table, each row with the reference's row for the same regime and algorithm, if any."""
+    other = {}
+    if reference:
+        other = {(r["regime"], r["algorithm"]): r for r in reference.table.to_dict("records")}
+    rows = metrics.table.to_dict("records")
+    order = {name: i for i, name in enumerate(in_order(metrics.algorithms()))}
+    rows.sort(key=lambda row: (row["regime"], order[row["algorithm"]]))
+    return [
+        {**row, "look": look(row["algorithm"]), "reference": other.get((row["regime"], row["algorithm"]))}
+        for row in rows
+    ]
+
+
+def _notebooks(results_dir: Path, out_file: Path) -> dict[str, list[tuple[str, str]]]:
+    """Executed notebooks below the results folder, as group -> (title, relative link)."""
+    groups: dict[str, list[tuple[str, str]]] = {"Figures and studies": [], "Training runs": []}
+    for path in sorted(results_dir.rglob("*.html")):
+        if path.resolve() == out_file.resolve():
+            continue
+        title = path.relative_to(results_dir).with_suffix("").as_posix()
+        training = len(path.relative_to(results_dir).parts) > 2 or path.stem.startswith("10-")
+        group = "Training runs" if training else "Figures and studies"
+        groups[group].append((title, Path(os.path.relpath(path, out_file.parent)).as_posix()))
+    return {group: links for group, links in groups.items() if links}
+
+
+def _find_reference(reference_dir: Path | None) -> Path | None:
+    """The reference folder, or the laptop one beside it: a preset may have no reference of its own."""
+    if reference_dir is None:
+        return None
+    for folder in (reference_dir, reference_dir.parent / FALLBACK_PRESET):
+        if (folder / METRICS / schema.RUNS_FILE).is_file():
+            return folder
+    return None
+
+
+def _number(value: Any, digits: int = 2) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def render_report(results_dir: str | Path, reference_dir: str | Path | None, out_file: str | Path) -> Path:
+    """Write the report of `results_dir` (holding metrics/ and figures/) to `out_file`, which it returns.
+
+    `reference_dir` is `results/reference/<preset>`; where it does not exist the laptop reference
+    beside it stands in, and the page says so. The page needs no other file and no network, save
+    the links to executed notebooks, which are relative. Errors are those of `load_metrics`.
+    """
+    results_dir, out_file = Path(results_dir), Path(out_file)
+    reference = _find_reference(Path(reference_dir) if reference_dir else None)
+    metrics = load_metrics(results_dir / METRICS)
+    reference_metrics = load_metrics(reference / METRICS) if reference else None
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = _number
+    page = environment.get_template("report.html.j2").render(
+        preset=results_dir.name,
+        reference_preset=reference.name if reference else None,
+        provenance=_provenance(metrics),
+        reference_provenance=_provenance(reference_metrics) if reference_metrics else None,
+        rows=_rows(metrics, reference_metrics),
+        spacings=sorted({f"{v.spacing:g}" for v in metrics.collapses.values() if math.isfinite(v.spacing)}),
+        runs=metrics.runs,
+        sections=_sections(results_dir / FIGURES, reference / FIGURES if reference else None),
+        notebooks=_notebooks(results_dir, out_file),
+        names=[(*row, look(row[2])) for row in NAME_MAP],
+        glossary=schema.GLOSSARY,
+    )
+    write_atomically(out_file, lambda path: path.write_text(page, encoding="utf-8"))
+    return out_file
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: results folder, reference folder, output file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results_dir", type=Path)
+    parser.add_argument("reference_dir", type=Path)
+    parser.add_argument("out_file", type=Path)
+    arguments = parser.parse_args(argv)
+    render_report(arguments.results_dir, arguments.reference_dir, arguments.out_file)
+
+
+if __name__ == "__main__":
+    main()
