@@ -77,24 +77,22 @@ _READERS: dict[str, Callable[[Record], Parsed]] = {
 BENCHMARKS = tuple(_READERS)
 
 
-def read_records(benchmark: str, path: str | Path, cache_dir: str | Path | None = None) -> list[Question]:
+def read_records(benchmark: str, path: str | Path) -> list[Question]:
     """The questions of a JSONL file in the benchmark's own schema (TriviaQA: FlashRAG's), read with `datasets`.
 
-    cache_dir: where `datasets` keeps its Arrow copy (None: its default).
     FileNotFoundError where there is no such file; ValueError names file and line of a line that is not JSON,
     file and record (counted from 1) of one that lacks a field, its question or its answer.
     """
     if benchmark not in _READERS:
         raise ValueError(f"benchmark must be one of {', '.join(BENCHMARKS)}, got {benchmark!r}")
-    # `datasets` reports a broken line without its number, so every line is checked first.
-    if not any(True for _ in read_jsonl(path)):
+    lines = [record for _, record in read_jsonl(path)]
+    if not lines:
         raise ValueError(f"{path}: no records")
 
-    from datasets import load_dataset
+    from datasets import Dataset
 
-    records = load_dataset(
-        "json", data_files=str(path), split="train", cache_dir=cache_dir and str(cache_dir)
-    )
+    # Not load_dataset("json"): it names no line of a broken file and turns dates such as "1999-01-01" into time stamps.
+    records = Dataset.from_list(lines, on_mixed_types="use_json")
     questions = []
     for number, record in enumerate(records, start=1):
         try:
@@ -121,7 +119,7 @@ class BenchmarkWorld:
     records: its JSONL file; corpus: Search-R1 JSONL.
     turn_budget: turns that get an observation before the last generation.
     max_information_words: retrieved text is cut to this many words.
-    cache_dir: where the BM25 index and the Arrow copy of the records are kept (None: index in memory).
+    cache_dir: where the BM25 index is kept (None: in memory).
 
     ValueError names the field that is wrong; missing or malformed files as in `read_records` and `read_corpus`.
     """
@@ -171,7 +169,7 @@ class BenchmarkWorld:
 
     @cached_property
     def _questions(self) -> tuple[Question, ...]:
-        return tuple(read_records(self.benchmark, self.records, self.cache_dir))
+        return tuple(read_records(self.benchmark, self.records))
 
     def scripted_agent(
         self, question: Question, rng: random.Random, noise: DemonstrationNoise | None = None

@@ -112,7 +112,7 @@ def _load(folder: Path) -> bm25s.BM25 | None:
         if manifest != _checksums(folder):
             raise ValueError("checksum mismatch")
         return bm25s.BM25.load(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError) as error:
         warnings.warn(f"BM25 index in {folder} is damaged ({error}); rebuilding it", stacklevel=2)
@@ -150,8 +150,10 @@ def read_jsonl(path: str | Path) -> Iterable[tuple[int, dict]]:
                 continue
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path} line {number}: not valid JSON ({error})") from error
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} line {number}: not valid JSON ({error.msg}, column {error.colno})") from error
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} line {number}: not UTF-8 text") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path} line {number}: expected a JSON object, got {type(record).__name__}")
             yield number, record
