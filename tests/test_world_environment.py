@@ -4,7 +4,10 @@ from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import Protocol, Question
 from stppo.world.retrieval import BM25Retriever, Document
 
-DOCUMENTS = [Document("0", "Norway", "The capital of Norway is Oslo."), Document("1", "France", "Paris is large.")]
+DOCUMENTS = [
+    Document("0", "Norway", "The capital of Norway is Oslo."),
+    Document("1", "France", "Paris is large."),
+]
 QUESTION = Question("q", "capital of Norway", ("Oslo", "Kristiania"))
 
 
@@ -32,7 +35,10 @@ def test_search_then_answer():
     episode = env.start(QUESTION)
     assert episode.prompt.endswith("Question: capital of Norway?\n")
     observation = one_step(env, episode, "<think> t </think><search> Norway </search>")
-    assert observation == "\n\n<information>Doc 1(Title: Norway) The capital of Norway is Oslo.</information>\n\n"
+    assert (
+        observation
+        == "\n\n<information>Doc 1(Title: Norway) The capital of Norway is Oslo.</information>\n\n"
+    )
     assert not episode.done and episode.turns[0].documents == (DOCUMENTS[0],)
     assert one_step(env, episode, "<answer> oslo. </answer>") is None
     assert (episode.done, episode.reward, episode.answer) == (True, 1.0, "oslo.")
@@ -48,7 +54,8 @@ def test_reward_of_a_partly_right_answer(reward, expected):
 
 
 @pytest.mark.parametrize(
-    "text", ["Oslo", "<answer> Oslo", "<search> a <answer> Oslo </answer>", "<information> x </information>", ""]
+    "text",
+    ["Oslo", "<answer> Oslo", "<search> a <answer> Oslo </answer>", "<information> x </information>", ""],
 )
 def test_invalid_turn_gets_the_correction_and_costs_a_turn(text):
     env = environment(turn_budget=1)
@@ -75,7 +82,8 @@ def test_one_retriever_call_serves_all_episodes_in_order():
     env = environment()
     episodes = [env.start(QUESTION) for _ in range(4)]
     observations = env.step(
-        episodes, ["<search> France </search>", "nonsense", "<answer> Oslo </answer>", "<search> Norway </search>"]
+        episodes,
+        ["<search> France </search>", "nonsense", "<answer> Oslo </answer>", "<search> Norway </search>"],
     )
     assert env.retriever.calls == [["France", "Norway"]]
     assert "Paris" in observations[0] and "Oslo" in observations[3]

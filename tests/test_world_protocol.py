@@ -57,7 +57,9 @@ def test_a_missing_question_mark_is_appended_once():
 
 def test_prompt_names_every_tag_the_agent_may_write():
     prompt = Protocol().prompt("Who?")
-    assert all(tag in prompt for tag in ("<think>", "<search>", "<information>", "<answer>", "Question: Who?"))
+    assert all(
+        tag in prompt for tag in ("<think>", "<search>", "<information>", "<answer>", "Question: Who?")
+    )
 
 
 def test_documents_are_rendered_numbered_with_title():
@@ -73,7 +75,9 @@ def test_an_empty_result_says_so():
 
 
 def test_retrieved_text_is_cut_to_the_word_limit():
-    protocol = Protocol(document_template="{text}", information_template="{documents}", max_information_words=3)
+    protocol = Protocol(
+        document_template="{text}", information_template="{documents}", max_information_words=3
+    )
     assert protocol.information([Document("1", "t", "a  b\nc d e")]) == "a  b\nc"
     assert protocol.information([Document("1", "t", "a b c")]) == "a b c"
 
@@ -117,7 +121,8 @@ def test_wrong_protocol_values_name_the_field(field, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "answers", "problem"), [(" ", ("a",), "text is empty"), ("q", (), "no answer"), ("q", (" ",), "no answer")]
+    ("text", "answers", "problem"),
+    [(" ", ("a",), "text is empty"), ("q", (), "no answer"), ("q", (" ",), "no answer")],
 )
 def test_a_question_needs_text_and_an_answer(text, answers, problem):
     with pytest.raises(ValueError, match=f"^question q7: {problem}$"):

@@ -28,7 +28,9 @@ def test_scores_are_those_of_bm25s():
     reference = bm25s.BM25(method="lucene")
     reference.index(texts, show_progress=False)
     expected = reference.get_scores(["norway", "capital"])
-    found = {document.id: score for document, score in BM25Retriever(DOCUMENTS).search(["norway capital"], 4)[0]}
+    found = {
+        document.id: score for document, score in BM25Retriever(DOCUMENTS).search(["norway capital"], 4)[0]
+    }
     assert found == pytest.approx({str(i): score for i, score in enumerate(expected)})
 
 
@@ -79,7 +81,9 @@ def flip(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("file", ["data.csc.index.npy", "vocab.index.json", "params.index.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file", ["data.csc.index.npy", "vocab.index.json", "params.index.json", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", [truncate, flip, lambda path: path.unlink()])
 def test_a_damaged_cache_is_rebuilt(tmp_path, file, damage):
     expected = BM25Retriever(DOCUMENTS, tmp_path).search(["Norway"], 4)
@@ -120,7 +124,7 @@ def test_callers_may_change_their_result():
 
 def test_corpus_contents_split_into_title_and_text(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    contents = ['"Oslo"\nA city.\nIn Norway.', 'Bergen\nA town.', '""Heroes""\nAn album.']
+    contents = ['"Oslo"\nA city.\nIn Norway.', "Bergen\nA town.", '""Heroes""\nAn album.']
     corpus.write_text("\n\n".join(json.dumps({"id": i, "contents": text}) for i, text in enumerate(contents)))
     assert read_corpus(corpus) == [
         Document("0", "Oslo", "A city.\nIn Norway."),

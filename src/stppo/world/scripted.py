@@ -159,8 +159,11 @@ class GoldTitleSearcher:
 
 
 def paragraph_key(title: str, text: str) -> tuple[str, str]:
-    """Title and text with white space collapsed: what makes two paragraphs the same."""
-    return " ".join(title.split()), " ".join(text.split())
+    """Title and text without white space: what makes two paragraphs the same.
+
+    Corpora differ in how they join a paragraph's sentences (with a space or nothing), so spaces cannot count.
+    """
+    return "".join(title.split()), "".join(text.split())
 
 
 def recall_at_k(environment: SearchEnvironment, questions: Sequence[Question], k: int) -> float | None:

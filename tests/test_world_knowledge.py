@@ -1,0 +1,274 @@
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from stppo.world.environment import SearchEnvironment
+from stppo.world.knowledge import EOS, PAD, SPLITS, SyntheticWorld
+from stppo.world.protocol import parse_turn
+from stppo.world.retrieval import BM25Retriever, Document
+from stppo.world.scripted import DemonstrationNoise, SyntheticReader, parse_document, play, play_summary
+
+SMALL = {"n_entities": 60, "n_train": 200, "n_validation": 50, "n_test": 50}
+
+
+@pytest.fixture(scope="module")
+def world():
+    return SyntheticWorld()
+
+
+def all_questions(world):
+    return [question for split in SPLITS for question in world.questions(split)]
+
+
+def transcript(episode):
+    parts = [part for turn in episode.turns for part in (turn.text, turn.observation)]
+    return " ".join([episode.prompt, *filter(None, parts)])
+
+
+def digest(world):
+    demonstrations = play(world, world.questions("test"), random.Random(1), DemonstrationNoise())
+    content = (
+        world.documents,
+        all_questions(world),
+        world.vocabulary,
+        [transcript(e) for e in demonstrations],
+    )
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def test_same_seed_same_world_in_every_process():
+    code = (
+        "import sys; sys.path.insert(0, 'tests'); import test_world_knowledge as t; "
+        "print(t.digest(t.SyntheticWorld(**t.SMALL)))"
+    )
+    digests = {digest(SyntheticWorld(**SMALL))}
+    environ = {**os.environ, "PYTHONHASHSEED": "1"}
+    folder = Path(__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=folder, capture_output=True, check=True
+    )
+    digests.add(run.stdout.decode().strip())
+    assert len(digests) == 1
+    assert digest(SyntheticWorld(seed=1, **SMALL)) not in digests
+
+
+def test_entities_have_distinct_two_token_names_of_shared_parts(world):
+    assert len(set(world.entities)) == 240
+    assert all(len(entity.split()) == 2 for entity in world.entities)
+    sharing = Counter(part for entity in world.entities for part in entity.split())
+    assert min(sharing.values()) >= 1 and sum(sharing.values()) / len(sharing) > 5
+
+
+def test_each_document_states_its_facts_and_starts_with_its_name(world):
+    assert [document.title for document in world.documents] == list(world.entities)
+    for document in world.documents:
+        assert document.text.startswith(document.title)
+        subject, facts = parse_document(document.text, frozenset(world.relations))
+        assert (subject, facts) == (document.title, world.facts[document.title])
+        assert len(facts) == 4 and len({document.title, *facts.values()}) == 5
+
+
+def test_answers_follow_from_the_facts_without_cycles(world):
+    for question in all_questions(world):
+        *chain, entity = question.text.removesuffix(" ?").split(" of ")
+        path = [entity]
+        for relation in reversed(chain):
+            path.append(world.facts[path[-1]][relation])
+        assert question.answers == (path[-1],)
+        assert len(set(path)) == len(path) == question.hops + 1
+        assert [title for title, _ in question.gold_paragraphs] == path[:-1]
+
+
+def test_splits_are_disjoint_and_mixed_as_asked(world):
+    questions = all_questions(world)
+    assert len({question.text for question in questions}) == len({q.id for q in questions}) == len(questions)
+    for split, size in zip(SPLITS, (2000, 512, 512), strict=True):
+        hops = Counter(question.hops for question in world.questions(split))
+        assert sum(hops.values()) == size
+        for n, share in zip((1, 2, 3), (0.3, 0.5, 0.2), strict=True):
+            assert abs(hops[n] - share * size) < 1
+        first_half = Counter(question.hops for question in world.questions(split)[: size // 2])
+        assert all(first_half.values()) and len(first_half) == 3  # shuffled, not sorted by hops
+
+
+def test_questions_are_a_copy(world):
+    world.questions("test").clear()
+    assert len(world.questions("test")) == 512
+    with pytest.raises(ValueError, match="split must be one of train, validation, test, got 'dev'"):
+        world.questions("dev")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reader_scores_at_least_090_by_reading(seed):
+    world = SyntheticWorld(seed=seed)
+    summary = play_summary(world, world.questions("train"), random.Random(0))
+    assert 0.90 <= summary["em"] < 1
+    assert 1.7 < summary["searches_per_question"] < 2.2
+
+
+def test_reader_knows_only_what_was_retrieved(world):
+    """Where the documents contradict the knowledge base, the reader answers from the documents."""
+    untrue = [
+        Document(
+            str(i), entity, " ".join([entity, *map(" ".join, zip(objects, rotated(objects), strict=True))])
+        )
+        for i, (entity, objects) in enumerate(world.facts.items())
+    ]
+    env = SearchEnvironment(world.environment.protocol, BM25Retriever(untrue), 1)
+    for question in [q for q in world.questions("test") if q.hops == 1]:
+        episode = env.start(question)
+        agent = world.scripted_agent(question, random.Random(0))
+        while not episode.done:
+            env.step([episode], [agent.act(episode)])
+        assert episode.reward == 0
+
+
+def rotated(objects):
+    values = list(objects.values())
+    return values[1:] + values[:1]
+
+
+def test_trajectories_have_about_60_tokens_and_at_most_four_turns(world):
+    episodes = play(world, world.questions("train"), random.Random(0))
+    lengths = [len(world.tokenizer(transcript(episode))["input_ids"]) for episode in episodes]
+    turns = [len(turn.text.split()) for episode in episodes for turn in episode.turns]
+    assert 50 <= sum(lengths) / len(lengths) <= 70
+    assert min(turns) >= 4 and max(turns) <= world.max_turn_tokens
+    assert max(len(episode.turns) for episode in episodes) == 4
+    thoughts = sum(turn.text.startswith("<think>") for episode in episodes for turn in episode.turns)
+    assert 0 < thoughts < len(turns)  # optional
+
+
+def test_tokenizer_round_trip(world, tmp_path):
+    from transformers import AutoTokenizer
+
+    world.tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    noisy = play(world, world.questions("train")[:300], random.Random(0), DemonstrationNoise(malformed=0.5))
+    for episode in noisy:
+        text = transcript(episode)
+        ids = world.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert world.tokenizer.unk_token_id not in ids
+        assert len(ids) == len(text.split())
+        for tokenizer in (world.tokenizer, loaded):
+            assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
+        for turn in episode.turns:
+            assert parse_turn(world.tokenizer.decode(world.tokenizer(turn.text)["input_ids"])) == turn.action
+    assert loaded.get_vocab() == world.tokenizer.get_vocab()
+    assert (loaded.pad_token, loaded.eos_token) == (PAD, EOS)
+    assert loaded("zzz")["input_ids"] == [loaded.unk_token_id]
+    assert 90 <= len(loaded) <= 110
+
+
+def test_environment_texts_are_in_the_vocabulary(world):
+    protocol = world.environment.protocol
+    text = " ".join([protocol.correction, protocol.information([]), protocol.prompt("ally of x")])
+    ids = world.tokenizer(text)["input_ids"]
+    assert ids.count(world.tokenizer.unk_token_id) == 1  # "x?"
+
+
+def success(world, **noise):
+    episodes = play(world, world.questions("train"), random.Random(0), DemonstrationNoise(**noise))
+    return sum(episode.reward for episode in episodes) / len(episodes), episodes
+
+
+def test_default_noise_spoils_many_demonstrations_but_not_all(world):
+    assert 0.2 < success(world)[0] < 0.7
+
+
+def test_each_kind_of_noise_does_what_it_says(world):
+    none = {"early_answer": 0, "wrong_entity": 0, "malformed": 0}
+    clean = play_summary(world, world.questions("train"), random.Random(0))["em"]
+    assert success(world, **none)[0] == pytest.approx(clean, abs=1e-4)
+
+    _, early = success(world, **none | {"early_answer": 1})
+    assert all(len(e.turns) == 2 for e in early if e.question.hops > 1)
+
+    _, wrong = success(world, **none | {"wrong_entity": 1})
+    one_hop = [e for e in wrong if e.question.hops == 1 and e.n_searches == 1]
+    assert one_hop and not any(e.reward for e in one_hop)
+    assert all(e.answer in e.turns[0].observation for e in one_hop)
+
+    _, malformed = success(world, **none | {"malformed": 1})
+    turns = [turn for e in malformed for turn in e.turns]
+    assert all(turn.action.kind == "invalid" for turn in turns)
+    assert all(turn.text.endswith(world.environment.protocol.stop_strings) for turn in turns)
+    assert len({turn.action.reason for turn in turns}) >= 4
+
+
+def test_reader_asks_again_with_the_relation_where_retrieval_misled(world):
+    question = world.questions("train")[0]
+    env = world.environment
+    episode = env.start(question)
+    agent = SyntheticReader(question, random.Random(0), world.relations, turn_budget=3)
+    env.step([episode], [agent.act(episode)])
+    *_, relation, start = question.text.removesuffix(" ?").split(" of ")
+    (other,) = [document for document in world.documents[:1]]
+    assert other.title != start
+    object.__setattr__(episode.turns[0], "documents", (other,))
+    assert agent.act(episode) == f"<search> {start} {relation} </search>"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seed", -1),
+        ("n_entities", 0),
+        ("n_entities", 4),
+        ("n_entities", 40_000),
+        ("n_entities", "many"),
+        ("n_relations", 3),
+        ("n_relations", 99),
+        ("facts_per_document", 0),
+        ("n_name_parts", 5000),
+        ("neighbour_share", 1.5),
+        ("hop_shares", [0.5, 0.4]),
+        ("hop_shares", []),
+        ("hop_shares", 3),
+        ("turn_budget", 2),
+        ("think_probability", -0.1),
+        ("top_k", 0),
+        ("max_information_words", 0),
+        ("max_turn_tokens", 0),
+        ("reward", "bleu"),
+    ],
+)
+def test_wrong_values_name_the_field(field, value):
+    with pytest.raises(ValueError, match=f"^{field} must ") as error:
+        SyntheticWorld(**{field: value})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["early_answer", "wrong_entity", "malformed"])
+def test_wrong_noise_names_the_field(field):
+    with pytest.raises(ValueError, match=f"^{field} must be in \\[0, 1\\]"):
+        DemonstrationNoise(**{field: 2})
+
+
+def test_more_questions_than_the_knowledge_base_has():
+    with pytest.raises(ValueError, match="ask for 913 1-hop questions but the knowledge base has 240"):
+        SyntheticWorld(n_entities=60, n_train=2016).questions("train")
+
+
+@pytest.mark.parametrize(("probability", "expected"), [(0, False), (1, True)])
+def test_thinking_can_be_left_out(probability, expected):
+    world = SyntheticWorld(think_probability=probability, **SMALL)
+    answers = [episode.turns[-1].text for episode in play(world, world.questions("test"), random.Random(0))]
+    assert {answer.startswith("<think>") for answer in answers} == {expected}
+
+
+def test_a_world_of_thousands():
+    world = SyntheticWorld(n_entities=3000, n_name_parts=110)
+    assert len(set(world.entities)) == 3000 and len(set(world.vocabulary)) == len(world.vocabulary)
+    assert play_summary(world, world.questions("test"), random.Random(0))["em"] > 0.9
+
+
+def test_nothing_to_play():
+    with pytest.raises(ValueError, match="no question"):
+        play_summary(SyntheticWorld(**SMALL), [], random.Random(0))
