@@ -151,7 +151,9 @@ def read_jsonl(path: str | Path) -> Iterable[tuple[int, dict]]:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number}: not valid JSON ({error.msg}, column {error.colno})") from error
+                raise ValueError(
+                    f"{path} line {number}: not valid JSON ({error.msg}, column {error.colno})"
+                ) from error
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} line {number}: not UTF-8 text") from error
             if not isinstance(record, dict):
