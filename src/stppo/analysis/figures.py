@@ -19,7 +19,6 @@ from stppo.analysis.drawing import (
     caption,
     collapse_handle,
     curves_of,
-    describe_regime,
     draw_panel,
     frame,
     from_zero,
@@ -209,8 +208,7 @@ def overview_figure(metrics: Metrics, repetitions: int = REPETITIONS) -> Plot | 
         behind = Line2D([], [], color="#BBBBBB", linewidth=1.4, label="token PPO, mean")
         handles = [behind, *start_handle(), *collapse_handle(metrics, [regime], algorithms)]
         frame(fig, f"Sampled success by iteration, regime {regime}", metrics, handles)
-    setting = describe_regime(metrics, regime, algorithms)
-    what = f"Sampled success on held-out questions of every algorithm in regime {regime} ({setting})."
+    what = f"Sampled success on held-out questions of every algorithm in regime {regime}."
     return Plot("overview", fig, plotted_data(rows), caption(metrics, what, [regime], algorithms))
 
 

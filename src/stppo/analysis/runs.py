@@ -270,3 +270,33 @@ class Metrics:
                 }
             )
         return pd.DataFrame(rows)
+
+    def finals(self, algorithms: Sequence[str]) -> pd.DataFrame:
+        """Final success per regime and algorithm over seeds, and its difference to the first one listed."""
+        chosen = self.summary[self.summary["algorithm"].isin(algorithms)]
+        groups = chosen.groupby(["regime", "algorithm"])["success_final"]
+        table = groups.agg(["count", "min", "mean", "max"]).reset_index()
+        baseline = table[table["algorithm"] == algorithms[0]].set_index("regime")["mean"]
+        table[f"mean minus {algorithms[0]}"] = table["mean"] - table["regime"].map(baseline)
+        order = {name: i for i, name in enumerate(algorithms)}
+        rank = table["algorithm"].map(order)
+        return table.assign(rank=rank).sort_values(["regime", "rank"], ignore_index=True).drop(columns="rank")
+
+    def clip_trends(self, algorithms: Sequence[str]) -> pd.DataFrame:
+        """Clip fraction in the first and the last tenth of the iterations, per regime and algorithm."""
+        rows = []
+        for record in self.runs:
+            if record["algorithm"] not in algorithms:
+                continue
+            clip = self.select(self.iterations, record).sort_values("iteration")["clip_fraction"].to_numpy()
+            tenth = math.ceil(len(clip) / 10)
+            rows.append(
+                {
+                    **{n: record[n] for n in KEYS},
+                    "first tenth": clip[:tenth].mean(),
+                    "last tenth": clip[-tenth:].mean(),
+                }
+            )
+        table = pd.DataFrame(rows, columns=[*KEYS, "first tenth", "last tenth"]).drop(columns="seed")
+        table = table.groupby(["regime", "algorithm"], as_index=False).mean()
+        return table.assign(change=table["last tenth"] - table["first tenth"])
