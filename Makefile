@@ -1,0 +1,35 @@
+# `make all` and `make test` do all set-up themselves; only Python >= 3.11 and git are needed.
+PYTHON ?= python3
+PRESET ?= laptop
+PIP_ARGS ?=
+VENV := .venv
+ENGINES := .venv-engines
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup all test test-engines bench
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev]'
+	touch $@
+
+all: setup
+	snakemake all --config preset=$(PRESET)
+
+test: setup
+	python -m pytest -q -n 2 --dist loadgroup
+	ruff check src tests benchmarks && ruff format --check src tests benchmarks
+
+# Independent implementations of the same losses; about 2 GB more.
+test-engines: setup
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev,verl,trl]'
+	$(ENGINES)/bin/python -m pytest -q -m engines tests/engines
+
+bench: setup
+	python benchmarks/run.py

@@ -1,0 +1,39 @@
+"""The critic: a separate network of the policy's body with a value head."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from stppo.agent.policy import agent_states, scatter
+from stppo.trajectories import Trajectories
+
+
+class Critic(nn.Module):
+    """V(s_t), the expected return of the state before token t (same units as the reward).
+
+    The body starts as a copy of the policy's (as verl does from the SFT model); the head starts at zero,
+    so the first values are 0 rather than noise.
+    """
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = copy.deepcopy(policy.base_model)
+        self.head = nn.Linear(policy.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: Trajectories, n_chunks: int = 1) -> Tensor:
+        """Values (B, T), zero off the agent mask; position t holds the value of the state before token t."""
+        states, positions = agent_states(self.body, batch, n_chunks)
+        return scatter(self.head(states).squeeze(-1), positions, batch.tokens)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 − Var(returns − values) / Var(returns) over the mask; NaN where the returns do not vary."""
+    target = returns[mask].double()
+    spread = torch.var(target, correction=0)
+    if target.numel() == 0 or spread < 1e-8:
+        return float("nan")
+    return float(1 - torch.var(target - values[mask].double(), correction=0) / spread)

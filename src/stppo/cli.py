@@ -1,0 +1,139 @@
+"""The `stppo` command. Every subcommand takes Hydra overrides; errors are one readable line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="stppo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Train and play multi-turn search agents; companion to arXiv 2511.20718.",
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Hydra overrides, e.g. `algorithm=st_ppo seed=3 preset=smoke training.epochs=4`."),
+]
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    if debug:
+        os.environ["STPPO_DEBUG"] = "1"
+    logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, format="%(levelname)s %(message)s")
+    for noisy in ("matplotlib", "datasets", "filelock", "httpx", "urllib3", "fsspec", "bm25s", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+@app.command()
+def train(
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder (default: results/<preset>/runs/...).")] = None,
+    resume: Annotated[str, typer.Option(help="auto | never | set_aside (a checkpoint that does not fit).")] = "auto",
+) -> None:
+    """Train one run, or several with Hydra's multirun syntax.
+
+    Examples:
+
+    * `stppo train algorithm=st_ppo seed=3 preset=smoke`
+
+    * `stppo train algorithm=token_ppo,st_ppo seed=0,1 training=nearly_on_policy`
+
+    A warm start is made first where none is cached. An interrupted run goes on from its checkpoint.
+    """
+    from stppo import config
+    from stppo.training.trainer import Trainer
+
+    if resume not in ("auto", "never", "set_aside"):
+        raise ValueError(f"--resume {resume}: allowed are auto, never, set_aside")
+    jobs = [config.compose(chosen) for chosen in config.expand_sweep(overrides or [])]
+    if out is not None and len(jobs) > 1:
+        raise ValueError(f"--out names one folder but the sweep has {len(jobs)} runs; leave it out")
+    for job in jobs:
+        config.validate(job)
+    for job in jobs:
+        results = Path("results") / job["preset"]
+        start = _ensure_warm_start(job, results / "warm_start")
+        name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}"
+        record = Trainer(job, out or results / "manual" / name, start).train(resume)
+        typer.echo(f"{record['status']}: {record['updates']} updates in {record['wall_seconds']:.0f} s, {name}")
+
+
+def _ensure_warm_start(job: dict, folder: Path) -> Path:
+    from stppo.config import warm_start_name
+    from stppo.training.warm_start import WARM_START_FILE, warm_start
+
+    path = folder / warm_start_name(job)
+    if not (path / WARM_START_FILE).is_file():
+        warm_start(job, path)
+    return path
+
+
+@app.command("warm-start")
+def warm_start_command(
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Folder (default: results/<preset>/warm_start/...).")] = None,
+) -> None:
+    """Make the supervised warm start that runs begin with.
+
+    Example: `stppo warm-start preset=smoke warm_start_seed=1`
+    """
+    from stppo import config
+    from stppo.training.warm_start import warm_start
+
+    job = config.compose(overrides)
+    path = out or Path("results") / job["preset"] / "warm_start" / config.warm_start_name(job)
+    record = warm_start(job, path)
+    record.pop("history")
+    typer.echo(json.dumps(record))
+
+
+@app.command()
+def play(
+    overrides: Overrides = None,
+    questions: Annotated[int | None, typer.Option(help="Play only the first N test questions.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the scripted agent.")] = 0,
+) -> None:
+    """Let the scripted agent play a world, without any learning; the last line printed is JSON.
+
+    Examples:
+
+    * `stppo play world=synthetic`
+
+    * `stppo play world=benchmark world.benchmark=hotpotqa world.records=FILE world.corpus=FILE`
+    """
+    import random
+
+    from stppo import config
+    from stppo.world.scripted import play_summary
+
+    world = config.build(config.compose(overrides)["world"], "world")
+    asked = world.questions("test")[:questions]
+    typer.echo(json.dumps(play_summary(world, asked, random.Random(seed), progress=sys.stderr.isatty())))
+
+
+def main() -> None:
+    """Run the command; input errors become one line on stderr and exit code 1."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        typer.echo("stopped; run the same command again to go on from the last checkpoint", err=True)
+        raise SystemExit(130) from None
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("STPPO_DEBUG"):
+            traceback.print_exc()
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise SystemExit(1) from None

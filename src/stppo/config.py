@@ -1,0 +1,183 @@
+"""The one composer of configs: Hydra groups in `configs/`, composed, resolved, validated, fingerprinted.
+
+The command line, the notebooks and the Snakefile all come through here. Nothing heavy is imported at
+module level, so that a Snakefile parses fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+if TYPE_CHECKING:
+    from stppo.settings import RunConfig
+
+Config = dict[str, Any]
+
+
+class ConfigError(ValueError):
+    """A config that cannot be composed or is invalid; the message names the key and the allowed values."""
+
+
+def config_dir() -> Path:
+    """The folder of YAML files: beside the package in a wheel, at the repository root in a checkout."""
+    packaged = Path(__file__).parent / "configs"
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "configs"
+
+
+def options(group: str) -> list[str]:
+    """Names that a config group offers, e.g. options("algorithm")."""
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+def compose(overrides: list[str] | None = None) -> Config:
+    """Compose `configs/config.yaml` with Hydra overrides into a plain, resolved dict.
+
+    Raises ConfigError for an unknown group option, key or malformed override.
+    """
+    overrides = list(overrides or [])
+    for override in overrides:
+        group, _, value = override.partition("=")
+        if (config_dir() / group).is_dir() and value and value not in options(group):
+            raise ConfigError(f"{group}={value}: unknown {group}; allowed: {', '.join(options(group))}")
+    try:
+        with initialize_config_dir(version_base=None, config_dir=str(config_dir())):
+            composed = hydra_compose("config", overrides=overrides)
+        return OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        # Hydra's first line says what is wrong; the lines after it often name the key.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        cause = [str(error.__cause__).splitlines()[0]] if error.__cause__ else []
+        raise ConfigError(" | ".join(dict.fromkeys(lines[:2] + cause))) from error
+
+
+def expand_sweep(overrides: list[str]) -> list[list[str]]:
+    """Hydra's multirun syntax, `seed=0,1 algorithm=token_ppo,st_ppo`, as a list of override lists."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    choices = [
+        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        if override.is_sweep_override()
+        else [override.input_line]
+        for override in parsed
+    ]
+    return [list(combination) for combination in itertools.product(*choices)]
+
+
+def validate(config: Config) -> RunConfig:
+    """Check types, ranges and combinations; raises ConfigError naming every offending key."""
+    from pydantic import ValidationError
+
+    from stppo.settings import RunConfig
+
+    try:
+        run = RunConfig.model_validate(run_section(config))
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            allowed = f" (allowed keys: {_allowed_keys(RunConfig, item['loc'])})" if "extra" in item["type"] or "unexpected" in item["type"] else ""
+            message = item["msg"].removeprefix("Value error, ")
+            problems.append(f"{key} = {item['input']!r}: {message}{allowed}" if key else message)
+        raise ConfigError("; ".join(problems)) from error
+    build(config["algorithm"]["objective"], "algorithm.objective")
+    return run
+
+
+def _allowed_keys(model: Any, location: tuple) -> str:
+    for part in location[:-1]:
+        field = model.model_fields[part] if hasattr(model, "model_fields") else None
+        model = field.annotation if field is not None else model
+    names = getattr(model, "model_fields", None) or getattr(model, "__pydantic_fields__", {})
+    return ", ".join(names)
+
+
+def build(node: Config, key: str) -> Any:
+    """Instantiate a `_target_` section; raises ConfigError that names the section and its allowed keys."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import get_class
+
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise ConfigError(f"{key}: a mapping with _target_ is needed, got {node!r}")
+    built = {}
+    for name, value in node.items():
+        if isinstance(value, dict) and "_target_" in value:
+            value = build(value, f"{key}.{name}")
+        built[name] = value
+    try:
+        target = get_class(built.pop("_target_"))
+    except Exception as error:
+        raise ConfigError(f"{key}._target_ = {node['_target_']}: {error}") from error
+    if dataclasses.is_dataclass(target):
+        allowed = [field.name for field in dataclasses.fields(target) if field.init]
+        unknown = sorted(set(built) - set(allowed))
+        if unknown:
+            raise ConfigError(f"{key}.{unknown[0]}: unknown key; allowed: {', '.join(allowed)}")
+    try:
+        return target(**built)
+    except (InstantiationException, TypeError, ValueError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(f"{key}: {' '.join(lines[:3])}") from error
+
+
+def run_section(config: Config) -> Config:
+    """What one run depends on: the config without the pipeline's list of runs and the preset's name."""
+    return {name: value for name, value in config.items() if name not in ("pipeline", "preset")}
+
+
+def warm_start_section(config: Config) -> Config:
+    """What a warm start depends on; runs that share it share the cached warm start."""
+    return {name: config[name] for name in ("world", "policy", "rollout", "warm_start", "warm_start_seed")}
+
+
+def warm_start_name(config: Config) -> str:
+    """Folder name of the warm start that a config needs: equal exactly where its inputs are."""
+    return f"seed{config['warm_start_seed']}-{fingerprint(warm_start_section(config))}"
+
+
+def fingerprint(section: Any) -> str:
+    """Twelve hex digits of the content of a plain dict, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(section, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """One training run of a preset's pipeline; `config` is its composed, resolved config."""
+
+    regime: str
+    algorithm: str
+    seed: int
+    config: Config
+
+    @property
+    def name(self) -> str:
+        return f"{self.regime}/{self.algorithm}/seed{self.seed}"
+
+
+def planned_runs(preset: str, overrides: list[str] | None = None) -> list[PlannedRun]:
+    """Every run that `snakemake all --config preset=...` trains, in a fixed order.
+
+    Extra overrides apply to all of them. Raises ConfigError for an unknown preset.
+    """
+    base = compose([f"preset={preset}", *(overrides or [])])
+    if not base.get("pipeline"):
+        raise ConfigError(f"preset={preset} has no section `pipeline.regimes`, so there is nothing to train")
+    runs = []
+    for regime, plan in base["pipeline"]["regimes"].items():
+        for algorithm, seed in itertools.product(plan["algorithms"], plan["seeds"]):
+            chosen = [f"preset={preset}", f"training={plan['training']}", f"algorithm={algorithm}", f"seed={seed}"]
+            runs.append(PlannedRun(regime, algorithm, seed, compose(chosen + list(overrides or []))))
+    return runs

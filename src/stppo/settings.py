@@ -1,0 +1,99 @@
+"""Typed settings of a run. Every key of `configs/` that is not built by `_target_` has its field here."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from stppo.agent.policy import PolicyConfig
+from stppo.agent.rollout_torch import RolloutConfig
+
+
+class Section(BaseModel):
+    """A config section: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AlgorithmConfig(Section):
+    """A named point in credit × ratio × clip × stabiliser × loss aggregation."""
+
+    name: str
+    objective: dict[str, Any]
+
+
+class WarmStartConfig(Section):
+    """Supervised start on noisy scripted demonstrations, stopped when sampled success reaches the target."""
+
+    target_success: float = Field(gt=0, lt=1)
+    max_steps: int = Field(gt=0)
+    evaluate_every: int = Field(gt=0)
+    evaluate_questions: int = Field(gt=0)
+    final_samples: int = Field(gt=0)
+    demonstrations: int = Field(gt=0)
+    batch_size: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
+    noise: dict[str, float]
+
+
+class TrainingConfig(Section):
+    """One regime: how off-policy, how long, with which steps."""
+
+    regime: str
+    iterations: int = Field(gt=0)
+    trajectories_per_iteration: int = Field(gt=1)
+    epochs: int = Field(gt=0)
+    minibatches: int = Field(gt=0)
+    staleness_iterations: int = Field(ge=0)
+    optimizer: Literal["adam", "sgd"]
+    learning_rate: float = Field(gt=0)
+    max_grad_norm: float | None = Field(gt=0)
+    clip_order: Literal["before_divisor", "after_divisor"]
+    entropy_coefficient: float = Field(ge=0)
+    kl_coefficient: float = Field(ge=0)
+    critic_learning_rate: float = Field(gt=0)
+    critic_epochs: int = Field(gt=0)
+    value_clip: float | None = Field(gt=0)
+    bias_norm_every: int = Field(gt=0)
+    length_chunks: int = Field(gt=0)
+    checkpoint_every: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _minibatches_divide(self) -> "TrainingConfig":
+        if self.trajectories_per_iteration % self.minibatches:
+            raise ValueError(
+                f"training.minibatches={self.minibatches} must divide "
+                f"trajectories_per_iteration={self.trajectories_per_iteration}"
+            )
+        return self
+
+
+class EvaluationConfig(Section):
+    """Fixed held-out questions; `every` and `greedy_every` count iterations."""
+
+    every: int = Field(gt=0)
+    greedy_every: int = Field(gt=0)
+    questions: int = Field(gt=0)
+
+
+class RunConfig(Section):
+    """Everything one training run depends on."""
+
+    seed: int = Field(ge=0)
+    warm_start_seed: int = Field(ge=0)
+    algorithm: AlgorithmConfig
+    world: dict[str, Any]
+    policy: PolicyConfig
+    rollout: RolloutConfig
+    warm_start: WarmStartConfig
+    training: TrainingConfig
+    evaluation: EvaluationConfig
+
+    @model_validator(mode="after")
+    def _groups_fill_batches(self) -> "RunConfig":
+        size = self.algorithm.objective.get("credit", {}).get("group_size", 1)
+        if isinstance(size, int) and size > 0 and self.training.trajectories_per_iteration % size:
+            raise ValueError(
+                f"algorithm.objective.credit.group_size={size} must divide "
+                f"training.trajectories_per_iteration={self.training.trajectories_per_iteration}"
+            )
+        return self

@@ -1,0 +1,129 @@
+"""What a run records: roll-out statistics, evaluations, and the tables and record they are written to."""
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from stppo.agent.rollout_torch import Rollout, TorchRollout
+from stppo.schema import (
+    EVALUATION_COLUMNS,
+    EVALUATIONS_FILE,
+    RUN_FILE,
+    TRAJECTORIES_FILE,
+    UPDATE_COLUMNS,
+    UPDATES_FILE,
+)
+from stppo.world.protocol import Question
+from stppo.world.rewards import exact_match, f1
+
+
+def success_of(rollout: Rollout) -> float:
+    """Share of episodes whose answer matches exactly; an episode without answer counts as a failure."""
+    matches = [exact_match(e.answer or "", e.question.answers) for e in rollout.episodes]
+    return sum(matches) / len(matches)
+
+
+def valid_format_rate(rollout: Rollout) -> float:
+    """Share of agent turns that parse as one well-formed search or answer."""
+    turns = sum(len(e.turns) for e in rollout.episodes)
+    return 1 - sum(e.n_invalid for e in rollout.episodes) / turns
+
+
+def rollout_metrics(rollout: Rollout, seconds: float) -> dict[str, float]:
+    """Iteration-level columns of one sampled batch."""
+    batch, episodes = rollout.trajectories, rollout.episodes
+    agent_tokens = int(batch.agent_mask.sum())
+    return {
+        "success_train": success_of(rollout),
+        "reward_train": float(batch.rewards.sum(1).mean()),
+        "valid_format_rate": valid_format_rate(rollout),
+        "turns_per_trajectory": float(batch.n_turns.float().mean()),
+        "searches_per_trajectory": sum(e.n_searches for e in episodes) / len(episodes),
+        "agent_tokens_per_turn": agent_tokens / int(batch.n_turns.sum()),
+        "trajectory_tokens": float(batch.lengths.float().mean()),
+        "seconds_rollout": seconds,
+        "tokens_rollout": agent_tokens,
+        "tokens_per_second": agent_tokens / seconds,
+    }
+
+
+def evaluate(
+    sampler: TorchRollout, policy: PreTrainedModel, questions: list[Question], greedy: bool, seed: int
+) -> tuple[dict[str, float], Rollout]:
+    """One evaluation row (without iteration and update); its own generator leaves training's untouched."""
+    began = time.perf_counter()
+    rollout = sampler.collect(policy, questions, torch.Generator().manual_seed(seed), greedy=greedy)
+    batch, episodes = rollout.trajectories, rollout.episodes
+    row = {
+        "temperature": 0.0 if greedy else sampler.config.temperature,
+        "n_questions": len(questions),
+        "success": success_of(rollout),
+        "f1": sum(f1(e.answer or "", e.question.answers) for e in episodes) / len(episodes),
+        "valid_format_rate": valid_format_rate(rollout),
+        "turns": float(batch.n_turns.float().mean()),
+        "searches": sum(e.n_searches for e in episodes) / len(episodes),
+        "entropy_of_sampled": float(-batch.behaviour_logprobs[batch.agent_mask].mean()),
+        "seconds": time.perf_counter() - began,
+    }
+    return row, rollout
+
+
+def write_atomically(path: Path, write: Any) -> None:
+    """Call `write(part)` on a file beside the target, then rename it."""
+    part = path.with_name(path.name + ".part")
+    write(part)
+    os.replace(part, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n"))
+
+
+def write_tables(run_dir: Path, updates: list[dict], evaluations: list[dict]) -> None:
+    """Both tables with exactly the columns of the schema, in its order."""
+    for name, columns, rows in (
+        (UPDATES_FILE, UPDATE_COLUMNS, updates),
+        (EVALUATIONS_FILE, EVALUATION_COLUMNS, evaluations),
+    ):
+        table = pd.DataFrame(rows, columns=list(columns))
+        unknown = {key for row in rows for key in row} - set(columns)
+        if unknown:
+            raise KeyError(f"columns missing from stppo.schema: {sorted(unknown)}")
+        write_atomically(run_dir / name, lambda part, table=table: table.to_parquet(part, index=False))
+
+
+def write_record(run_dir: Path, record: dict[str, Any]) -> None:
+    write_json(run_dir / RUN_FILE, record)
+
+
+def write_sample(run_dir: Path, sampler: TorchRollout, rollout: Rollout, n: int = 3) -> None:
+    """The first n trajectories of a roll-out, token by token, for the viewer."""
+    batch, records = rollout.trajectories, []
+    for row, episode in enumerate(rollout.episodes[:n]):
+        length = int(batch.lengths[row])
+        ids = batch.tokens[row, :length].tolist()
+        records.append(
+            {
+                "question": episode.question.text,
+                "answers": list(episode.question.answers),
+                "reward": float(episode.reward),
+                "tokens": [sampler.tokenizer.decode([i]) for i in ids],
+                "agent_mask": batch.agent_mask[row, :length].int().tolist(),
+                "turn_ids": batch.turn_ids[row, :length].tolist(),
+                "logprobs": [round(x, 5) for x in batch.behaviour_logprobs[row, :length].tolist()],
+            }
+        )
+    write_json(run_dir / TRAJECTORIES_FILE, records)
+
+
+def peak_memory_mb() -> float:
+    """Largest resident memory of this process so far, MiB (Linux counts in KiB, macOS in bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1024 if os.uname().sysname == "Linux" else peak / 1024**2

@@ -1,0 +1,138 @@
+"""The warm start: supervised learning on noisy scripted demonstrations, until sampled success is moderate.
+
+Every run starts from it, as the paper's agents start from a pretrained model: RL then has something to
+improve, and something to lose.
+"""
+
+import hashlib
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from stppo.agent.policy import build_policy, load_policy, score
+from stppo.agent.rollout_torch import TorchRollout
+from stppo.config import Config, build, validate
+from stppo.training.metrics import evaluate, write_json
+from stppo.trajectories import Trajectories
+from stppo.world.environment import Episode
+from stppo.world.scripted import DemonstrationNoise, play
+
+WARM_START_FILE = "warm_start.json"
+
+
+def encode_episode(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+    """Tokens and agent mask of a played episode, each turn and observation tokenised on its own."""
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    tokens = ids(episode.prompt)
+    mask = [False] * len(tokens)
+    for turn in episode.turns:
+        emitted, observed = ids(turn.text), ids(turn.observation or "")
+        tokens += emitted + observed
+        mask += [True] * len(emitted) + [False] * len(observed)
+    return tokens, mask
+
+
+def demonstration_batch(episodes: list[Episode], tokenizer: PreTrainedTokenizerBase) -> Trajectories:
+    """Episodes as one padded batch; behaviour log-probs are unknown and set to 0."""
+    encoded = [encode_episode(episode, tokenizer) for episode in episodes]
+    lengths = torch.tensor([len(tokens) for tokens, _ in encoded])
+    shape = (len(encoded), int(lengths.max()))
+    tokens = torch.full(shape, tokenizer.pad_token_id or 0)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for row, (ids, agent) in enumerate(encoded):
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        mask[row, : len(ids)] = torch.tensor(agent)
+    return Trajectories(
+        tokens=tokens,
+        lengths=lengths,
+        agent_mask=mask,
+        behaviour_logprobs=torch.zeros(shape),
+        rewards=torch.zeros(shape),
+        group_ids=torch.arange(len(encoded)),
+        policy_updates=torch.zeros(len(encoded), dtype=torch.long),
+    )
+
+
+def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
+    """Train and save a warm start in `out_dir` (weights, tokenizer, `warm_start.json`); returns the record.
+
+    The record holds sampled success S0 (from `final_samples` trajectories on validation questions), greedy
+    success, steps and seconds. Raises ValueError if the target is not reached within `max_steps`.
+    """
+    run = validate(config)
+    settings = run.warm_start
+    torch.set_num_threads(1)
+    torch.manual_seed(run.warm_start_seed)
+    began = time.perf_counter()
+    world = build(config["world"], "world")
+    tokenizer = world.tokenizer
+    if tokenizer is None:
+        raise ValueError("this world has no tokenizer of its own, so there is nothing to warm-start from scratch")
+    rng = random.Random(run.warm_start_seed)
+    questions = world.questions("train")
+    noise = DemonstrationNoise(**settings.noise)
+    demonstrations = [rng.choice(questions) for _ in range(settings.demonstrations)]
+    data = demonstration_batch(play(world, demonstrations, rng, noise), tokenizer)
+
+    policy = build_policy(run.policy, tokenizer)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
+    sampler = TorchRollout(world.environment, tokenizer, run.rollout)
+    held_out = world.questions("validation")
+    history = []
+    bar = tqdm(total=settings.max_steps, desc="warm start", disable=not progress, mininterval=1)
+    for step in range(1, settings.max_steps + 1):
+        batch = data.select(torch.randint(len(data.lengths), (settings.batch_size,)))
+        loss = -score(policy, batch, n_chunks=2).logprobs.sum() / batch.agent_mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        bar.update()
+        if step % settings.evaluate_every == 0:
+            some = [rng.choice(held_out) for _ in range(settings.evaluate_questions)]
+            row, _ = evaluate(sampler, policy, some, greedy=False, seed=step)
+            history.append({"step": step, "loss": float(loss.detach()), "success": row["success"]})
+            bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", success=f"{row['success']:.3f}")
+            if row["success"] >= settings.target_success:
+                break
+    else:
+        raise ValueError(
+            f"warm start: sampled success {history[-1]['success']:.3f} after warm_start.max_steps="
+            f"{settings.max_steps} is below target_success={settings.target_success}; raise one or lower the other"
+        )
+    bar.close()
+    many = [rng.choice(held_out) for _ in range(settings.final_samples)]
+    sampled, _ = evaluate(sampler, policy, many, greedy=False, seed=run.warm_start_seed)
+    greedy, _ = evaluate(sampler, policy, held_out[: settings.final_samples], greedy=True, seed=0)
+    record = {
+        "success_sampled": sampled["success"],
+        "success_greedy": greedy["success"],
+        "valid_format_rate": sampled["valid_format_rate"],
+        "n_sampled": settings.final_samples,
+        "steps": history[-1]["step"],
+        "seconds": round(time.perf_counter() - began, 1),
+        "parameters": sum(p.numel() for p in policy.parameters()),
+        "history": history,
+    }
+    out_dir.mkdir(parents=True, exist_ok=True)
+    policy.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+    write_json(out_dir / WARM_START_FILE, record)  # last: its presence means the folder is whole
+    return record
+
+
+def load_warm_start(path: Path) -> tuple[PreTrainedModel, dict, str]:
+    """Policy, record and content hash of the weights of a saved warm start; raises FileNotFoundError."""
+    record = path / WARM_START_FILE
+    if not record.is_file():
+        raise FileNotFoundError(f"{path} holds no finished warm start; run `stppo warm-start` first")
+    weights = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()[:12]
+    return load_policy(path), json.loads(record.read_text()), weights
