@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import bm25s
 import numpy as np
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for DEBUG and would print at every index
 
 _WORD = re.compile(r"\w+")
 _QUERY_CACHE = 65_536  # queries; roll-outs repeat the same few thousand
