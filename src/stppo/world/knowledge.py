@@ -76,7 +76,7 @@ class SyntheticWorld:
     top_k: int = 1
     max_information_words: int = 48
     max_turn_tokens: int = 16
-    think_probability: float = 0.5
+    think_probability: float = 0.8
     reward: str = "em"
     cache_dir: str | Path | None = None
 

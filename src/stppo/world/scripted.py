@@ -17,15 +17,15 @@ from stppo.world.rewards import exact_match, f1, normalise_answer
 
 @dataclass(frozen=True)
 class DemonstrationNoise:
-    """Probabilities of mistakes, each in [0, 1]; the defaults give demonstrations that succeed about 0.3 of the time.
+    """Probabilities of mistakes, each in [0, 1]; the defaults give demonstrations that succeed about 0.6 of the time.
 
     early_answer: at each turn that has read a document but lacks the answer: answer some entity seen there.
     wrong_entity: at each name that is to be copied from a document: copy another of its entities.
     malformed: at each turn: break its tags (it still ends with a closing tag, which ends a turn).
     """
 
-    early_answer: float = 0.5
-    wrong_entity: float = 0.35
+    early_answer: float = 0.3
+    wrong_entity: float = 0.1
     malformed: float = 0.05
 
     def __post_init__(self) -> None:
@@ -76,9 +76,11 @@ class SyntheticReader:
             kind, content, thought = "answer", answer, f"answer {answer}"
         else:
             content = f"{self._entity} {self._wanted[0]}" if self._missed else self._entity
-            kind, thought = "search", f"{self._wanted[0]} {self._entity}"
+            kind, thought = "search", ""
         turn = f"<{kind}> {content} </{kind}>"
-        if self._happens(self._think_probability):
+        if not early and self._fact:
+            thought = self._fact
+        if thought and self._happens(self._think_probability):
             turn = f"<think> {thought} </think> {turn}"
         return self._break(kind, content) if self._happens(self._noise.malformed) else turn
 
@@ -87,15 +89,18 @@ class SyntheticReader:
         documents = episode.turns[-1].documents if episode.turns else ()
         seen: list[str] = []
         self._missed = bool(documents)
+        self._fact = ""
         for document in documents:
             subject, facts = parse_document(document.text, self._relations)
             seen += [entity for entity in facts.values() if entity not in seen]
             if self._wanted and subject == self._entity and self._wanted[0] in facts:
-                copied = facts[self._wanted.pop(0)]
+                relation = self._wanted.pop(0)
+                copied = facts[relation]
                 others = [entity for entity in facts.values() if entity != copied]
                 wrong = others and self._happens(self._noise.wrong_entity)
                 self._entity = self._rng.choice(others) if wrong else copied
                 self._missed = False
+                self._fact = f"{relation} {self._entity}"
         return seen
 
     def _happens(self, probability: float) -> bool:
