@@ -3,6 +3,7 @@
 from stppo.objectives.advantages import (
     BatchBaseline,
     Credit,
+    CreditRule,
     GroupCentred,
     GroupNormalised,
     LeaveOneOut,
@@ -21,6 +22,7 @@ __all__ = [
     "ClippedTerms",
     "ClippingBiasNorm",
     "Credit",
+    "CreditRule",
     "CtnKL",
     "GroupCentred",
     "GroupNormalised",

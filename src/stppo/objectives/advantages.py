@@ -30,8 +30,8 @@ class Credit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CreditRule:
-    """Shared options.
+class CreditRule:
+    """Base of all credits: subclasses give `_raw`, and set `needs_critic` where they read a critic's values.
 
     whiten: shift and scale advantages to mean 0, variance 1 over all agent tokens of the iteration, before
     pooling (verl's masked_whiten, the baseline stack's choice). pooling: keep advantages per token, or give
@@ -85,7 +85,7 @@ class _CreditRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenGAE(_CreditRule):
+class TokenGAE(CreditRule):
     """Generalised advantage estimation (arXiv 1506.02438) with one step per agent token.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the next agent
@@ -109,7 +109,7 @@ class TokenGAE(_CreditRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnGAE(_CreditRule):
+class TurnGAE(CreditRule):
     """GAE with one step per turn: the turn's reward is the sum of its tokens', its state the one before its
     first token, whose value alone is read and trained. Every token of a turn gets the turn's advantage."""
 
@@ -128,7 +128,7 @@ class TurnGAE(_CreditRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnReturnMinusValue(_CreditRule):
+class TurnReturnMinusValue(CreditRule):
     """A^k = R_k - V(s_k): the return from turn k on, discounted by gamma per turn, minus the value of the
     state before the turn's first token (reading B). Equal to TurnGAE at lam = 1."""
 
@@ -145,7 +145,7 @@ class TurnReturnMinusValue(_CreditRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GroupCredit(_CreditRule):
+class _GroupCredit(CreditRule):
     """Credits that compare the `group_size` trajectories of one question (equal `group_ids`)."""
 
     group_size: int = 8
@@ -232,7 +232,7 @@ class LeaveOneOut(_GroupCredit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchBaseline(_CreditRule):
+class BatchBaseline(CreditRule):
     """REINFORCE with the iteration's mean return as baseline: R - mean over all trajectories."""
 
     whiten: bool = False

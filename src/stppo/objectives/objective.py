@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stppo.objectives.advantages import _CreditRule
+from stppo.objectives.advantages import CreditRule
 from stppo.objectives.checks import one_of
 from stppo.objectives.clipping import Clip
 from stppo.objectives.diagnostics import diagnose
@@ -48,7 +48,7 @@ class Objective:
                      (1/n over turns, v2's other reading)
     """
 
-    credit: _CreditRule
+    credit: CreditRule
     ratio: Ratio
     clip: Clip
     stabilizer: Stabilizer
