@@ -56,6 +56,7 @@ def train(
     """
     from stppo import config
     from stppo.training.trainer import Trainer
+    from stppo.training.warm_start import ensure_warm_start
 
     if resume not in ("auto", "never", "set_aside"):
         raise ValueError(f"--resume {resume}: allowed are auto, never, set_aside")
@@ -65,21 +66,10 @@ def train(
     for job in jobs:
         config.validate(job)
     for job in jobs:
-        results = Path("results") / job["preset"]
-        start = _ensure_warm_start(job, results / "warm_start")
+        start = ensure_warm_start(job)
         name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}"
-        record = Trainer(job, out or results / "manual" / name, start).train(resume)
+        record = Trainer(job, out or Path("results") / job["preset"] / "manual" / name, start).train(resume)
         typer.echo(f"{record['status']}: {record['updates']} updates in {record['wall_seconds']:.0f} s, {name}")
-
-
-def _ensure_warm_start(job: dict, folder: Path) -> Path:
-    from stppo.config import warm_start_name
-    from stppo.training.warm_start import WARM_START_FILE, warm_start
-
-    path = folder / warm_start_name(job)
-    if not (path / WARM_START_FILE).is_file():
-        warm_start(job, path)
-    return path
 
 
 @app.command("warm-start")
@@ -95,8 +85,7 @@ def warm_start_command(
     from stppo.training.warm_start import warm_start
 
     job = config.compose(overrides)
-    path = out or Path("results") / job["preset"] / "warm_start" / config.warm_start_name(job)
-    record = warm_start(job, path)
+    record = warm_start(job, out or config.warm_start_dir(job))
     record.pop("history")
     typer.echo(json.dumps(record))
 
@@ -123,6 +112,35 @@ def play(
     world = config.build(config.compose(overrides)["world"], "world")
     asked = world.questions("test")[:questions]
     typer.echo(json.dumps(play_summary(world, asked, random.Random(seed), progress=sys.stderr.isatty())))
+
+
+@app.command()
+def collect(
+    out: Annotated[Path, typer.Argument(help="Folder of the metrics tables, e.g. results/smoke/metrics.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+) -> None:
+    """Aggregate the recorded metrics of several runs.
+
+    Example: `stppo collect results/smoke/metrics results/smoke/runs/A/*/*`
+    """
+    from stppo.analysis.runs import collect as collect_runs
+
+    typer.echo(collect_runs(runs, out).table.to_string(index=False))
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="Folder with metrics/ and figures/, e.g. results/smoke.")],
+    reference: Annotated[Path | None, typer.Option(help="The committed reference to show beside it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: report.html in the results folder.")] = None,
+) -> None:
+    """Render the self-contained HTML report of a results folder.
+
+    Example: `stppo report results/smoke --reference results/reference/laptop`
+    """
+    from stppo.analysis.report import render_report
+
+    typer.echo(render_report(results, reference, out or results / "report.html"))
 
 
 def main() -> None:

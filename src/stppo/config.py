@@ -143,9 +143,10 @@ def warm_start_section(config: Config) -> Config:
     return {name: config[name] for name in ("world", "policy", "rollout", "warm_start", "warm_start_seed")}
 
 
-def warm_start_name(config: Config) -> str:
-    """Folder name of the warm start that a config needs: equal exactly where its inputs are."""
-    return f"seed{config['warm_start_seed']}-{fingerprint(warm_start_section(config))}"
+def warm_start_dir(config: Config) -> Path:
+    """Where the warm start that a config needs is cached; the name changes exactly when its inputs do."""
+    name = f"seed{config['warm_start_seed']}-{fingerprint(warm_start_section(config))}"
+    return Path("results") / config["preset"] / "warm_start" / name
 
 
 def fingerprint(section: Any) -> str:
@@ -155,11 +156,12 @@ def fingerprint(section: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """One training run of a preset's pipeline; `config` is its composed, resolved config."""
+    """One training run of a preset's pipeline: the overrides that make it and its composed config."""
 
     regime: str
     algorithm: str
     seed: int
+    overrides: tuple[str, ...]
     config: Config
 
     @property
@@ -179,5 +181,6 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
     for regime, plan in base["pipeline"]["regimes"].items():
         for algorithm, seed in itertools.product(plan["algorithms"], plan["seeds"]):
             chosen = [f"preset={preset}", f"training={plan['training']}", f"algorithm={algorithm}", f"seed={seed}"]
-            runs.append(PlannedRun(regime, algorithm, seed, compose(chosen + list(overrides or []))))
+            chosen += overrides or []
+            runs.append(PlannedRun(regime, algorithm, seed, tuple(chosen), compose(chosen)))
     return runs

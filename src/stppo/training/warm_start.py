@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.agent.policy import build_policy, load_policy, score
 from stppo.agent.rollout_torch import TorchRollout
-from stppo.config import Config, build, validate
+from stppo.config import Config, build, validate, warm_start_dir
 from stppo.training.metrics import evaluate, write_json
 from stppo.trajectories import Trajectories
 from stppo.world.environment import Episode
@@ -127,6 +127,14 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     tokenizer.save_pretrained(out_dir)
     write_json(out_dir / WARM_START_FILE, record)  # last: its presence means the folder is whole
     return record
+
+
+def ensure_warm_start(config: Config) -> Path:
+    """The folder of the cached warm start, made first where there is none."""
+    path = warm_start_dir(config)
+    if not (path / WARM_START_FILE).is_file():
+        warm_start(config, path)
+    return path
 
 
 def load_warm_start(path: Path) -> tuple[PreTrainedModel, dict, str]:

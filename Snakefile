@@ -1,0 +1,158 @@
+# `snakemake all`: warm starts -> one training run per (regime, algorithm, seed) -> metrics -> figures -> report.
+#
+#   snakemake all                                  the laptop preset (cores come from profiles/default)
+#   snakemake all --config preset=smoke            the whole graph in minutes
+#   snakemake all --config overrides="training.iterations=10"
+#
+# What a run depends on is content: its composed config, and the syntax of the modules that it imports. Both
+# go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
+import os
+import shlex
+
+from jupyter_client.kernelspec import KernelSpecManager
+from snakemake.exceptions import WorkflowError
+
+from stppo import config as configs
+from stppo.analysis.provenance import code_hash, config_targets
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+PRESET = config.get("preset", "laptop")
+OVERRIDES = shlex.split(str(config.get("overrides", "")))
+RESULTS = f"results/{PRESET}"
+FAST = PRESET == "smoke"
+
+try:
+    RUNS = {run.name: run for run in configs.planned_runs(PRESET, OVERRIDES)}
+except configs.ConfigError as error:
+    raise WorkflowError(str(error))
+if "python3" not in KernelSpecManager().find_kernel_specs():
+    raise WorkflowError(
+        "no Jupyter kernel named python3: notebooks cannot run. "
+        "Install it into this environment: python -m ipykernel install --sys-prefix"
+    )
+
+WARM_STARTS = {configs.warm_start_dir(run.config).name: run.config for run in RUNS.values()}
+TARGETS = sorted({target for run in RUNS.values() for target in config_targets(run.config["world"])})
+TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS], notebook="notebooks/10-train.ipynb")
+WARM_START_CODE = code_hash(["stppo.training.warm_start", *TARGETS])
+NOTEBOOKS = {name: code_hash(["stppo.analysis.figures"], notebook=f"notebooks/{name}.ipynb") for name in ("20-collapse", "21-clip-ratio")}
+
+
+wildcard_constraints:
+    run="|".join(RUNS),
+    start="|".join(WARM_STARTS),
+    figures="|".join(NOTEBOOKS),
+
+
+rule all:
+    input:
+        f"{RESULTS}/report.html",
+        expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=RUNS),
+
+
+rule warm_start:
+    output:
+        f"{RESULTS}/warm_start/{{start}}/warm_start.json",
+    params:
+        code=WARM_START_CODE,
+        overrides=lambda wildcards: shlex.join(
+            [f"preset={PRESET}", *OVERRIDES, f"warm_start_seed={WARM_STARTS[wildcards.start]['warm_start_seed']}"]
+        ),
+    log:
+        f"{RESULTS}/logs/warm_start/{{start}}.log",
+    threads: 1
+    shell:
+        "stppo warm-start {params.overrides} --out $(dirname {output}) > {log} 2>&1"
+
+
+rule train:
+    input:
+        lambda wildcards: f"{configs.warm_start_dir(RUNS[wildcards.run].config)}/warm_start.json",
+    output:
+        notebook=f"{RESULTS}/runs/{{run}}/10-train.ipynb",
+        record=f"{RESULTS}/runs/{{run}}/run.json",
+        updates=f"{RESULTS}/runs/{{run}}/updates.parquet",
+        evaluations=f"{RESULTS}/runs/{{run}}/evaluations.parquet",
+    params:
+        code=TRAIN_CODE,
+        config=lambda wildcards: configs.fingerprint(configs.run_section(RUNS[wildcards.run].config)),
+        overrides=lambda wildcards: shlex.quote(" ".join(RUNS[wildcards.run].overrides)),
+    log:
+        f"{RESULTS}/logs/train/{{run}}.log",
+    threads: 1
+    retries: 1  # a killed run goes on from its checkpoint, which is no output and so survives
+    resources:
+        mem_mb=2000,
+        gpu=0,
+    shell:
+        "papermill notebooks/10-train.ipynb {output.notebook} -k python3 --cwd . --no-progress-bar"
+        " -r overrides {params.overrides} -r run_dir $(dirname {output.record})"
+        " -r warm_start_dir $(dirname {input}) > {log} 2>&1"
+
+
+rule collect:
+    input:
+        expand(f"{RESULTS}/runs/{{run}}/run.json", run=RUNS),
+        expand(f"{RESULTS}/runs/{{run}}/updates.parquet", run=RUNS),
+        expand(f"{RESULTS}/runs/{{run}}/evaluations.parquet", run=RUNS),
+    output:
+        multiext(f"{RESULTS}/metrics/", "iterations.parquet", "evaluations.parquet", "runs.json", "summary.csv"),
+    params:
+        code=code_hash("stppo.analysis.runs"),
+        runs=[f"{RESULTS}/runs/{run}" for run in RUNS],
+    log:
+        f"{RESULTS}/logs/collect.log",
+    shell:
+        "stppo collect {RESULTS}/metrics {params.runs} > {log} 2>&1"
+
+
+rule figures:
+    input:
+        rules.collect.output,
+    output:
+        f"{RESULTS}/{{figures}}.ipynb",
+    params:
+        code=lambda wildcards: NOTEBOOKS[wildcards.figures],
+        fast=FAST,
+    log:
+        f"{RESULTS}/logs/{{figures}}.log",
+    shell:
+        "papermill notebooks/{wildcards.figures}.ipynb {output} -k python3 --cwd . --no-progress-bar"
+        " -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures -p fast {params.fast} > {log} 2>&1"
+
+
+rule html:
+    input:
+        f"{RESULTS}/{{notebook}}.ipynb",
+    output:
+        f"{RESULTS}/{{notebook}}.html",
+    log:
+        f"{RESULTS}/logs/html/{{notebook}}.log",
+    shell:
+        "jupyter nbconvert --to html --log-level WARN {input} > {log} 2>&1"
+
+
+rule report:
+    input:
+        expand(f"{RESULTS}/{{figures}}.html", figures=NOTEBOOKS),
+        expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=RUNS),
+        rules.collect.output,
+    output:
+        f"{RESULTS}/report.html",
+    params:
+        code=code_hash("stppo.analysis.report"),
+    log:
+        f"{RESULTS}/logs/report.log",
+    shell:
+        "stppo report {RESULTS} --reference results/reference/{PRESET} --out {output} > {log} 2>&1"
+
+
+# Not part of `all`: copy what a finished preset measured to the committed reference, as it came out.
+rule reference:
+    input:
+        f"{RESULTS}/report.html",
+    shell:
+        "mkdir -p results/reference/{PRESET} && rm -rf results/reference/{PRESET}/metrics results/reference/{PRESET}/figures"
+        " && cp -r {RESULTS}/metrics {RESULTS}/figures results/reference/{PRESET}/"
