@@ -42,7 +42,9 @@ def _options(
 def train(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Run folder (default: results/<preset>/runs/...).")] = None,
-    resume: Annotated[str, typer.Option(help="auto | never | set_aside (a checkpoint that does not fit).")] = "auto",
+    resume: Annotated[
+        str, typer.Option(help="auto | never | set_aside (a checkpoint that does not fit).")
+    ] = "auto",
 ) -> None:
     """Train one run, or several with Hydra's multirun syntax.
 
@@ -69,13 +71,17 @@ def train(
         start = ensure_warm_start(job)
         name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}"
         record = Trainer(job, out or Path("results") / job["preset"] / "manual" / name, start).train(resume)
-        typer.echo(f"{record['status']}: {record['updates']} updates in {record['wall_seconds']:.0f} s, {name}")
+        typer.echo(
+            f"{record['status']}: {record['updates']} updates in {record['wall_seconds']:.0f} s, {name}"
+        )
 
 
 @app.command("warm-start")
 def warm_start_command(
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Folder (default: results/<preset>/warm_start/...).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder (default: results/<preset>/warm_start/...).")
+    ] = None,
 ) -> None:
     """Make the supervised warm start that runs begin with.
 

@@ -89,7 +89,11 @@ def validate(config: Config) -> RunConfig:
         problems = []
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"])
-            allowed = f" (allowed keys: {_allowed_keys(RunConfig, item['loc'])})" if "extra" in item["type"] or "unexpected" in item["type"] else ""
+            allowed = (
+                f" (allowed keys: {_allowed_keys(RunConfig, item['loc'])})"
+                if "extra" in item["type"] or "unexpected" in item["type"]
+                else ""
+            )
             message = item["msg"].removeprefix("Value error, ")
             problems.append(f"{key} = {item['input']!r}: {message}{allowed}" if key else message)
         raise ConfigError("; ".join(problems)) from error
@@ -180,7 +184,12 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
     runs = []
     for regime, plan in base["pipeline"]["regimes"].items():
         for algorithm, seed in itertools.product(plan["algorithms"], plan["seeds"]):
-            chosen = [f"preset={preset}", f"training={plan['training']}", f"algorithm={algorithm}", f"seed={seed}"]
+            chosen = [
+                f"preset={preset}",
+                f"training={plan['training']}",
+                f"algorithm={algorithm}",
+                f"seed={seed}",
+            ]
             chosen += overrides or []
             runs.append(PlannedRun(regime, algorithm, seed, tuple(chosen), compose(chosen)))
     return runs

@@ -144,7 +144,9 @@ class TorchRollout:
             lanes, pending, keep = self._environment_turn(episodes, lanes, start, tokens, lengths)
             cache.keep(keep.to(device))
 
-        return self._finish(tokens, lengths, agent_mask, logprobs, group_ids, policy_updates, episodes), episodes
+        return self._finish(
+            tokens, lengths, agent_mask, logprobs, group_ids, policy_updates, episodes
+        ), episodes
 
     def _sample(self, logits: Tensor, generator: torch.Generator, greedy: bool) -> tuple[Tensor, Tensor]:
         log_probs = torch.log_softmax(logits.float().cpu() / (1.0 if greedy else self.config.temperature), -1)
@@ -176,7 +178,9 @@ class TorchRollout:
         keep = torch.tensor(keep, dtype=torch.long)
         return lanes[keep], pending, keep
 
-    def _finish(self, tokens, lengths, agent_mask, logprobs, group_ids, policy_updates, episodes) -> Trajectories:
+    def _finish(
+        self, tokens, lengths, agent_mask, logprobs, group_ids, policy_updates, episodes
+    ) -> Trajectories:
         width = int(lengths.max())
         rewards = torch.zeros_like(logprobs)
         last = torch.where(agent_mask, torch.arange(agent_mask.shape[1]), 0).argmax(1)

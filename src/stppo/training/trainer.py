@@ -120,7 +120,9 @@ class Trainer:
         self.optimizer = make(self.parameters, lr=training.learning_rate)
         self.critic = Critic(self.policy) if self.objective.credit.needs_critic else None
         if self.critic is not None:
-            self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=training.critic_learning_rate)
+            self.critic_optimizer = torch.optim.Adam(
+                self.critic.parameters(), lr=training.critic_learning_rate
+            )
 
         self.iteration = self.update = 0
         self.queue: deque[QueuedBatch] = deque()
@@ -144,7 +146,9 @@ class Trainer:
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.environment = environment()
         self._resume(resume)
-        write_atomically(self.run_dir / CONFIG_FILE, lambda part: part.write_text(yaml.safe_dump(self.config)))
+        write_atomically(
+            self.run_dir / CONFIG_FILE, lambda part: part.write_text(yaml.safe_dump(self.config))
+        )
         self._write(RUNNING)
         training = self.settings.training
         try:
@@ -196,7 +200,9 @@ class Trainer:
         shared["seconds_scoring"] = time.perf_counter() - began
         shared["critic_loss"] = shared["critic_explained_variance"] = math.nan
         if self.critic is not None:
-            shared["critic_explained_variance"] = explained_variance(values, credit.returns, credit.value_mask)
+            shared["critic_explained_variance"] = explained_variance(
+                values, credit.returns, credit.value_mask
+            )
             shared["critic_loss"] = self._update_critic(batch, credit.returns, credit.value_mask, values)
         shared["staleness_iterations"] = self.iteration - queued.iteration
         self.iteration += 1
@@ -204,7 +210,9 @@ class Trainer:
         for epoch in range(training.epochs):
             order = torch.randperm(len(batch.lengths), generator=self.generator)
             for minibatch, rows in enumerate(order.split(size)):
-                self.update_rows.append(shared | {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch})
+                self.update_rows.append(
+                    shared | {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
+                )
                 self._update_policy(
                     self.update_rows[-1],
                     batch.select(rows),
@@ -277,6 +285,7 @@ class Trainer:
         divisor = 1.0
         if stabilizer.estimator is not None:
             divisor = stabilizer.divisor(row[BIAS_NORM_COLUMNS[stabilizer.estimator]])
+        self._require_finite(torch.tensor(divisor), "stabilizer divisor")
         row["ppo_gradient_norm"] = math.nan
         if loss is not surrogate.ppo_loss:
             row["ppo_gradient_norm"] = global_norm(gradient_of(surrogate.ppo_loss, self.parameters))
@@ -302,7 +311,9 @@ class Trainer:
             norms["clipping_bias_norm"] = (
                 global_norm(gradient_of(surrogate.bias_surrogate, self.parameters)) if clipped else 0.0
             )
-        self._require_finite(torch.tensor([v for v in norms.values() if not math.isnan(v)]), "clipping bias norm")
+        self._require_finite(
+            torch.tensor([v for v in norms.values() if not math.isnan(v)]), "clipping bias norm"
+        )
         return norms
 
     def _step(self, divisor: float, row: dict[str, float]) -> None:

@@ -75,7 +75,9 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     world = build(config["world"], "world")
     tokenizer = world.tokenizer
     if tokenizer is None:
-        raise ValueError("this world has no tokenizer of its own, so there is nothing to warm-start from scratch")
+        raise ValueError(
+            "this world has no tokenizer of its own, so there is nothing to warm-start from scratch"
+        )
     rng = random.Random(run.warm_start_seed)
     questions = world.questions("train")
     noise = DemonstrationNoise(**settings.noise)

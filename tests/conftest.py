@@ -1,0 +1,61 @@
+"""A small world, a barely trained policy saved as a warm start, and configs shrunk to seconds."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from stppo import config as configs
+from stppo.agent.policy import build_policy, score
+from stppo.training.warm_start import demonstration_batch
+from stppo.world.scripted import DemonstrationNoise, play
+
+TINY = [
+    "preset=smoke",
+    "world.n_train=64",
+    "world.n_validation=32",
+    "world.n_test=32",
+    "policy.hidden_size=32",
+    "policy.intermediate_size=48",
+    "warm_start.demonstrations=64",
+    "training.iterations=5",
+    "training.trajectories_per_iteration=16",
+    "training.epochs=2",
+    "training.minibatches=2",
+    "training.checkpoint_every=2",
+    "evaluation.questions=16",
+    "evaluation.every=2",
+]
+
+
+@pytest.fixture
+def tiny():
+    """Compose the shrunk config with further overrides."""
+    return lambda *overrides: configs.compose([*TINY, *overrides])
+
+
+@pytest.fixture(scope="session")
+def barely_trained(tmp_path_factory) -> Path:
+    """A warm-start folder whose policy knows the format by halves: some turns are valid, some are not."""
+    config = configs.compose(TINY)
+    settings = configs.validate(config)
+    world = configs.build(config["world"], "world")
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    demonstrations = play(world, world.questions("train"), rng, DemonstrationNoise())
+    data = demonstration_batch(demonstrations, world.tokenizer)
+    policy = build_policy(settings.policy, world.tokenizer)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = -score(policy, data).logprobs.sum() / data.agent_mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    folder = tmp_path_factory.mktemp("warm_start")
+    policy.save_pretrained(folder)
+    world.tokenizer.save_pretrained(folder)
+    record = {"success_sampled": 0.0, "success_greedy": 0.0, "n_sampled": 1}
+    (folder / "warm_start.json").write_text(json.dumps(record))
+    return folder

@@ -1,0 +1,211 @@
+"""Roll-out against scoring, the cache, the ends of turns, and what is recorded."""
+
+import copy
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from stppo import config as configs
+from stppo.agent import rollout_torch
+from stppo.agent.critic import Critic, explained_variance
+from stppo.agent.policy import load_policy, score
+from stppo.agent.rollout_torch import RolloutConfig, TorchRollout, TurnEnd
+from stppo.trajectories import Trajectories
+
+
+@pytest.fixture(scope="module")
+def setting(barely_trained):
+    from tests.conftest import TINY
+
+    config = configs.compose(TINY)
+    world = configs.build(config["world"], "world")
+    policy = load_policy(barely_trained)
+    return world, policy, TorchRollout(world.environment, world.tokenizer, RolloutConfig(max_tokens=192))
+
+
+@pytest.fixture(scope="module")
+def rollout(setting):
+    world, policy, sampler = setting
+    return sampler.collect(policy, world.questions("train")[:24], torch.Generator().manual_seed(1))
+
+
+def test_behaviour_logprobs_equal_a_later_scoring_pass(setting, rollout):
+    _, policy, _ = setting
+    batch = rollout.trajectories
+    assert batch.n_turns.max() > 1, "the case must have several turns to prove anything"
+    with torch.no_grad():
+        again = score(policy, batch, n_chunks=3).logprobs
+    torch.testing.assert_close(again, batch.behaviour_logprobs, atol=1e-5, rtol=0)
+
+
+def test_scoring_in_chunks_changes_nothing(setting, rollout):
+    _, policy, _ = setting
+    with torch.no_grad():
+        one, many = (score(policy, rollout.trajectories, n_chunks=n) for n in (1, 5))
+    torch.testing.assert_close(one.logprobs, many.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(one.entropy, many.entropy, atol=1e-5, rtol=0)
+
+
+def test_score_matches_a_plain_forward_pass_at_temperature(setting, rollout):
+    _, policy, _ = setting
+    batch, temperature = rollout.trajectories, 0.7
+    with torch.no_grad():
+        logits = policy(input_ids=batch.tokens).logits[:, :-1] / temperature
+        scores = score(policy, batch, temperature)
+    log_probs = torch.log_softmax(logits, -1)
+    expected = torch.zeros_like(batch.behaviour_logprobs)
+    expected[:, 1:] = log_probs.gather(2, batch.tokens[:, 1:, None]).squeeze(2)
+    expected[~batch.agent_mask] = 0
+    torch.testing.assert_close(scores.logprobs, expected, atol=1e-5, rtol=0)
+    squares = torch.zeros_like(expected)
+    squares[:, 1:] = log_probs.exp().square().sum(-1)
+    torch.testing.assert_close(
+        scores.squared_prob_sum[batch.agent_mask], squares[batch.agent_mask], atol=1e-5, rtol=0
+    )
+
+
+def test_temperature_scales_the_recorded_logprobs(setting):
+    world, policy, _ = setting
+    sampler = TorchRollout(world.environment, world.tokenizer, RolloutConfig(temperature=0.5))
+    batch = sampler.collect(
+        policy, world.questions("train")[:8], torch.Generator().manual_seed(0)
+    ).trajectories
+    with torch.no_grad():
+        again = score(policy, batch, temperature=0.5).logprobs
+    torch.testing.assert_close(again, batch.behaviour_logprobs, atol=1e-5, rtol=0)
+
+
+def test_greedy_takes_the_most_likely_token(setting):
+    world, policy, sampler = setting
+    batch = sampler.collect(policy, world.questions("train")[:8], torch.Generator(), greedy=True).trajectories
+    with torch.no_grad():
+        best = policy(input_ids=batch.tokens).logits[:, :-1].argmax(-1)
+    mask = batch.agent_mask[:, 1:]
+    assert torch.equal(best[mask], batch.tokens[:, 1:][mask])
+
+
+def test_tokens_are_prompt_turns_and_observations_in_order(setting, rollout):
+    world, _, _ = setting
+    batch = rollout.trajectories
+    for row, episode in enumerate(rollout.episodes):
+        length = int(batch.lengths[row])
+        ids, mask = batch.tokens[row, :length], batch.agent_mask[row, :length]
+        spoken = [episode.prompt] + [turn.observation for turn in episode.turns if turn.observation]
+        expected = [
+            i for text in spoken for i in world.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ]
+        environment = ids[~mask].tolist()
+        assert environment == expected[: len(environment)]
+        for k, turn in enumerate(episode.turns):
+            own = ids[batch.turn_ids[row, :length] == k]
+            assert world.tokenizer.decode(own, skip_special_tokens=True) == turn.text
+
+
+def test_every_token_enters_the_cache_at_most_once_and_finished_lanes_leave(setting, monkeypatch):
+    world, policy, sampler = setting
+    fed, lanes = [], []
+    original = rollout_torch._LaneCache.feed
+
+    def feed(self, chunk, mask):
+        fed.append(int(mask.sum()))
+        lanes.append(len(chunk))
+        return original(self, chunk, mask)
+
+    monkeypatch.setattr(rollout_torch._LaneCache, "feed", feed)
+    batch = sampler.collect(
+        policy, world.questions("train")[:24], torch.Generator().manual_seed(1)
+    ).trajectories
+    # All tokens but the last one of each trajectory: nothing is computed twice across turns.
+    assert sum(fed) == int((batch.lengths - 1).sum())
+    assert lanes[0] == 24 and lanes[-1] < 24
+
+
+def test_reward_sits_on_the_last_agent_token(rollout):
+    batch = rollout.trajectories
+    rewards = torch.tensor([float(e.reward) for e in rollout.episodes])
+    torch.testing.assert_close(batch.rewards.sum(1), rewards)
+    last = torch.where(batch.agent_mask, torch.arange(batch.tokens.shape[1]), -1).max(1).values
+    torch.testing.assert_close(batch.rewards[torch.arange(len(last)), last], rewards)
+
+
+def test_turn_that_never_closes_is_cut_at_the_limit_and_corrected(setting):
+    world, policy, sampler = setting
+    babbling = copy.deepcopy(policy)
+    torch.nn.init.normal_(babbling.lm_head.weight)
+    played = sampler.collect(babbling, world.questions("train")[:8], torch.Generator().manual_seed(1))
+    lengths = played.trajectories.turn_ids[played.trajectories.agent_mask]
+    assert max(len(lengths[lengths == k]) for k in range(4)) == 8 * world.max_turn_tokens
+    first = [episode.turns[0] for episode in played.episodes]
+    assert all(turn.action.kind == "invalid" for turn in first)
+    assert all(turn.observation == world.environment.protocol.correction for turn in first)
+
+
+def test_no_room_for_a_prompt_is_an_error_that_names_the_key(setting):
+    world, policy, _ = setting
+    sampler = TorchRollout(world.environment, world.tokenizer, RolloutConfig(max_tokens=16))
+    with pytest.raises(ValueError, match="rollout.max_tokens=16"):
+        sampler.collect(policy, world.questions("train")[:2], torch.Generator())
+
+
+def test_out_of_room_ends_unanswered_within_the_limit(setting):
+    world, policy, _ = setting
+    limit = 45
+    sampler = TorchRollout(world.environment, world.tokenizer, RolloutConfig(max_tokens=limit))
+    played = sampler.collect(policy, world.questions("train")[:24], torch.Generator().manual_seed(1))
+    assert played.trajectories.lengths.max() <= limit
+    stopped = [e for e in played.episodes if not e.done]
+    assert stopped and all(e.reward == 0 for e in stopped)
+
+
+def test_closing_tag_split_into_characters_ends_a_turn():
+    characters = sorted(set("</search>answr xyz"))
+    bare = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="x"))
+    bare.pre_tokenizer, bare.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare)
+    end = TurnEnd(tokenizer, ("</search>", "</answer>"))
+    ids = torch.tensor(tokenizer("x </search>y <answer>")["input_ids"])
+    closed = [bool(end(ids[None, i], ids[None, : i + 1], torch.tensor([True]))[0]) for i in range(len(ids))]
+    assert closed.index(True) == len("x </search>") - 1
+    assert not closed[-1], "an opening tag ends nothing"
+
+
+def test_retrieved_text_changes_states_only(setting, rollout):
+    """Another document at the same places: other log-probs, but the same tokens are in the loss."""
+    _, policy, _ = setting
+    batch = rollout.trajectories
+    state = batch.state_dict()
+    inside = torch.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
+    state["tokens"] = torch.where(~batch.agent_mask & inside, (batch.tokens + 1) % 90, batch.tokens)
+    other = Trajectories.from_state_dict(state)
+    with torch.no_grad():
+        before, after = score(policy, batch).logprobs, score(policy, other).logprobs
+    assert torch.equal(before != 0, after != 0)
+    assert (before - after).abs().max() > 1e-3
+
+
+def test_critic_reads_the_state_before_each_agent_token(setting, rollout):
+    _, policy, _ = setting
+    batch = rollout.trajectories
+    critic = Critic(policy)
+    torch.nn.init.normal_(critic.head.weight)
+    with torch.no_grad():
+        values = critic(batch, n_chunks=2)
+        hidden = critic.body(input_ids=batch.tokens).last_hidden_state
+        expected = torch.zeros_like(values)
+        expected[:, 1:] = critic.head(hidden[:, :-1]).squeeze(-1)
+        expected[~batch.agent_mask] = 0
+    torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+    assert not any(a is b for a in critic.parameters() for b in policy.parameters())
+
+
+def test_explained_variance():
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    returns = torch.tensor([[0.0, 1.0, 0.0, 1.0]])
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(torch.zeros(1, 4), returns, mask) == 0
+    assert explained_variance(torch.zeros(1, 4), torch.ones(1, 4), mask) != explained_variance(
+        returns, returns, mask
+    )
+    assert torch.isnan(torch.tensor(explained_variance(torch.zeros(1, 4), torch.ones(1, 4), mask)))

@@ -1,0 +1,231 @@
+"""The training loop: what is recorded, resuming, damage, non-finite numbers, staleness, steps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from stppo import config as configs
+from stppo.schema import EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
+from stppo.training.trainer import Trainer
+from stppo.training.warm_start import load_warm_start, warm_start
+from tests.conftest import TINY
+
+
+def tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    return tuple(pd.read_parquet(folder / f"{name}.parquet") for name in ("updates", "evaluations"))
+
+
+def assert_same_metrics(left: Path, right: Path) -> None:
+    for a, b in zip(tables(left), tables(right), strict=True):
+        timing = [column for column in TIMING_COLUMNS if column in a]
+        pd.testing.assert_frame_equal(a.drop(columns=timing), b.drop(columns=timing), check_exact=True)
+
+
+def run(config, folder, start, **options):
+    return Trainer(config, folder, start, progress=False).train(**options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, barely_trained) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(configs.compose(TINY), folder, barely_trained)
+    return folder
+
+
+def test_everything_of_the_schema_is_recorded(undisturbed):
+    updates, evaluations = tables(undisturbed)
+    assert list(updates) == list(UPDATE_COLUMNS) and list(evaluations) == list(EVALUATION_COLUMNS)
+    may_be_missing = {"critic_explained_variance"}  # undefined where no reward was earned
+    empty = [c for c in updates if updates[c].isna().all() and c not in may_be_missing]
+    assert not empty, f"columns never filled: {empty}"
+    assert list(updates["update"]) == list(range(1, 5 * 4 + 1))
+    assert set(evaluations["temperature"]) == {0.0, 1.0}
+    record = json.loads((undisturbed / "run.json").read_text())
+    assert set(record) == set(RUN_FIELDS)
+    assert record["status"] == "completed" and record["updates"] == 20
+    assert len(json.loads((undisturbed / "trajectories.json").read_text())) == 3
+
+
+def test_first_update_of_fresh_data_has_ratio_one(undisturbed):
+    first = tables(undisturbed)[0].iloc[0]
+    assert first["ratio_max_token"] == pytest.approx(1, abs=1e-4)
+    assert (
+        first["clip_fraction"] == 0 and first["clipping_bias_norm"] == 0 and first["stabilizer_divisor"] == 1
+    )
+
+
+def test_staleness_counts_iterations_and_updates(undisturbed):
+    updates = tables(undisturbed)[0]
+    by_iteration = updates.groupby("iteration").first()
+    assert list(by_iteration["staleness_iterations"]) == [0, 1, 2, 2, 2]
+    # iteration i starts after 4 (i - 1) updates and trains on what was sampled two iterations before
+    assert list(by_iteration["staleness_updates"]) == [0, 4, 8, 8, 8]
+
+
+def test_same_seed_same_metrics_other_seed_other_metrics(undisturbed, tmp_path, tiny, barely_trained):
+    run(tiny(), tmp_path / "again", barely_trained)
+    assert_same_metrics(undisturbed, tmp_path / "again")
+    run(tiny("seed=7", "training.iterations=1"), tmp_path / "other", barely_trained)
+    assert tables(tmp_path / "other")[0]["gradient_norm"][0] != tables(undisturbed)[0]["gradient_norm"][0]
+
+
+KILLED_RUN = """
+import os, signal, sys
+from stppo import config
+from stppo.training.trainer import Trainer
+from tests.conftest import TINY
+
+def kill(trainer):
+    if trainer.iteration == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Trainer(config.compose(TINY), sys.argv[1], sys.argv[2], on_iteration=kill, progress=False).train()
+"""
+
+
+def test_killed_run_resumes_bit_for_bit(undisturbed, tmp_path, tiny, barely_trained):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(barely_trained)],
+        env=environment,
+        capture_output=True,
+        cwd=tmp_path,
+    )
+    assert killed.returncode == -9, killed.stderr.decode()[-2000:]
+    kept = tables(tmp_path)[0]
+    assert len(kept) == 2 * 4, "what was measured before the checkpoint is on disk"
+    trainer = Trainer(tiny(), tmp_path, barely_trained, progress=False)
+    trainer.train()
+    assert len(trainer.update_rows) == 20 and not (tmp_path / "checkpoint.pt").exists()
+    assert_same_metrics(undisturbed, tmp_path)
+
+
+def interrupted(config, folder, start) -> None:
+    def stop(trainer):
+        if trainer.iteration == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(config, folder, start, on_iteration=stop, progress=False).train()
+    assert (folder / "checkpoint.pt").exists()
+
+
+def test_damaged_checkpoint_is_named_and_set_aside_on_request(tmp_path, tiny, barely_trained):
+    interrupted(tiny(), tmp_path, barely_trained)
+    checkpoint = tmp_path / "checkpoint.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="checkpoint.pt cannot be read"):
+        run(tiny(), tmp_path, barely_trained)
+    assert len(tables(tmp_path)[0]) == 8, "recorded metrics survive the error"
+    record = run(tiny(), tmp_path, barely_trained, resume="set_aside")
+    assert record["status"] == "completed" and list(tmp_path.glob("checkpoint.stale-*.pt"))
+
+
+def test_checkpoint_of_another_config_is_refused(tmp_path, tiny, barely_trained):
+    interrupted(tiny(), tmp_path, barely_trained)
+    with pytest.raises(ValueError, match="another config"):
+        run(tiny("training.learning_rate=1e-5"), tmp_path, barely_trained)
+    assert (tmp_path / "checkpoint.pt").exists()
+
+
+def test_non_finite_loss_stops_and_keeps_what_was_measured(tmp_path, tiny, barely_trained):
+    record = run(tiny("training.optimizer=sgd", "training.learning_rate=1e30"), tmp_path, barely_trained)
+    assert record["status"] == "non_finite"
+    assert (
+        "non-finite" in record["non_finite"]["what"] and record["non_finite"]["update"] == record["updates"]
+    )
+    updates, evaluations = tables(tmp_path)
+    assert len(updates) == record["updates"] >= 2
+    assert np.isfinite(updates["gradient_norm"].iloc[0]) and len(evaluations) >= 1
+
+
+@pytest.mark.parametrize("order", ["before_divisor", "after_divisor"])
+def test_sgd_step_has_the_length_that_clip_and_divisor_give(order, tmp_path, tiny, barely_trained):
+    limit, rate = 0.05, 0.5
+    overrides = [
+        "training.optimizer=sgd",
+        f"training.learning_rate={rate}",
+        f"training.max_grad_norm={limit}",
+    ]
+    stabilizer = "algorithm.objective.stabilizer"
+    config = tiny(
+        *overrides, f"training.clip_order={order}", f"{stabilizer}.form=one_plus", f"{stabilizer}.c0=0.01"
+    )
+    run(config, tmp_path, barely_trained)
+    updates = tables(tmp_path)[0]
+    norm, divisor = updates["gradient_norm"], updates["stabilizer_divisor"]
+    assert (norm > limit).any() and (divisor > 1).any(), "both must act for the order to matter"
+    if order == "before_divisor":
+        expected = rate * np.minimum(norm, limit) / divisor
+    else:
+        expected = rate * np.minimum(norm / divisor, limit)
+    np.testing.assert_allclose(updates["update_norm"], expected, rtol=2e-3, atol=1e-7)
+
+
+def test_divisor_follows_from_the_recorded_norm(undisturbed):
+    updates = tables(undisturbed)[0]
+    np.testing.assert_allclose(
+        updates["stabilizer_divisor"], np.maximum(1, updates["clipping_bias_norm"] / 0.1), rtol=1e-9
+    )
+
+
+def test_bias_norm_is_sampled_where_no_stabilizer_needs_it(tmp_path, tiny, barely_trained):
+    run(tiny("algorithm=token_ppo"), tmp_path, barely_trained)
+    measured = tables(tmp_path)[0]["clipping_bias_norm"].notna()
+    assert list(measured) == [i % 4 == 0 for i in range(20)]
+
+
+def test_group_algorithm_has_no_critic_and_whole_groups(tmp_path, tiny, barely_trained):
+    trainer = Trainer(
+        tiny("algorithm=grpo", "training.iterations=1"), tmp_path, barely_trained, progress=False
+    )
+    assert trainer.critic is None
+    groups = trainer._sample().trajectories.group_ids
+    assert groups.bincount().tolist() == [8, 8]
+
+
+def test_regularisers_enter_the_gradient(tmp_path, tiny, barely_trained):
+    run(tiny("training.entropy_coefficient=0.1", "training.kl_coefficient=0.1"), tmp_path, barely_trained)
+    updates = tables(tmp_path)[0]
+    assert ((updates["gradient_norm"] - updates["ppo_gradient_norm"]).abs() > 1e-4).any()
+
+
+def test_warm_start_of_another_world_is_refused(tmp_path, tiny, barely_trained):
+    with pytest.raises(ValueError, match="belongs to another world"):
+        Trainer(tiny("world.n_name_parts=20"), tmp_path, barely_trained)
+
+
+def test_missing_warm_start_names_the_remedy(tmp_path, tiny):
+    with pytest.raises(FileNotFoundError, match="stppo warm-start"):
+        Trainer(tiny(), tmp_path, tmp_path / "nothing")
+
+
+def test_warm_start_learns_until_the_target(tmp_path, tiny):
+    easy = tiny("warm_start.target_success=0.01", "warm_start.max_steps=400", "warm_start.demonstrations=512")
+    record = warm_start(easy, tmp_path, progress=False)
+    losses = [row["loss"] for row in record["history"]]
+    assert losses[0] > losses[-1] and record["history"][-1]["success"] >= 0.01
+    policy, loaded, weights = load_warm_start(tmp_path)
+    assert loaded["steps"] == record["steps"] and len(weights) == 12
+    assert sum(p.numel() for p in policy.parameters()) == record["parameters"]
+
+
+def test_warm_start_that_misses_its_target_says_so(tmp_path, tiny):
+    with pytest.raises(ValueError, match="warm_start.max_steps=50"):
+        warm_start(tiny("warm_start.max_steps=50", "warm_start.target_success=0.9"), tmp_path, progress=False)
+    assert not (tmp_path / "warm_start.json").exists()
+
+
+def test_trainer_leaves_the_reference_policy_alone(tmp_path, tiny, barely_trained):
+    trainer = Trainer(tiny("training.iterations=1"), tmp_path, barely_trained, progress=False)
+    before = [p.clone() for p in trainer.reference.parameters()]
+    trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.reference.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
