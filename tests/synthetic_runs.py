@@ -53,7 +53,7 @@ def make_run(
             "reward_train": success[iteration],
             "valid_format_rate": 0.9 * (1 - 0.85 * ill),
             "entropy": 0.3 + 1.1 * ill,
-            "advantage_raw_std": 0.36 + 0.25 * ill * np.exp(-(iteration - (onset or 0)) ** 2 / 80),
+            "advantage_raw_std": 0.36 + 0.25 * ill * np.exp(-((iteration - (onset or 0)) ** 2) / 80),
             "staleness_iterations": min(2, iteration - 1),
             "learning_rate": 5e-4 if regime == "A" else 3e-4,
             "seconds_rollout": 0.1,

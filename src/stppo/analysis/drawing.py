@@ -21,7 +21,6 @@ from stppo.analysis.statistics import (
 )
 from stppo.analysis.style import STYLE_NOTE, Plot, in_order, look, style
 
-MARK_NOTE = "x marks a seed's collapse (rule in the glossary)."
 WIDTH = 10.0
 
 
@@ -117,17 +116,18 @@ def describe_regime(metrics: Metrics, regime: str, algorithms: Sequence[str]) ->
     return ", ".join([*parts, _seeds(metrics, regime, algorithms)])
 
 
-def caption(metrics: Metrics, what: str, regimes: Sequence[str], algorithms: Sequence[str]) -> str:
-    """What was drawn, of which runs, how the seeds were summarised."""
-    counts = metrics.summary[
+def caption(
+    metrics: Metrics, what: str, regimes: Sequence[str], algorithms: Sequence[str], means: bool = True
+) -> str:
+    """What was drawn and of which runs; with `means`, how lines and bands summarise the seeds."""
+    runs = metrics.summary[
         metrics.summary["regime"].isin(regimes) & metrics.summary["algorithm"].isin(algorithms)
     ]
-    fewest = int(counts.groupby(["regime", "algorithm"]).size().min())
+    counts = runs.groupby(["regime", "algorithm"]).size().tolist()
     settings = "; ".join(f"regime {r}: {describe_regime(metrics, r, algorithms)}" for r in regimes)
-    return (
-        f"{what} Our own measurement, not the paper's curves: {describe_setting(metrics)}; {settings}. "
-        f"{band_note(fewest)} {MARK_NOTE} {STYLE_NOTE}"
-    )
+    mark = " An x marks a seed's collapse." if runs["collapsed"].any() else ""
+    lines = f" {band_note(counts)} {STYLE_NOTE}" if means else ""
+    return f"{what} Our own measurement, not the paper's curves: {describe_setting(metrics)}; {settings}.{mark}{lines}"
 
 
 # --- drawing ----------------------------------------------------------------------------------
@@ -357,4 +357,4 @@ def grid(
         if any(panel.column == "success" for panel in panels):
             handles += start_handle()
         frame(fig, title, metrics, handles)
-    return Plot(name, fig, plotted_data(rows), caption(metrics, what, regimes, algorithms))
+    return Plot(name, fig, plotted_data(rows), caption(metrics, what, regimes, algorithms, not individual))

@@ -283,7 +283,7 @@ def granularity_figure(metrics: Metrics) -> Plot | None:
         "join means, solid for PPO, dashed for GRPO. GSPO's clip range is narrower than GRPO's, so the last step "
         "changes more than the granularity."
     )
-    return Plot("granularity", fig, pd.DataFrame(records), caption(metrics, what, regimes, algorithms))
+    return Plot("granularity", fig, pd.DataFrame(records), caption(metrics, what, regimes, algorithms, False))
 
 
 def all_figures(metrics: Metrics, repetitions: int = REPETITIONS) -> list[Plot]:

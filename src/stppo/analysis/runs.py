@@ -22,8 +22,15 @@ from stppo.analysis.statistics import final_mean
 
 KEYS = list(schema.KEY_COLUMNS)
 INTEGERS = ("seed", "iteration", "n_questions")
-REMEDY = "snakemake {run_dir}/" + schema.RUN_FILE
-COLLECT_REMEDY = "snakemake {metrics_dir}/" + schema.RUNS_FILE
+
+
+def make_command(target: str | Path) -> str:
+    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`."""
+    parts = Path(target).parts
+    below = parts[parts.index("results") + 1 :] if "results" in parts else ()
+    if len(below) > 2 and below[0] == "reference":
+        return f"snakemake reference --config preset={below[1]}"
+    return f"snakemake {target}" + (f" --config preset={below[0]}" if len(below) > 1 else "")
 
 
 def repository_path(path: str | Path) -> Path:
@@ -77,19 +84,17 @@ def _read_parquet(path: Path, columns: Iterable[str], remedy: str) -> pd.DataFra
         ) from None
     if missing := [column for column in columns if column not in frame]:
         raise ValueError(f"{path} lacks column {missing[0]}; make it anew with: {remedy}")
-    return frame
+    return frame.astype({c: "float64" for c in frame.select_dtypes("float32").columns})
 
 
-def read_run(
-    run_dir: str | Path, remedy: str = REMEDY
-) -> tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]:
+def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]:
     """Record, updates and evaluations of one finished run.
 
-    `remedy` is the command that makes a run, `{run_dir}` standing for its folder. FileNotFoundError
-    or ValueError names the run and that command if a part is missing, unreadable or unfinished.
+    FileNotFoundError or ValueError names the run and the command that makes it, if a part is missing,
+    unreadable or unfinished.
     """
     run_dir = Path(run_dir)
-    remedy = remedy.format(run_dir=run_dir)
+    remedy = make_command(run_dir / schema.RUN_FILE)
     record = _read_json(run_dir / schema.RUN_FILE, remedy)
     required = [*KEYS, "status", "warm_start", "wall_seconds"]
     if not isinstance(record, dict) or (missing := [name for name in required if name not in record]):
@@ -128,7 +133,7 @@ def _keyed(frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
     return pd.concat([keys, frame.drop(columns=KEYS, errors="ignore")], axis=1)
 
 
-def collect(run_dirs: Sequence[str | Path], out_dir: str | Path, remedy: str = REMEDY) -> Metrics:
+def collect(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
 
     Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. Reads
@@ -138,7 +143,7 @@ def collect(run_dirs: Sequence[str | Path], out_dir: str | Path, remedy: str = R
         raise ValueError("no runs to collect: give at least one run folder")
     runs = []
     for run_dir in run_dirs:
-        record, updates, evaluations = read_run(run_dir, remedy)
+        record, updates, evaluations = read_run(run_dir)
         runs.append((tuple(record[name] for name in KEYS), str(run_dir), record, updates, evaluations))
     runs.sort(key=lambda run: run[:2])
     for (key, one, *_), (other_key, other, *_) in zip(runs, runs[1:], strict=False):
@@ -163,10 +168,10 @@ def _stack(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def load_metrics(metrics_dir: str | Path, remedy: str = COLLECT_REMEDY) -> Metrics:
+def load_metrics(metrics_dir: str | Path) -> Metrics:
     """Read what `collect` wrote. Errors name the file and the command that makes it."""
     metrics_dir = repository_path(metrics_dir)
-    remedy = remedy.format(metrics_dir=metrics_dir)
+    remedy = make_command(metrics_dir / schema.RUNS_FILE)
     return Metrics(
         runs=_read_json(metrics_dir / schema.RUNS_FILE, remedy),
         iterations=_read_parquet(metrics_dir / schema.ITERATIONS_FILE, [*KEYS, "iteration"], remedy),
@@ -283,20 +288,25 @@ class Metrics:
         return table.assign(rank=rank).sort_values(["regime", "rank"], ignore_index=True).drop(columns="rank")
 
     def clip_trends(self, algorithms: Sequence[str]) -> pd.DataFrame:
-        """Clip fraction in the first and the last tenth of the iterations, per regime and algorithm."""
+        """Clip fraction in the first and last tenth of the iterations: mean over seeds, range of the change."""
         rows = []
         for record in self.runs:
             if record["algorithm"] not in algorithms:
                 continue
             clip = self.select(self.iterations, record).sort_values("iteration")["clip_fraction"].to_numpy()
-            tenth = math.ceil(len(clip) / 10)
-            rows.append(
-                {
-                    **{n: record[n] for n in KEYS},
-                    "first tenth": clip[:tenth].mean(),
-                    "last tenth": clip[-tenth:].mean(),
+            first, last = final_mean(clip[::-1]), final_mean(clip)
+            rows.append([record["regime"], record["algorithm"], first, last, last - first])
+        table = pd.DataFrame(rows, columns=["regime", "algorithm", "first", "last", "change"])
+        return (
+            table.groupby(["regime", "algorithm"])
+            .agg(
+                **{
+                    "first tenth": ("first", "mean"),
+                    "last tenth": ("last", "mean"),
+                    "change": ("change", "mean"),
+                    "smallest change": ("change", "min"),
+                    "largest change": ("change", "max"),
                 }
             )
-        table = pd.DataFrame(rows, columns=[*KEYS, "first tenth", "last tenth"]).drop(columns="seed")
-        table = table.groupby(["regime", "algorithm"], as_index=False).mean()
-        return table.assign(change=table["last tenth"] - table["first tenth"])
+            .reset_index()
+        )

@@ -7,7 +7,7 @@ arXiv 2108.13264) as implemented by rliable.
 from __future__ import annotations
 
 import math
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,30 +65,33 @@ def _interval(
     scores: NDArray[np.float64], repetitions: int, confidence: float, seed: int
 ) -> NDArray[np.float64]:
     """(2, places) percentile interval of the IQM of (runs, places) scores, runs resampled."""
-    with warnings.catch_warnings():  # rliable hands arch the generator under its former name
-        warnings.filterwarnings("ignore", "random_state is deprecated", FutureWarning)
+    state = np.random.get_state()
+    np.random.seed(seed)  # rliable resamples with numpy's global generator, whatever random_state it is given
+    try:
         _, interval = rly.get_interval_estimates(
             {"": scores[:, None, :]},  # runs x one task x places
             lambda s: iqm(s.reshape(-1, s.shape[-1])),
             reps=repetitions,
             confidence_interval_size=confidence,
-            random_state=np.random.RandomState(seed),
         )
+    finally:
+        np.random.set_state(state)
     return interval[""]
 
 
-def band_note(n_runs: int, confidence: float = CONFIDENCE) -> str:
-    """What a band over so few runs does and does not say, for a caption."""
-    if n_runs <= 1:
+def band_note(n_runs: Sequence[int], confidence: float = CONFIDENCE) -> str:
+    """What lines and bands over so few runs do and do not say, for a caption; one count per line drawn."""
+    fewest, most = min(n_runs), max(n_runs)
+    if most <= 1:
         return "One seed: no band."
+    count = f"{most}" if fewest == most else f"{fewest}–{most}"
     level = f"{confidence:.0%}".replace("%", " %")
-    note = f"Line: interquartile mean of {n_runs} seeds; band: {level} bootstrap over seeds."
-    if n_runs < 4:
+    if most < 4:
         return (
-            f"Line: mean of {n_runs} seeds (an interquartile mean needs four); band: {level} bootstrap, which "
-            f"cannot reach beyond the {n_runs} seeds seen and so is too narrow."
+            f"Lines: means of {count} seeds (interquartile means need four); bands: {level} bootstrap, which cannot "
+            "reach beyond the seeds seen and so is too narrow."
         )
-    return note
+    return f"Lines: interquartile means of {count} seeds; bands: {level} bootstrap over seeds."
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,164 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from stppo.analysis import provenance
+from stppo.analysis.provenance import code_hash, config_fingerprint, config_targets, imported_files
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A small package: training imports agent relatively, agent imports base lazily; figures stands apart."""
+    root = tmp_path / "stppo"
+    files = {
+        "__init__.py": "",
+        "base.py": '"""Base."""\nEPSILON = 0.2  # clip\n',
+        "figures.py": "COLOUR = 1\n",
+        "agent/__init__.py": "from .policy import act\n",
+        "agent/policy.py": "def act():\n    from ..base import EPSILON\n    return EPSILON\n",
+        "training/__init__.py": "",
+        "training/trainer.py": 'import torch\nfrom stppo import agent\n\n\ndef train():\n    """Train."""\n    return agent.act()\n',
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def edit(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def trainer_hash(package, **keywords):
+    return code_hash("stppo.training.trainer", package_dir=package, **keywords)
+
+
+def test_follows_absolute_relative_and_lazy_imports_with_their_packages(package):
+    found = imported_files(["stppo.training.trainer"], package)
+    assert list(found) == [
+        "stppo",
+        "stppo.agent",
+        "stppo.agent.policy",
+        "stppo.base",
+        "stppo.training",
+        "stppo.training.trainer",
+    ]
+
+
+def test_entry_may_be_a_file_or_a_name_inside_a_module(package):
+    by_name = imported_files(["stppo.agent.policy"], package)
+    assert imported_files([package / "agent" / "policy.py"], package) == by_name
+    assert imported_files(["stppo.agent.policy.act"], package) == by_name
+
+
+def test_unknown_entry_is_named(package):
+    with pytest.raises(ValueError, match=r"stppo\.nothing"):
+        imported_files(["stppo.nothing"], package)
+
+
+def test_comments_docstrings_and_layout_do_not_count(package):
+    before = trainer_hash(package)
+    edit(package / "base.py", "# clip", "# the clip range, see Eq. 3")
+    edit(package / "base.py", '"""Base."""', "\n\n")
+    edit(package / "training/trainer.py", '    """Train."""\n', "")
+    assert trainer_hash(package) == before
+
+
+def test_code_of_a_distant_import_counts(package):
+    before = trainer_hash(package)
+    edit(package / "base.py", "0.2", "0.3")
+    assert trainer_hash(package) != before
+
+
+def test_code_not_imported_does_not_count(package):
+    before = trainer_hash(package)
+    edit(package / "figures.py", "1", "2")
+    assert trainer_hash(package) == before
+
+
+def test_string_that_is_no_docstring_counts(package):
+    edit(package / "training/trainer.py", "return agent.act()", 'x = "a"\n    return agent.act()')
+    before = trainer_hash(package)
+    edit(package / "training/trainer.py", '"a"', '"b"')
+    assert trainer_hash(package) != before
+
+
+def test_template_beside_a_module_counts(package):
+    template = package / "base.html.j2"
+    template.write_text("<p>")
+    before = trainer_hash(package)
+    template.write_text("<b>")
+    assert trainer_hash(package) != before
+
+
+def notebook(path, *cells):
+    path.write_text(json.dumps({"cells": [{"cell_type": kind, "source": text} for kind, text in cells]}))
+    return path
+
+
+def test_notebook_code_counts_and_its_prose_does_not(package, tmp_path):
+    file = tmp_path / "n.ipynb"
+    first = trainer_hash(package, notebook=notebook(file, ("markdown", "old"), ("code", "x = 1")))
+    prose = trainer_hash(
+        package, notebook=notebook(file, ("markdown", "new"), ("code", ["x = 1  ", "# why"]))
+    )
+    code = trainer_hash(package, notebook=notebook(file, ("markdown", "new"), ("code", "x = 2")))
+    magic = trainer_hash(package, notebook=notebook(file, ("code", "%matplotlib inline\nx = 2")))
+    assert first == prose
+    assert len({first, code, magic}) == 3
+
+
+def test_hash_of_the_real_package_is_stable_and_covers_schema():
+    assert code_hash("stppo.analysis.runs") == code_hash(["stppo.analysis.runs"])
+    assert "stppo.schema" in imported_files(["stppo.analysis.runs"])
+
+
+def test_fingerprint_ignores_order_and_sees_values():
+    config = {"clip": {"low": 0.2, "high": 0.2}, "seed": 0}
+    assert config_fingerprint(config) == config_fingerprint({"seed": 0, "clip": {"high": 0.2, "low": 0.2}})
+    assert config_fingerprint(config) != config_fingerprint({"clip": {"low": 0.2, "high": 0.28}, "seed": 0})
+
+
+def test_targets_are_found_at_any_depth_and_only_ours():
+    config = {
+        "a": {"_target_": "stppo.objectives.Clip"},
+        "b": [{"_target_": "torch.optim.Adam"}, {"_target_": "stppo.x.Y"}],
+    }
+    assert config_targets(config) == ["stppo.objectives.Clip", "stppo.x.Y"]
+
+
+def test_environment_names_versions_hardware_and_git():
+    found = provenance.environment()
+    assert found["versions"]["python"].startswith(f"{sys.version_info.major}.")
+    assert found["hardware"]["cores"] >= 1 and "gpu" in found["hardware"]
+    assert {"git_commit", "git_dirty"} <= set(found)
+
+
+def test_outside_git_commit_and_dirty_are_null(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "PACKAGE_DIR", tmp_path)
+    assert provenance.git_state() == {"git_commit": None, "git_dirty": None}
+
+
+def test_git_state_sees_a_change(package, monkeypatch):
+    def git(*arguments):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+        subprocess.run(command, cwd=package, check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "x")
+    monkeypatch.setattr(provenance, "PACKAGE_DIR", package)
+    clean = provenance.git_state()
+    edit(package / "base.py", "0.2", "0.3")
+    assert len(clean["git_commit"]) == 40
+    assert (clean["git_dirty"], provenance.git_state()["git_dirty"]) == (False, True)
+
+
+def test_import_is_light():
+    code = "import sys, stppo.analysis.provenance; print([m for m in ('torch', 'pandas', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,197 @@
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from synthetic_runs import make_run
+
+from stppo import schema
+from stppo.analysis import figures
+from stppo.analysis.report import NAME_MAP, main, render_report
+from stppo.analysis.runs import collect
+from stppo.analysis.style import LOOKS
+from stppo.analysis.trajectory_view import show_trajectories
+
+
+class Page(HTMLParser):
+    """Collects what a page refers to, and checks that its tags are balanced."""
+
+    VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.stack, self.images, self.links, self.text = [], [], [], []
+        self.feed(text)
+        assert self.stack == []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag not in self.VOID:
+            self.stack.append(tag)
+        if "src" in attrs:
+            self.images.append(attrs["src"])
+        if tag == "a":
+            self.links.append(attrs["href"])
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def make_results(folder, seeds=1, algorithms=("token_ppo", "st_ppo")):
+    run_dirs = [
+        make_run(folder / f"runs/{name}-{s}", name, s, iterations=16)
+        for name in algorithms
+        for s in range(seeds)
+    ]
+    metrics = collect(run_dirs, folder / "metrics")
+    for plot in (figures.collapse_figure(metrics), figures.stability_figure(metrics, 20)):
+        if plot:
+            plot.save(folder / "figures")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp("project") / "results"
+    make_results(root / "smoke")
+    make_results(root / "reference" / "laptop", seeds=2)
+    (root / "smoke" / "20-collapse.html").write_text("<p>executed")
+    (root / "smoke" / "runs" / "token_ppo-0" / "10-train.html").write_text("<p>executed")
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(results):
+    out = render_report(results / "smoke", results / "reference" / "smoke", results / "smoke" / "report.html")
+    return Page(out.read_text())
+
+
+def test_page_loads_nothing_from_elsewhere(page):
+    assert len(page.images) == 4
+    assert all(src.startswith("data:image/png;base64,") for src in page.images)
+    outside = [href for href in page.links if not href.startswith("#") and "://" in href]
+    assert outside == ["https://arxiv.org/abs/2511.20718"]
+
+
+def test_inner_links_have_targets_and_notebook_links_exist(page, results):
+    html = (results / "smoke" / "report.html").read_text()
+    for href in page.links:
+        if href.startswith("#"):
+            assert f'id="{href[1:]}"' in html, href
+        elif "://" not in href:
+            assert (results / "smoke" / href).is_file(), href
+    assert {"20-collapse.html", "runs/token_ppo-0/10-train.html"} <= set(page.links)
+
+
+def test_page_says_what_it_is_and_of_what(page):
+    text = re.sub(r"\s+", " ", " ".join(page.text))
+    for words in (
+        "not affiliated",
+        "secondary sources",
+        "made-up CPU",
+        "000000000000",
+        "torch 2.13.0",
+        "0123456789abcdef",
+        "Readings A and B",
+    ):
+        assert words in text, words
+    for name in (*schema.UPDATE_COLUMNS, *schema.EVALUATION_COLUMNS):
+        assert name in text, name
+
+
+def test_reference_of_another_preset_is_remarked(page):
+    text = re.sub(r"\s+", " ", " ".join(page.text))
+    assert "There is no reference for preset smoke" in text and "committed reference, preset laptop" in text
+
+
+def test_reference_of_the_same_preset_is_not_remarked(results, tmp_path):
+    render_report(results / "reference" / "laptop", results / "reference" / "laptop", tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    assert "There is no reference" not in text and "committed reference" in text
+
+
+def test_without_any_reference_the_page_says_so(results, tmp_path):
+    main([str(results / "smoke"), str(tmp_path / "none" / "smoke"), str(tmp_path / "r.html")])
+    page = Page((tmp_path / "r.html").read_text())
+    assert len(page.images) == 2 and "No committed reference" in " ".join(page.text)
+
+
+def test_table_shows_collapse_counts(page, results):
+    html = (results / "smoke" / "report.html").read_text()
+    row = next(r for r in html.split("<tr") if LOOKS["token_ppo"].label in r and 'class="n bad"' in r)
+    assert ">1/1<" in re.sub(r"\s+", "", row)
+
+
+def test_text_from_records_is_escaped(results, tmp_path):
+    folder = make_results(tmp_path / "results" / "odd")
+    file = folder / "metrics" / schema.RUNS_FILE
+    file.write_text(file.read_text().replace("made-up CPU", "<script>alert(1)</script>"))
+    render_report(folder, None, tmp_path / "r.html")
+    assert "<script>alert" not in (tmp_path / "r.html").read_text()
+
+
+def test_missing_metrics_name_the_command(tmp_path):
+    with pytest.raises(FileNotFoundError, match="snakemake"):
+        render_report(tmp_path / "results" / "smoke", None, tmp_path / "r.html")
+
+
+def test_name_map_lists_every_main_algorithm():
+    assert [row[2] for row in NAME_MAP] == list(LOOKS)[:9]
+
+
+# --- trajectories -----------------------------------------------------------------------------
+RECORD = {
+    "question": "who is <b>the mentor?",
+    "answers": ["alba & moss"],
+    "reward": 1.0,
+    "tokens": ["question", "<search>", "alba", "</search>", "</div><script>", "<answer>", "moss"],
+    "agent_mask": [0, 1, 1, 1, 0, 1, 1],
+    "turn_ids": [-1, 0, 0, 0, -1, 1, 1],
+    "logprobs": [0.0, -0.1, -0.2, -0.3, 0.0, -0.6931, -0.5],
+}
+
+
+def test_trajectory_is_escaped_and_balanced():
+    html = show_trajectories([RECORD]).html
+    Page(html)
+    assert "<script>" not in html and "&lt;search&gt;" in html and "alba &amp; moss" in html
+
+
+def test_turns_have_colours_and_tokens_tooltips():
+    html = show_trajectories([RECORD])._repr_html_()
+    colors = re.findall(r'class="turn" style="background:(#\w+)"', html)
+    assert len(colors) == 2 and len(set(colors)) == 2
+    assert html.count('class="env"') == 2
+    assert "turn 1, log-probability -0.693, probability 0.500" in html
+
+
+def test_words_are_spaced_and_subwords_are_not():
+    words = "".join(Page(show_trajectories([RECORD]).html).text)
+    assert "<search> alba </search>" in words
+    subwords = {**RECORD, "tokens": ["who", " is", " <", "search", ">", " mo", "ss"]}
+    assert "who is <search> moss" in "".join(Page(show_trajectories([subwords]).html).text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"logprobs": [0.0]}, "logprobs has 1 entries for 7"), ({"reward": None}, None)],
+)
+def test_bad_records_are_named(change, message):
+    record = RECORD | change
+    if message is None:
+        del record["reward"]
+        message = "trajectory 0 lacks reward"
+    with pytest.raises(ValueError, match=message):
+        show_trajectories([record])
+
+
+def test_file_of_trajectories(tmp_path):
+    file = tmp_path / "trajectories.json"
+    file.write_text(json.dumps([RECORD, RECORD]))
+    assert show_trajectories(file).html.count('class="stppo-trajectory"') == 2
+    file.write_text("[{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        show_trajectories(file)
