@@ -279,7 +279,7 @@ def granularity_figure(metrics: Metrics) -> Plot | None:
             [*dots, *collapse_handle(metrics, regimes, algorithms)],
         )
     what = (
-        "Final success (mean of the last tenth of the evaluations), one mark per seed, x for a collapsed one; lines "
+        "Final success (mean of the last tenth of the evaluations), one mark per seed; lines "
         "join means, solid for PPO, dashed for GRPO. GSPO's clip range is narrower than GRPO's, so the last step "
         "changes more than the granularity."
     )
