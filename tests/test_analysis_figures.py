@@ -3,12 +3,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic_runs import make_run, make_study
 
 from stppo.analysis import figures
 from stppo.analysis.drawing import curves_of, describe_regime, describe_setting
 from stppo.analysis.runs import collect, load_metrics
 from stppo.analysis.style import LOOKS, in_order, look, publish
+from tests.synthetic_runs import make_run, make_study
 
 FAST = 50
 REFERENCE = Path(__file__).parents[1] / "results" / "reference"

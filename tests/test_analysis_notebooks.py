@@ -6,9 +6,9 @@ from pathlib import Path
 
 import papermill
 import pytest
-from synthetic_runs import make_run
 
 from stppo.analysis.runs import collect
+from tests.synthetic_runs import make_run
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ["20-collapse", "21-clip-ratio"]

@@ -3,7 +3,6 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from synthetic_runs import make_run
 
 from stppo import schema
 from stppo.analysis import figures
@@ -11,6 +10,7 @@ from stppo.analysis.report import NAME_MAP, main, render_report
 from stppo.analysis.runs import collect
 from stppo.analysis.style import LOOKS
 from stppo.analysis.trajectory_view import show_trajectories
+from tests.synthetic_runs import make_run
 
 
 class Page(HTMLParser):

@@ -5,11 +5,11 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from synthetic_runs import N_UPDATES, START, make_run, make_study
 
 from stppo import schema
 from stppo.analysis import runs
 from stppo.analysis.runs import collect, load_metrics, make_command, read_run, repository_path
+from tests.synthetic_runs import N_UPDATES, START, make_run, make_study
 
 
 @pytest.fixture(scope="module")
