@@ -41,7 +41,7 @@ def _options(
 @app.command()
 def train(
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder (default: results/<preset>/runs/...).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder (default: results/PRESET/manual/...).")] = None,
     resume: Annotated[
         str, typer.Option(help="auto | never | set_aside (a checkpoint that does not fit).")
     ] = "auto",
@@ -67,21 +67,26 @@ def train(
         raise ValueError(f"--out names one folder but the sweep has {len(jobs)} runs; leave it out")
     for job in jobs:
         config.validate(job)
-    for job in jobs:
-        start = ensure_warm_start(job)
-        name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}"
-        record = Trainer(job, out or Path("results") / job["preset"] / "manual" / name, start).train(resume)
-        typer.echo(
-            f"{record['status']}: {record['updates']} updates in {record['wall_seconds']:.0f} s, {name}"
-        )
+    try:
+        for job in jobs:
+            start = ensure_warm_start(job)
+            point = config.fingerprint(config.run_section(job))  # so that no run overwrites another
+            name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}-{point}"
+            record = Trainer(job, out or Path("results") / job["preset"] / "manual" / name, start).train(
+                resume
+            )
+            typer.echo(
+                f"{record['status']}: {record['updates']} updates in {record['wall_seconds']:.0f} s, {name}"
+            )
+    except KeyboardInterrupt:
+        typer.echo("stopped; run the same command again to go on from the last checkpoint", err=True)
+        raise typer.Exit(130) from None
 
 
 @app.command("warm-start")
 def warm_start_command(
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder (default: results/<preset>/warm_start/...).")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder (default: results/PRESET/warm_start/...).")] = None,
 ) -> None:
     """Make the supervised warm start that runs begin with.
 
@@ -99,7 +104,9 @@ def warm_start_command(
 @app.command()
 def play(
     overrides: Overrides = None,
-    questions: Annotated[int | None, typer.Option(help="Play only the first N test questions.")] = None,
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Play only the first N test questions.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the scripted agent.")] = 0,
 ) -> None:
     """Let the scripted agent play a world, without any learning; the last line printed is JSON.
@@ -153,9 +160,6 @@ def main() -> None:
     """Run the command; input errors become one line on stderr and exit code 1."""
     try:
         app()
-    except KeyboardInterrupt:
-        typer.echo("stopped; run the same command again to go on from the last checkpoint", err=True)
-        raise SystemExit(130) from None
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("STPPO_DEBUG"):
             traceback.print_exc()

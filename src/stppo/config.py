@@ -10,8 +10,10 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import pydoc
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -19,6 +21,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from stppo.files import repository_path
 
 if TYPE_CHECKING:
     from stppo.settings import RunConfig
@@ -49,17 +53,36 @@ def compose(overrides: list[str] | None = None) -> Config:
     overrides = list(overrides or [])
     for override in overrides:
         group, _, value = override.partition("=")
-        if (config_dir() / group).is_dir() and value and value not in options(group):
+        if _is_group(group) and value and value not in options(group):
             raise ConfigError(f"{group}={value}: unknown {group}; allowed: {', '.join(options(group))}")
     try:
         with initialize_config_dir(version_base=None, config_dir=str(config_dir())):
             composed = hydra_compose("config", overrides=overrides)
         return OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
+        if unknown := re.match(r"Could not override '([\w.]+)'", str(error)):
+            _refuse_unknown_key(unknown[1], overrides)
         # Hydra's first line says what is wrong; the lines after it often name the key.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         cause = [str(error.__cause__).splitlines()[0]] if error.__cause__ else []
         raise ConfigError(" | ".join(dict.fromkeys(lines[:2] + cause))) from error
+
+
+def _is_group(name: str) -> bool:
+    return name.isidentifier() and (config_dir() / name).is_dir()
+
+
+def _refuse_unknown_key(key: str, overrides: list[str]) -> None:
+    """Raise ConfigError with the keys allowed in place of `key`; Hydra would advise to append it anyway."""
+    node = compose([override for override in overrides if _is_group(override.partition("=")[0])])
+    for part in key.split("."):
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+            continue
+        if isinstance(node, dict) and node:
+            allowed = ", ".join(name for name in node if name != "_target_")
+            raise ConfigError(f"{key}: unknown key; allowed: {allowed}")
+        return  # an open mapping such as warm_start.noise: Hydra's advice is right
 
 
 def expand_sweep(overrides: list[str]) -> list[list[str]]:
@@ -86,19 +109,22 @@ def validate(config: Config) -> RunConfig:
     try:
         run = RunConfig.model_validate(run_section(config))
     except ValidationError as error:
-        problems = []
-        for item in error.errors():
-            key = ".".join(str(part) for part in item["loc"])
-            allowed = (
-                f" (allowed keys: {_allowed_keys(RunConfig, item['loc'])})"
-                if "extra" in item["type"] or "unexpected" in item["type"]
-                else ""
-            )
-            message = item["msg"].removeprefix("Value error, ")
-            problems.append(f"{key} = {item['input']!r}: {message}{allowed}" if key else message)
-        raise ConfigError("; ".join(problems)) from error
+        raise ConfigError("; ".join(_problem(RunConfig, item) for item in error.errors())) from error
     build(config["algorithm"]["objective"], "algorithm.objective")
+    build(config["world"], "world")
     return run
+
+
+def _problem(model: Any, item: Any) -> str:
+    """One of pydantic's errors as `key = value: what is wrong`; of a whole section the key alone."""
+    key = ".".join(str(part) for part in item["loc"])
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{key}: unknown key; allowed: {_allowed_keys(model, item['loc'])}"
+    if isinstance(item["input"], dict):
+        # A rule over several keys names them in its message.
+        return message if item["type"] == "value_error" else f"{key}: {message}"
+    return f"{key} = {item['input']!r}: {message}"
 
 
 def _allowed_keys(model: Any, location: tuple) -> str:
@@ -111,9 +137,6 @@ def _allowed_keys(model: Any, location: tuple) -> str:
 
 def build(node: Config, key: str) -> Any:
     """Instantiate a `_target_` section; raises ConfigError that names the section and its allowed keys."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import get_class
-
     if not isinstance(node, dict) or "_target_" not in node:
         raise ConfigError(f"{key}: a mapping with _target_ is needed, got {node!r}")
     built = {}
@@ -122,17 +145,24 @@ def build(node: Config, key: str) -> Any:
             value = build(value, f"{key}.{name}")
         built[name] = value
     try:
-        target = get_class(built.pop("_target_"))
-    except Exception as error:
+        target = pydoc.locate(str(built.pop("_target_")))
+    except pydoc.ErrorDuringImport as error:
         raise ConfigError(f"{key}._target_ = {node['_target_']}: {error}") from error
+    if not callable(target):
+        raise ConfigError(f"{key}._target_ = {node['_target_']}: no such class")
     if dataclasses.is_dataclass(target):
         allowed = [field.name for field in dataclasses.fields(target) if field.init]
         unknown = sorted(set(built) - set(allowed))
         if unknown:
             raise ConfigError(f"{key}.{unknown[0]}: unknown key; allowed: {', '.join(allowed)}")
+        for name, kind in get_type_hints(target).items():
+            if dataclasses.is_dataclass(kind) and name in built and not isinstance(built[name], kind):
+                raise ConfigError(
+                    f"{key}.{name} = {node[name]!r}: the _target_ of a {kind.__name__} is needed"
+                )
     try:
         return target(**built)
-    except (InstantiationException, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(f"{key}: {' '.join(lines[:3])}") from error
 
@@ -150,7 +180,7 @@ def warm_start_section(config: Config) -> Config:
 def warm_start_dir(config: Config) -> Path:
     """Where the warm start that a config needs is cached; the name changes exactly when its inputs do."""
     name = f"seed{config['warm_start_seed']}-{fingerprint(warm_start_section(config))}"
-    return Path("results") / config["preset"] / "warm_start" / name
+    return repository_path("results") / config["preset"] / "warm_start" / name
 
 
 def fingerprint(section: Any) -> str:
@@ -176,8 +206,15 @@ class PlannedRun:
 def planned_runs(preset: str, overrides: list[str] | None = None) -> list[PlannedRun]:
     """Every run that `snakemake all --config preset=...` trains, in a fixed order.
 
-    Extra overrides apply to all of them. Raises ConfigError for an unknown preset.
+    Extra overrides apply to all of them. Raises ConfigError for an unknown preset, and for an override of
+    what tells the runs apart.
     """
+    for override in overrides or []:
+        if (key := override.partition("=")[0].lstrip("+~")) in ("preset", "training", "algorithm", "seed"):
+            raise ConfigError(
+                f"{override}: {key} cannot be the same for every run of a pipeline; choose the runs with "
+                "pipeline.regimes.NAME.algorithms=[...], .seeds=[...] and .training=..."
+            )
     base = compose([f"preset={preset}", *(overrides or [])])
     if not base.get("pipeline"):
         raise ConfigError(f"preset={preset} has no section `pipeline.regimes`, so there is nothing to train")

@@ -1,17 +1,19 @@
 """Typed settings of a run. Every key of `configs/` that is not built by `_target_` has its field here."""
 
+import dataclasses
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from stppo.agent.policy import PolicyConfig
 from stppo.agent.rollout_torch import RolloutConfig
+from stppo.world.scripted import DemonstrationNoise
 
 
 class Section(BaseModel):
     """A config section: unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class AlgorithmConfig(Section):
@@ -33,6 +35,18 @@ class WarmStartConfig(Section):
     batch_size: int = Field(gt=0)
     learning_rate: float = Field(gt=0)
     noise: dict[str, float]
+
+    @field_validator("noise")
+    @classmethod
+    def _noise_is_known(cls, noise: dict[str, float]) -> dict[str, float]:
+        allowed = [field.name for field in dataclasses.fields(DemonstrationNoise)]
+        if unknown := sorted(set(noise) - set(allowed)):
+            raise ValueError(f"warm_start.noise.{unknown[0]}: unknown key; allowed: {', '.join(allowed)}")
+        try:
+            DemonstrationNoise(**noise)
+        except ValueError as error:
+            raise ValueError(f"warm_start.noise.{error}") from None
+        return noise
 
 
 class TrainingConfig(Section):
@@ -90,7 +104,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _groups_fill_batches(self) -> "RunConfig":
-        size = self.algorithm.objective.get("credit", {}).get("group_size", 1)
+        credit = self.algorithm.objective.get("credit")
+        size = credit.get("group_size", 1) if isinstance(credit, dict) else 1
         if isinstance(size, int) and size > 0 and self.training.trajectories_per_iteration % size:
             raise ValueError(
                 f"algorithm.objective.credit.group_size={size} must divide "
