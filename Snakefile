@@ -33,7 +33,13 @@ if "python3" not in KernelSpecManager().find_kernel_specs():
         "Install it into this environment: python -m ipykernel install --sys-prefix"
     )
 
-WARM_STARTS = {configs.warm_start_dir(run.config).name: run.config for run in RUNS.values()}
+
+
+def warm_start_of(run):
+    return configs.warm_start_dir(run.config).name
+
+
+WARM_STARTS = {warm_start_of(run): run.config for run in RUNS.values()}
 TARGETS = sorted({target for run in RUNS.values() for target in config_targets(run.config["world"])})
 TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS], notebook="notebooks/10-train.ipynb")
 WARM_START_CODE = code_hash(["stppo.training.warm_start", *TARGETS])
@@ -69,7 +75,7 @@ rule warm_start:
 
 rule train:
     input:
-        lambda wildcards: f"{configs.warm_start_dir(RUNS[wildcards.run].config)}/warm_start.json",
+        lambda wildcards: f"{RESULTS}/warm_start/{warm_start_of(RUNS[wildcards.run])}/warm_start.json",
     output:
         notebook=f"{RESULTS}/runs/{{run}}/10-train.ipynb",
         record=f"{RESULTS}/runs/{{run}}/run.json",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objectives_cases import batch_from_turns, mixed_batch, normal
+from tests.objectives_cases import batch_from_turns, mixed_batch, normal
 
 from stppo.objectives import (
     BatchBaseline,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from objectives_cases import TabularPolicy, mixed_batch, normal, off_policy
+from tests.objectives_cases import TabularPolicy, mixed_batch, normal, off_policy
 from omegaconf import OmegaConf
 
 from stppo.objectives import Objective

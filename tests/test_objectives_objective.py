@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from objectives_cases import TabularPolicy, batch_from_turns, mixed_batch, normal, off_policy
+from tests.objectives_cases import TabularPolicy, batch_from_turns, mixed_batch, normal, off_policy
 
 from stppo.objectives import (
     Clip,

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from objectives_cases import batch_from_turns, mixed_batch, normal
+from tests.objectives_cases import batch_from_turns, mixed_batch, normal
 
 from stppo.objectives import Ratio, kl_behaviour_to_policy, kl_policy_to_behaviour
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from objectives_cases import mixed_batch, normal
+from tests.objectives_cases import mixed_batch, normal
 
 from stppo.objectives import ClippingBiasNorm, CtnKL, NoStabilizer
 

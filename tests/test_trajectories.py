@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objectives_cases import batch_from_turns, mixed_batch
+from tests.objectives_cases import batch_from_turns, mixed_batch
 
 from stppo.trajectories import Layout, Trajectories, turn_ids
 

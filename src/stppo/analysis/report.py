@@ -14,8 +14,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stppo import schema
-from stppo.analysis.runs import Metrics, load_metrics, write_atomically
+from stppo.analysis.runs import Metrics, load_metrics
 from stppo.analysis.style import in_order, look
+from stppo.files import write_atomically
 
 METRICS, FIGURES = "metrics", "figures"
 FALLBACK_PRESET = "laptop"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +17,7 @@ import pyarrow.parquet as pq
 from stppo import schema
 from stppo.analysis.collapse import Collapse, detect_collapse
 from stppo.analysis.statistics import final_mean
+from stppo.files import repository_path, write_atomically
 
 KEYS = list(schema.KEY_COLUMNS)
 INTEGERS = ("seed", "iteration", "n_questions")
@@ -31,34 +30,6 @@ def make_command(target: str | Path) -> str:
     if len(below) > 2 and below[0] == "reference":
         return f"snakemake reference --config preset={below[1]}"
     return f"snakemake {target}" + (f" --config preset={below[0]}" if len(below) > 1 else "")
-
-
-def repository_path(path: str | Path) -> Path:
-    """A relative path taken from the repository's root, wherever in it the process runs.
-
-    The root is the nearest folder above the working directory that holds a Snakefile or
-    pyproject.toml; outside a repository the path stays as it is.
-    """
-    path = Path(path)
-    if path.is_absolute() or path.exists():
-        return path
-    for folder in (Path.cwd(), *Path.cwd().parents):
-        if (folder / "Snakefile").is_file() or (folder / "pyproject.toml").is_file():
-            return folder / path
-    return path
-
-
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file, then move it to `path`: a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    os.close(handle)
-    try:
-        write(Path(name))
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def _read_json(path: Path, remedy: str) -> Any:

@@ -17,7 +17,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from PIL import Image
 
-from stppo.analysis.runs import repository_path, write_atomically
+from stppo.files import repository_path, write_atomically
 
 TOKEN, TURN, SEQUENCE = (0, (4, 1.5)), "-", (0, (1, 1))  # the line style says the ratio's granularity
 STYLE_NOTE = "Dashed: token-level ratio; solid: turn-level; dotted: sequence-level."

@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 
+from stppo.files import write_atomically
+
 FORMAT = 1
 CHECKPOINT_FILE = "checkpoint.pt"
 
 
 def save_checkpoint(path: Path, fingerprint: str, state: dict[str, Any]) -> None:
-    """Write beside the target, then rename: a kill at any moment leaves the old or the new file whole."""
-    part = path.with_suffix(".part")
-    torch.save({"format": FORMAT, "fingerprint": fingerprint, "state": state}, part)
-    with open(part, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    """A kill at any moment leaves the old or the new file whole."""
+    content = {"format": FORMAT, "fingerprint": fingerprint, "state": state}
+    write_atomically(path, lambda part: torch.save(content, part))
 
 
 def load_checkpoint(path: Path, fingerprint: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What a run records: roll-out statistics, evaluations, and the tables and record they are written to."""
 
-import json
 import os
 import resource
 import time
@@ -12,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stppo.agent.rollout_torch import Rollout, TorchRollout
+from stppo.files import write_atomically, write_json
 from stppo.schema import (
     EVALUATION_COLUMNS,
     EVALUATIONS_FILE,
@@ -73,17 +73,6 @@ def evaluate(
         "seconds": time.perf_counter() - began,
     }
     return row, rollout
-
-
-def write_atomically(path: Path, write: Any) -> None:
-    """Call `write(part)` on a file beside the target, then rename it."""
-    part = path.with_name(path.name + ".part")
-    write(part)
-    os.replace(part, path)
-
-
-def write_json(path: Path, content: Any) -> None:
-    write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n"))
 
 
 def write_tables(run_dir: Path, updates: list[dict], evaluations: list[dict]) -> None:

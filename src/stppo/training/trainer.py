@@ -25,6 +25,7 @@ from stppo.agent.policy import load_policy, score
 from stppo.agent.rollout_torch import TorchRollout
 from stppo.analysis.provenance import code_hash, environment
 from stppo.config import Config, build, fingerprint, run_section, validate
+from stppo.files import write_atomically
 from stppo.objectives import Objective, Surrogate, estimated_bias_norms
 from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUNNING
 from stppo.training.checkpoint import CHECKPOINT_FILE, load_checkpoint, save_checkpoint, set_aside
@@ -32,7 +33,6 @@ from stppo.training.metrics import (
     evaluate,
     peak_memory_mb,
     rollout_metrics,
-    write_atomically,
     write_record,
     write_sample,
     write_tables,

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from stppo.agent.policy import build_policy, load_policy, score
 from stppo.agent.rollout_torch import TorchRollout
 from stppo.config import Config, build, validate, warm_start_dir
-from stppo.training.metrics import evaluate, write_json
+from stppo.files import write_json
+from stppo.training.metrics import evaluate
 from stppo.trajectories import Trajectories
 from stppo.world.environment import Episode
 from stppo.world.scripted import DemonstrationNoise, play
