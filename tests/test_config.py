@@ -1,0 +1,317 @@
+"""Composition, validation, sweeps, planned runs and fingerprints of the configs."""
+
+import pytest
+
+from stppo import config as configs
+from stppo.config import ConfigError
+
+ALGORITHMS = configs.options("algorithm")
+
+
+def check(*overrides: str) -> None:
+    configs.validate(configs.compose(list(overrides)))
+
+
+# ---- what is offered is valid -------------------------------------------------------------------
+
+
+def test_the_ten_names_of_nine_algorithms_are_offered():
+    assert set(ALGORITHMS) == {
+        *("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo", "so_ppo_ctn"),
+        *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
+    }
+    points = {n: configs.compose([f"algorithm={n}"])["algorithm"]["objective"] for n in ALGORITHMS}
+    same = [(a, b) for a in ALGORITHMS for b in ALGORITHMS if a < b and points[a] == points[b]]
+    assert same == [("so_ppo", "st_ppo")], "v2's name for st_ppo; all others differ"
+
+
+@pytest.mark.parametrize("preset", configs.options("preset"))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_preset_and_algorithm_is_valid(preset, algorithm):
+    composed = configs.compose([f"preset={preset}", f"algorithm={algorithm}"])
+    run = configs.validate(composed)
+    assert run.algorithm.name == ("st_ppo" if algorithm == "so_ppo" else algorithm)
+    assert composed["preset"] == preset
+
+
+@pytest.mark.parametrize("training", configs.options("training"))
+def test_every_training_option_is_valid(training):
+    check(f"training={training}")
+
+
+def test_algorithms_share_every_other_setting():
+    def others(name):
+        return {k: v for k, v in configs.compose([f"algorithm={name}"]).items() if k != "algorithm"}
+
+    assert all(others(name) == others("token_ppo") for name in ALGORITHMS)
+
+
+def test_a_new_algorithm_is_a_new_point_and_no_code():
+    point = configs.compose(
+        [
+            "algorithm=turn_ppo",
+            "algorithm.name=pooled",
+            "algorithm.objective.credit._target_=stppo.objectives.TurnGAE",
+            "algorithm.objective.credit.pooling=turn_mean",
+            "algorithm.objective.clip.clip_on=turn",
+        ]
+    )
+    assert configs.validate(point).algorithm.name == "pooled"
+    objective = configs.build(point["algorithm"]["objective"], "algorithm.objective")
+    assert type(objective.credit).__name__ == "TurnGAE" and objective.credit.pooling == "turn_mean"
+
+
+# ---- what is wrong is named ---------------------------------------------------------------------
+
+GROUPS = ["algorithm", "policy", "preset", "rollout", "training", "world"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_unknown_option_lists_the_allowed_ones(group):
+    with pytest.raises(ConfigError) as error:
+        configs.compose([f"{group}=nonsense"])
+    assert str(error.value) == (
+        f"{group}=nonsense: unknown {group}; allowed: {', '.join(configs.options(group))}"
+    )
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        ("foo", "warm_start_seed"),
+        ("training.foo", "epochs"),
+        ("policy.foo", "hidden_size"),
+        ("rollout.foo", "temperature"),
+        ("evaluation.foo", "questions"),
+        ("algorithm.foo", "objective"),
+        ("algorithm.objective.foo", "credit, ratio, clip, stabilizer, loss_aggregation"),
+        ("algorithm.objective.clip.foo", "epsilon_low, epsilon_high, clip_on"),
+        ("world.foo", "n_entities"),
+    ],
+)
+def test_unknown_key_is_named_with_the_allowed_ones(plus, key, allowed):
+    with pytest.raises(ConfigError) as error:
+        check(f"{plus}{key}=1")
+    message = str(error.value)
+    assert message.startswith(f"{key}: unknown key; allowed: ") and allowed in message
+    assert "\n" not in message
+
+
+def test_unknown_key_lists_the_keys_of_the_chosen_algorithm():
+    with pytest.raises(ConfigError, match=r"clip\.epsilon: unknown key; allowed: epsilon_low"):
+        check("algorithm=grpo", "algorithm.objective.clip.epsilon=0.1")
+    with pytest.raises(ConfigError, match=r"credit\.lam: unknown key; allowed: group_size"):
+        check("algorithm=grpo", "algorithm.objective.credit.lam=0.9")
+
+
+GRPO = "algorithm=grpo"
+OBJECTIVE = "algorithm.objective"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{OBJECTIVE}.clip.epsilon_low=0"], "Clip.epsilon_low=0: must be a number in (0, inf]"),
+        ([f"{OBJECTIVE}.clip.epsilon_high=-0.2"], "Clip.epsilon_high=-0.2: must be"),
+        ([f"{OBJECTIVE}.clip.epsilon_low=wide"], "Clip.epsilon_low='wide': must be a number"),
+        ([GRPO, f"{OBJECTIVE}.credit.group_size=1"], "group_size=1: a group needs at least 2"),
+        (
+            [GRPO, f"{OBJECTIVE}.credit.group_size=7"],
+            "group_size=7 must divide training.trajectories_per_iteration=",
+        ),
+        (["training.minibatches=5"], "training.minibatches=5 must divide trajectories_per_iteration="),
+        (
+            ["algorithm=token_ppo", f"{OBJECTIVE}.clip.clip_on=turn"],
+            "Clip.clip_on='turn' needs Ratio.granularity='turn', got 'token'",
+        ),
+        ([f"{OBJECTIVE}.ratio.granularity=word"], "must be one of token, turn, sequence"),
+        ([f"{OBJECTIVE}.loss_aggregation=sum"], "trajectory_mean, token_mean, turn_mean"),
+        ([f"{OBJECTIVE}.stabilizer.c0=0"], "ClippingBiasNorm.c0=0: must be"),
+        ([f"{OBJECTIVE}.credit=GAE"], f"{OBJECTIVE}.credit = 'GAE': the _target_ of a CreditRule"),
+        ([f"{OBJECTIVE}._target_=stppo.objectives.Nothing"], "no such class"),
+        (["training.epochs=abc"], "training.epochs = 'abc': Input should be a valid integer"),
+        (["training.epochs=1.5"], "training.epochs = 1.5: Input should be a valid integer"),
+        (["training.epochs=0"], "training.epochs = 0: Input should be greater than 0"),
+        (["training.optimizer=lion"], "training.optimizer = 'lion': Input should be 'adam' or 'sgd'"),
+        (["training.learning_rate=nan"], "training.learning_rate = nan: Input should be a finite number"),
+        (["training.learning_rate=inf"], "training.learning_rate = inf: Input should be a finite number"),
+        (["~training.epochs"], "training.epochs: Field required"),
+        (["policy.hidden_size=65"], "policy.heads=4 must divide hidden_size=65"),
+        (["rollout.temperature=0"], "rollout.temperature = 0: Input should be greater than 0"),
+        (["world.n_entities=0"], "world: n_entities must be"),
+        (["+warm_start.noise.foo=1"], "warm_start.noise.foo: unknown key; allowed: early_answer"),
+        (["+warm_start.noise.malformed=2"], "warm_start.noise.malformed must be in [0, 1]"),
+        (["seed=-1"], "seed = -1: Input should be greater than or equal to 0"),
+        (["training.epochs"], "Error parsing override 'training.epochs'"),
+    ],
+)
+def test_bad_value_is_one_line_that_names_it(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        check(*overrides)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_several_mistakes_are_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        check("training.epochs=0", "evaluation.questions=few")
+    assert "training.epochs = 0" in str(error.value) and "evaluation.questions = 'few'" in str(error.value)
+
+
+# ---- sweeps and planned runs --------------------------------------------------------------------
+
+
+def test_sweep_is_the_product_of_the_choices():
+    assert configs.expand_sweep(["algorithm=token_ppo,st_ppo", "training.epochs=2", "seed=0,1"]) == [
+        ["algorithm=token_ppo", "training.epochs=2", "seed=0"],
+        ["algorithm=token_ppo", "training.epochs=2", "seed=1"],
+        ["algorithm=st_ppo", "training.epochs=2", "seed=0"],
+        ["algorithm=st_ppo", "training.epochs=2", "seed=1"],
+    ]
+
+
+def test_sweep_knows_ranges_and_leaves_lists_alone():
+    assert configs.expand_sweep(["seed=range(3)"]) == [["seed=0"], ["seed=1"], ["seed=2"]]
+    assert configs.expand_sweep(["world.hop_shares=[1,0,0]"]) == [["world.hop_shares=[1,0,0]"]]
+    assert configs.expand_sweep([]) == [[]]
+
+
+def test_malformed_sweep_is_a_config_error():
+    with pytest.raises(ConfigError, match="seed="):
+        configs.expand_sweep(["seed=("])
+
+
+def names(preset, *overrides):
+    return [run.name for run in configs.planned_runs(preset, list(overrides))]
+
+
+def test_laptop_plans_the_ablation_and_the_long_regime():
+    planned = names("laptop")
+    assert len(planned) == len(set(planned)) == 31
+    nine = set(ALGORITHMS) - {"so_ppo"}
+    assert {n for n in planned if n.startswith("A/")} == {f"A/{a}/seed{s}" for a in nine for s in range(3)}
+    assert {n for n in planned if n.startswith("LONG/")} == {
+        f"LONG/{a}/seed{s}" for a in ("token_ppo", "st_ppo") for s in range(2)
+    }
+
+
+def test_smoke_plans_eleven_runs():
+    planned = names("smoke")
+    assert len(planned) == len(set(planned)) == 11
+
+
+def test_planned_runs_are_what_their_names_say():
+    for run in configs.planned_runs("smoke"):
+        assert run.config["algorithm"]["name"] == run.algorithm
+        assert run.config["seed"] == run.seed and run.config["training"]["regime"] == run.regime
+        assert configs.compose(list(run.overrides)) == run.config
+
+
+def test_override_applies_to_all_runs_of_a_pipeline():
+    runs = configs.planned_runs("smoke", ["training.iterations=3"])
+    assert {run.config["training"]["iterations"] for run in runs} == {3}
+
+
+@pytest.mark.parametrize("override", ["seed=5", "algorithm=grpo", "training=regime_long", "preset=laptop"])
+def test_pipeline_refuses_to_override_what_tells_its_runs_apart(override):
+    with pytest.raises(ConfigError, match=r"pipeline\.regimes"):
+        configs.planned_runs("smoke", [override])
+
+
+def test_preset_without_a_pipeline_is_refused():
+    with pytest.raises(ConfigError, match=r"no section `pipeline\.regimes`"):
+        configs.planned_runs("smoke", ["~pipeline"])
+
+
+# ---- fingerprints -------------------------------------------------------------------------------
+
+
+def fingerprints(runs):
+    return {run.name: configs.fingerprint(configs.run_section(run.config)) for run in runs}
+
+
+@pytest.fixture
+def copied_configs(tmp_path, monkeypatch):
+    """The real configs in a folder that may be edited."""
+    for source in configs.config_dir().rglob("*.yaml"):
+        target = tmp_path / source.relative_to(configs.config_dir())
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(source.read_text())
+    monkeypatch.setattr(configs, "config_dir", lambda: tmp_path)
+    return tmp_path
+
+
+def edit(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changed"),
+    [
+        ("algorithm/gspo.yaml", "epsilon_low: 3.0e-4", "epsilon_low: 5.0e-4", {"A/gspo/seed0"}),
+        (
+            "algorithm/st_ppo.yaml",
+            "epsilon_high: 0.2",
+            "epsilon_high: 0.3",
+            {"A/st_ppo/seed0", "LONG/st_ppo/seed0"},
+        ),
+        ("algorithm/gspo.yaml", "# GSPO", "# A comment about GSPO", set()),
+        (
+            "training/regime_long.yaml",
+            "learning_rate: ",
+            "learning_rate: 1",
+            {"LONG/token_ppo/seed0", "LONG/st_ppo/seed0"},
+        ),
+    ],
+)
+def test_changed_value_changes_exactly_the_runs_that_use_it(copied_configs, file, old, new, changed):
+    before = fingerprints(configs.planned_runs("smoke"))
+    edit(copied_configs / file, old, new)
+    after = fingerprints(configs.planned_runs("smoke"))
+    assert {name for name in before if before[name] != after[name]} == changed
+
+
+def test_new_file_is_a_new_algorithm_and_leaves_the_runs_alone(copied_configs):
+    before = fingerprints(configs.planned_runs("smoke"))
+    source = (copied_configs / "algorithm" / "grpo.yaml").read_text()
+    (copied_configs / "algorithm" / "wide.yaml").write_text(
+        source.replace("name: grpo", "name: wide").replace("0.2", "0.4")
+    )
+    edit(copied_configs / "preset" / "smoke.yaml", "gspo]", "gspo, wide]")
+    after = fingerprints(configs.planned_runs("smoke"))
+    assert set(after) - set(before) == {"A/wide/seed0"}
+    assert all(after[name] == before[name] for name in before)
+    check("algorithm=wide")
+
+
+def test_fingerprint_does_not_depend_on_the_order_of_keys():
+    assert configs.fingerprint({"a": 1, "b": {"c": 2, "d": 3}}) == configs.fingerprint(
+        {"b": {"d": 3, "c": 2}, "a": 1}
+    )
+    assert configs.fingerprint({"a": 1}) != configs.fingerprint({"a": 2})
+
+
+def start_dir(*overrides):
+    return configs.warm_start_dir(configs.compose(["preset=smoke", "seed=1", *overrides]))
+
+
+def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
+    shared = {
+        start_dir(f"algorithm={a}", f"training={t}") for a in ALGORITHMS for t in ("regime_a", "regime_long")
+    }
+    assert len(shared) == 1
+    assert shared == {start_dir("training.learning_rate=1e-5", "evaluation.questions=32")}
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["seed=2", "world.seed=1", "world.n_entities=200", "policy.hidden_size=32", "warm_start.batch_size=32"],
+)
+def test_warm_start_changes_with_what_makes_it(override):
+    assert start_dir(override) != start_dir()
+
+
+def test_runs_may_share_the_warm_start_of_another_seed():
+    assert start_dir("seed=2", "warm_start_seed=1") == start_dir()
