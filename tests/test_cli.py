@@ -1,0 +1,213 @@
+"""The command line: help, one-line errors, playing, training and going on after an interruption."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from stppo import cli
+from stppo import config as configs
+from tests.conftest import TINY
+
+DATA = Path(os.environ.get("STPPO_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+@pytest.fixture
+def stppo(monkeypatch, capsys, tmp_path):
+    """Run the console command in an empty folder; returns (exit code, stdout, stderr)."""
+    monkeypatch.setenv("STPPO_DEBUG", "")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["stppo", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def assert_one_line_error(result, *parts):
+    code, _, err = result
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1
+    assert all(part in err for part in parts), err
+
+
+# ---- help ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["train", "warm-start", "play", "collect", "report"])
+def test_help_shows_an_example(command):
+    shown = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert shown.exit_code == 0
+    after = shown.output.split("Example", 1)
+    assert len(after) == 2 and f"stppo {command} " in after[1]
+
+
+def test_help_lists_every_subcommand():
+    shown = CliRunner().invoke(cli.app, ["--help"], env={"NO_COLOR": "1"}).output
+    assert all(name in shown for name in ("train", "warm-start", "play", "collect", "report"))
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def test_unknown_algorithm_is_one_line_with_the_allowed_names(stppo):
+    result = stppo("train", "algorithm=ppo")
+    assert_one_line_error(result, "algorithm=ppo", "token_ppo", "gspo")
+    assert result[1] == ""
+
+
+def test_debug_shows_the_traceback_too(stppo):
+    code, _, err = stppo("--debug", "train", "algorithm=ppo")
+    assert code == 1 and "Traceback" in err and "ConfigError" in err
+    assert err.splitlines()[-1].startswith("error: algorithm=ppo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["train", "preset=desktop"], ["preset=desktop", "laptop, smoke"]),
+        (["train", "training.epochs=0"], ["training.epochs = 0"]),
+        (["train", "algorithm.objective.clip.epsilon_low=0"], ["epsilon_low=0"]),
+        (["train", "seed=0,1", "--out", "x"], ["--out", "2 runs"]),
+        (["train", "--resume", "maybe"], ["--resume maybe", "set_aside"]),
+        (["train", "seed=0", "training.epochs=2,0"], ["training.epochs = 0"]),
+        (["warm-start", "world=benchmark"], ["world.records=FILE"]),
+        (["play", "world=benchmark"], ["world.records=FILE"]),
+        (["play", "world=benchmark", "world.records=none.jsonl", "world.corpus=none.jsonl"], ["none.jsonl"]),
+        (["collect", "metrics", "runs/none"], ["runs/none/run.json is missing", "snakemake"]),
+        (["report", "results/none"], ["results/none/metrics/runs.json is missing", "snakemake"]),
+    ],
+)
+def test_bad_input_is_one_line(stppo, tmp_path, arguments, parts):
+    assert_one_line_error(stppo(*arguments), *parts)
+    assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+def test_broken_record_of_a_run_is_one_line(stppo, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{")
+    assert_one_line_error(stppo("collect", "metrics", "run"), "run/run.json is unreadable")
+
+
+# ---- play ---------------------------------------------------------------------------------------
+
+
+def summary_of(result):
+    code, out, err = result
+    assert code == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def test_play_prints_one_json_line_last(stppo):
+    summary = summary_of(stppo("play", "world=synthetic", "--questions", "20"))
+    assert list(summary) == ["n", "em", "f1", "recall_at_3", "searches_per_question"]
+    assert summary["n"] == 20 and summary["em"] >= 0.7 and summary["searches_per_question"] >= 1
+
+
+def test_play_refuses_no_questions(stppo):
+    assert stppo("play", "--questions", "0")[0] == 2
+
+
+def test_play_real_benchmark(stppo):
+    records, corpus = DATA / "hotpotqa" / "records.jsonl", DATA / "corpus.jsonl"
+    if not corpus.is_file():
+        pytest.skip(f"no sample data in {DATA} (set STPPO_DATA)")
+    summary = summary_of(
+        stppo(
+            *("play", "world=benchmark", "world.benchmark=hotpotqa", "world.cache_dir=null"),
+            *(f"world.records={records}", f"world.corpus={corpus}", "--questions", "10"),
+        )
+    )
+    assert summary["n"] == 10 and summary["recall_at_3"] > 0 and summary["em"] > 0
+
+
+# ---- train --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(tmp_path, barely_trained):
+    """A working folder whose cache holds the tiny warm start."""
+    start = tmp_path / configs.warm_start_dir(configs.compose(TINY))
+    shutil.copytree(barely_trained, start)
+    return tmp_path
+
+
+def runs_in(folder):
+    return sorted(path.parent for path in folder.glob("results/smoke/manual/A/*/*/run.json"))
+
+
+def test_train_uses_the_cached_warm_start_and_really_trains(stppo, started):
+    code, out, err = stppo("train", *TINY, "training.iterations=2", "algorithm=token_ppo,grpo")
+    assert code == 0, err
+    assert out.count("completed: 8 updates") == 2
+    assert [run.parent.name for run in runs_in(started)] == ["grpo", "token_ppo"]
+    for run in runs_in(started):
+        updates = pd.read_parquet(run / "updates.parquet")
+        assert len(updates) == 8 and (updates["update_norm"] > 0).any()
+
+
+def test_runs_of_a_sweep_do_not_overwrite_each_other(stppo, started):
+    code, _, err = stppo("train", *TINY, "training.iterations=1", "training.learning_rate=1e-4,2e-4")
+    assert code == 0, err
+    rates = {pd.read_parquet(run / "updates.parquet")["learning_rate"][0] for run in runs_in(started)}
+    assert rates == {1e-4, 2e-4}
+
+
+def test_interrupted_run_says_how_to_go_on_and_does(stppo, started):
+    arguments = ["train", *TINY, "training.iterations=12", "training.checkpoint_every=1", "--out", "run"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from stppo.cli import main; main()", *arguments],
+        cwd=started,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (started / "run" / "checkpoint.pt").exists():
+        assert child.poll() is None, child.stderr.read()
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert err.splitlines()[-1].startswith("stopped; run the same command again")
+    assert "Traceback" not in err
+    kept = pd.read_parquet(started / "run" / "updates.parquet")
+    assert 0 < len(kept) < 12 * 4
+
+    code, out, err = stppo(*arguments)
+    assert code == 0 and "completed: 48 updates" in out
+    updates = pd.read_parquet(started / "run" / "updates.parquet")
+    assert list(updates["update"]) == list(range(1, 49))
+    seconds = updates["seconds_update"][: len(kept)]
+    assert list(seconds) == list(kept["seconds_update"]), "what was trained before is not trained again"
+
+
+def assert_last_line(result, part):
+    code, _, err = result
+    assert code == 1 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("error: ") and part in err.splitlines()[-1]
+
+
+def test_damaged_checkpoint_is_one_line_and_set_aside_on_request(stppo, started):
+    folder = started / "run"
+    folder.mkdir()
+    (folder / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    result = stppo("train", *TINY, "--out", "run")
+    assert_last_line(result, "run/checkpoint.pt cannot be read")
+    code, out, _ = stppo("train", *TINY, "training.iterations=1", "--out", "run", "--resume", "set_aside")
+    assert code == 0 and "completed" in out and list(folder.glob("checkpoint.stale-*.pt"))
