@@ -5,6 +5,7 @@ Recursions run over agent tokens, or over turns; environment tokens take no part
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,7 +31,7 @@ class Credit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CreditRule:
+class CreditRule(ABC):
     """Base of all credits: subclasses give `_raw`, and set `needs_critic` where they read a critic's values.
 
     whiten: shift and scale advantages to mean 0, variance 1 over all agent tokens of the iteration, before
@@ -77,11 +78,11 @@ class CreditRule:
             raw_std=spread.item(),
         )
 
+    @abstractmethod
     def _raw(
         self, trajectories: Trajectories, layout: Layout, values: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(N,) advantages, value targets and trained positions."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
