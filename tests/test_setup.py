@@ -1,0 +1,143 @@
+"""What a newcomer installs and types: environment.yml, pyproject, Makefile, profile, citation, notebooks."""
+
+import ast
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import rattler
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+CONDA_TO_PYPI = {"pytorch": "torch", "matplotlib-base": "matplotlib", "snakemake-minimal": "snakemake"}
+WANTED = [
+    "jupyterlab",
+    "torch",
+    "transformers",
+    "vllm",
+    "datasets",
+    "seaborn",
+    "papermill",
+    "hydra-core",
+    "snakemake",
+]
+
+ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
+CONDA_LINES = [line for line in ENVIRONMENT["dependencies"] if isinstance(line, str)]
+(PIP_LINES,) = (line["pip"] for line in ENVIRONMENT["dependencies"] if isinstance(line, dict))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pypi_requirements() -> dict[str, Requirement]:
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    return {r.name: r for group in groups for r in map(Requirement, group)}
+
+
+def pip_requirements() -> dict[str, Requirement]:
+    return {r.name: r for r in (Requirement(line) for line in PIP_LINES if not line.startswith("-e"))}
+
+
+def conda_specs() -> dict[str, rattler.MatchSpec]:
+    specs = [rattler.MatchSpec(line, strict=True) for line in CONDA_LINES]
+    return {CONDA_TO_PYPI.get(s.name.normalized, s.name.normalized): s for s in specs}
+
+
+@pytest.mark.parametrize("line", CONDA_LINES)
+def test_conda_line_is_a_match_spec(line):
+    assert rattler.MatchSpec(line, strict=True).name is not None
+
+
+def test_conda_pins_are_those_of_pyproject():
+    shared = {name: spec for name, spec in conda_specs().items() if name in pypi_requirements()}
+    assert {"torch", "transformers", "matplotlib", "pandas", "snakemake"} <= set(shared)
+    for name, spec in shared.items():
+        assert str(spec.version) == str(pypi_requirements()[name].specifier), name
+
+
+def test_conda_python_is_one_that_pyproject_allows():
+    lowest = re.fullmatch(r">=([\d.]+),<[\d.]+", str(conda_specs()["python"].version))
+    assert lowest and PROJECT["requires-python"] == f">={lowest[1]}"
+
+
+def test_pip_pins_are_those_of_pyproject():
+    for name, requirement in pip_requirements().items():
+        assert requirement.specifier == pypi_requirements()[name].specifier, name
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_wanted_package_is_in_the_environment(name):
+    assert name in conda_specs() or name in pip_requirements()
+
+
+def test_vllm_is_for_linux_alone():
+    marker = pip_requirements()["vllm"].marker
+    assert marker.evaluate({"sys_platform": "linux"})
+    assert not marker.evaluate({"sys_platform": "darwin"}) and not marker.evaluate({"sys_platform": "win32"})
+
+
+def test_pip_section_installs_the_package_with_extras_that_exist():
+    (editable,) = (line for line in PIP_LINES if line.startswith("-e"))
+    extras = re.fullmatch(r"-e \.\[([\w,]+)\]", editable)
+    assert extras and set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def test_extras_and_command_of_the_package():
+    assert {"notebooks", "vllm", "verl", "trl", "dev"} <= set(PROJECT["optional-dependencies"])
+    assert PROJECT["scripts"]["stppo"] == "stppo.cli:main"
+
+
+def test_core_and_extras_pin_a_package_alike():
+    seen: dict[str, set[str]] = {}
+    for group in [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]:
+        for requirement in map(Requirement, group):
+            seen.setdefault(requirement.name, set()).add(str(requirement.specifier))
+    assert not {name: pins for name, pins in seen.items() if len(pins) > 1}
+
+
+def test_citation_names_the_paper_and_this_software():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] and citation["type"] == "software"
+    assert citation["version"] == PROJECT["version"] and citation["license"] == PROJECT["license"]
+    (paper,) = citation["references"]
+    assert paper["url"] == "https://arxiv.org/abs/2511.20718"
+    assert paper["identifiers"] == [{"type": "other", "value": "arXiv:2511.20718"}]
+
+
+def test_default_profile_takes_the_cores():
+    assert yaml.safe_load((ROOT / "profiles" / "default" / "config.yaml").read_text())["cores"]
+
+
+def test_makefile_has_the_targets():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    assert {"setup", "all", "test", "test-engines", "bench"} <= targets
+    assert re.search(r"snakemake all .*preset=\$\(PRESET\)", makefile)
+
+
+# ---- notebooks ----------------------------------------------------------------------------------
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def code_cells(notebook: Path) -> list[dict]:
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return [cell | {"source": "".join(cell["source"])} for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_notebooks_of_the_pipeline_are_there():
+    assert {"10-train", "20-collapse", "21-clip-ratio"} <= {path.stem for path in NOTEBOOKS}
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_committed_clean_and_short(notebook):
+    cells = code_cells(notebook)
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    assert [cell["metadata"].get("tags", []).count("parameters") for cell in cells].count(1) == 1
+    for cell in cells:
+        assert len(cell["source"].splitlines()) <= 30
+        for node in ast.walk(ast.parse(cell["source"])):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                assert node.end_lineno - node.lineno < 10, f"{node.name} belongs in the package"
