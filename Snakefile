@@ -21,16 +21,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 PRESET = config.get("preset", "laptop")
 OVERRIDES = shlex.split(str(config.get("overrides", "")))
 RESULTS = f"results/{PRESET}"
+KERNEL = config.get("kernel", "python3")
 FAST = PRESET == "smoke"
 
 try:
     RUNS = {run.name: run for run in configs.planned_runs(PRESET, OVERRIDES)}
 except configs.ConfigError as error:
     raise WorkflowError(str(error))
-if "python3" not in KernelSpecManager().find_kernel_specs():
+if KERNEL not in KernelSpecManager().find_kernel_specs():
     raise WorkflowError(
-        "no Jupyter kernel named python3: notebooks cannot run. "
-        "Install it into this environment: python -m ipykernel install --sys-prefix"
+        f"no Jupyter kernel named {KERNEL}, so notebooks cannot run; install it into this environment "
+        f"(python -m ipykernel install --sys-prefix --name {KERNEL}) or choose another: --config kernel=NAME"
     )
 
 
@@ -93,7 +94,7 @@ rule train:
         mem_mb=2000,
         gpu=0,
     shell:
-        "papermill notebooks/10-train.ipynb {output.notebook} -k python3 --cwd . --no-progress-bar"
+        "papermill notebooks/10-train.ipynb {output.notebook} -k {KERNEL} --cwd . --no-progress-bar"
         " -r overrides {params.overrides} -r run_dir $(dirname {output.record})"
         " -r warm_start_dir $(dirname {input}) > {log} 2>&1"
 
@@ -125,7 +126,7 @@ rule figures:
     log:
         f"{RESULTS}/logs/{{figures}}.log",
     shell:
-        "papermill notebooks/{wildcards.figures}.ipynb {output} -k python3 --cwd . --no-progress-bar"
+        "papermill notebooks/{wildcards.figures}.ipynb {output} -k {KERNEL} --cwd . --no-progress-bar"
         " -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures -p fast {params.fast} > {log} 2>&1"
 
 
