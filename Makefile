@@ -23,6 +23,7 @@ all: setup
 
 test: setup
 	python -m pytest -q -n 2 --dist loadgroup
+	python -m pytest -q -n 2 --nbmake --nbmake-timeout=900 notebooks
 	ruff check src tests benchmarks && ruff format --check src tests benchmarks
 
 # Independent implementations of the same losses; about 2 GB more.

@@ -43,7 +43,6 @@ def warm_start_of(run):
 WARM_STARTS = {warm_start_of(run): run.config for run in RUNS.values()}
 TARGETS = sorted({target for run in RUNS.values() for target in config_targets(run.config["world"])})
 TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS], notebook="notebooks/10-train.ipynb")
-WARM_START_CODE = code_hash(["stppo.training.warm_start", *TARGETS])
 NOTEBOOKS = {name: code_hash(["stppo.analysis.figures"], notebook=f"notebooks/{name}.ipynb") for name in ("20-collapse", "21-clip-ratio")}
 
 
@@ -63,7 +62,6 @@ rule warm_start:
     output:
         f"{RESULTS}/warm_start/{{start}}/warm_start.json",
     params:
-        code=WARM_START_CODE,
         overrides=lambda wildcards: shlex.join(
             [f"preset={PRESET}", *OVERRIDES, f"warm_start_seed={WARM_STARTS[wildcards.start]['warm_start_seed']}"]
         ),

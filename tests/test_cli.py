@@ -139,8 +139,9 @@ def test_play_real_benchmark(stppo):
 
 
 @pytest.fixture
-def started(tmp_path, barely_trained):
+def started(tmp_path, monkeypatch, barely_trained):
     """A working folder whose cache holds the tiny warm start."""
+    monkeypatch.chdir(tmp_path)
     start = tmp_path / configs.warm_start_dir(configs.compose(TINY))
     shutil.copytree(barely_trained, start)
     return tmp_path

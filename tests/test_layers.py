@@ -18,7 +18,7 @@ ALLOWED = {
     "world": set(),
     "agent": FLOOR,
     "settings": {"agent", *FLOOR},
-    "config": {"settings", "files"},
+    "config": {"settings", "files", "analysis.provenance"},
     "training": {"agent", "schema", "files", "config", "settings", "analysis.provenance", *FLOOR},
     "analysis": {"schema", "files"},
     "oracle": {"objectives", "trajectories"},

@@ -7,6 +7,7 @@ module level, so that a Snakefile parses fast.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -22,6 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from stppo.analysis.provenance import code_hash, config_targets
 from stppo.files import repository_path
 
 if TYPE_CHECKING:
@@ -178,9 +180,21 @@ def warm_start_section(config: Config) -> Config:
 
 
 def warm_start_dir(config: Config) -> Path:
-    """Where the warm start that a config needs is cached; the name changes exactly when its inputs do."""
-    name = f"seed{config['warm_start_seed']}-{fingerprint(warm_start_section(config))}"
-    return repository_path("results") / config["preset"] / "warm_start" / name
+    """Where the warm start that a config needs is cached; the name changes exactly when its config or code does."""
+    section = warm_start_section(config)
+    content = fingerprint([section, code_of("stppo.training.warm_start", *config_targets(section))])
+    return (
+        repository_path("results")
+        / config["preset"]
+        / "warm_start"
+        / f"seed{config['warm_start_seed']}-{content}"
+    )
+
+
+@functools.cache
+def code_of(*entries: str) -> str:
+    """Hash of the syntax of every module that the entries import (`analysis.provenance.code_hash`)."""
+    return code_hash(entries)
 
 
 def fingerprint(section: Any) -> str:

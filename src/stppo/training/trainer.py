@@ -23,8 +23,8 @@ from tqdm.auto import tqdm
 from stppo.agent.critic import Critic, explained_variance
 from stppo.agent.policy import load_policy, score
 from stppo.agent.rollout_torch import TorchRollout
-from stppo.analysis.provenance import code_hash, environment
-from stppo.config import Config, build, fingerprint, run_section, validate
+from stppo.analysis.provenance import config_targets, environment
+from stppo.config import Config, build, code_of, fingerprint, run_section, validate
 from stppo.files import write_atomically
 from stppo.objectives import Objective, Surrogate, estimated_bias_norms
 from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUNNING
@@ -130,7 +130,7 @@ class Trainer:
         self.update_rows: list[dict[str, float]] = []
         self.evaluation_rows: list[dict[str, float]] = []
         self.seconds_before = 0.0
-        self.code_hash = code_hash("stppo.training.trainer")
+        self.code_hash = code_of("stppo.training.trainer", *config_targets(config))
         self.fingerprint = fingerprint([run_section(config), weights, self.code_hash])
 
     # ---- the loop -------------------------------------------------------------------------------
