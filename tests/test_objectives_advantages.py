@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.objectives_cases import batch_from_turns, mixed_batch, normal
 
 from stppo.objectives import (
     BatchBaseline,
@@ -16,6 +15,7 @@ from stppo.objectives import (
     TurnReturnMinusValue,
 )
 from stppo.trajectories import Trajectories
+from tests.objectives_cases import batch_from_turns, mixed_batch, normal
 
 CRITIC = [TokenGAE, TurnGAE, TurnReturnMinusValue]
 GROUP = [GroupNormalised, GroupCentred, LeaveOneOut]

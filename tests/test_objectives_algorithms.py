@@ -6,11 +6,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from tests.objectives_cases import TabularPolicy, mixed_batch, normal, off_policy
 from omegaconf import OmegaConf
 
 from stppo.objectives import Objective
 from stppo.trajectories import Trajectories
+from tests.objectives_cases import TabularPolicy, mixed_batch, normal, off_policy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GEOMETRIC_TURN = ("turn", "geometric")

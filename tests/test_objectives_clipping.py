@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.objectives_cases import batch_from_turns, mixed_batch, normal
 
 from stppo.objectives import Clip, Ratio
+from tests.objectives_cases import batch_from_turns, mixed_batch, normal
 
 
 def test_worked_example():

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from tests.objectives_cases import TabularPolicy, batch_from_turns, mixed_batch, normal, off_policy
 
 from stppo.objectives import (
     Clip,
@@ -19,6 +18,7 @@ from stppo.objectives import (
     loss_weights,
 )
 from stppo.trajectories import Trajectories
+from tests.objectives_cases import TabularPolicy, batch_from_turns, mixed_batch, normal, off_policy
 
 RATIOS = [
     ("token", "geometric"),

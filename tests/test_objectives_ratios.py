@@ -3,9 +3,9 @@ import math
 
 import pytest
 import torch
-from tests.objectives_cases import batch_from_turns, mixed_batch, normal
 
 from stppo.objectives import Ratio, kl_behaviour_to_policy, kl_policy_to_behaviour
+from tests.objectives_cases import batch_from_turns, mixed_batch, normal
 
 ALL = list(itertools.product(("token", "turn", "sequence"), ("geometric", "arithmetic", "product")))
 

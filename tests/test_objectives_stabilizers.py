@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
-from tests.objectives_cases import mixed_batch, normal
 
 from stppo.objectives import ClippingBiasNorm, CtnKL, NoStabilizer
+from tests.objectives_cases import mixed_batch, normal
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.objectives_cases import batch_from_turns, mixed_batch
 
 from stppo.trajectories import Layout, Trajectories, turn_ids
+from tests.objectives_cases import batch_from_turns, mixed_batch
 
 
 def rows_of_masks(min_rows=1):

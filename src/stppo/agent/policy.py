@@ -10,10 +10,12 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from stppo.trajectories import Trajectories
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
+disable_progress_bar()  # "Loading weights" bars, in milliseconds, between ours
 
 
 @dataclass(config=ConfigDict(extra="forbid"), frozen=True)
