@@ -128,7 +128,7 @@ UPDATE_COLUMNS: dict[str, str] = {
     "agent_tokens_per_turn": "mean number of agent tokens in a turn",
     "trajectory_tokens": "mean length of a trajectory, prompt and environment tokens included",
     "gradient_norm": "global L2 norm of the actor's gradient before clipping, regularisers included",
-    "ppo_gradient_norm": "global L2 norm of the gradient of the PPO surrogate alone",
+    "ppo_gradient_norm": "global L2 norm of the gradient of the PPO surrogate alone; NaN when not computed",
     "clipping_bias_norm": "L2 norm of C, the gradient that clipping removed; NaN when not computed",
     "clipping_bias_norm_logprob": "estimate of the same in log-probability space, no second backward pass",
     "clipping_bias_norm_logit": "estimate of the same in logit space, no second backward pass",

@@ -287,7 +287,7 @@ class Trainer:
             divisor = stabilizer.divisor(row[BIAS_NORM_COLUMNS[stabilizer.estimator]])
         self._require_finite(torch.tensor(divisor), "stabilizer divisor")
         row["ppo_gradient_norm"] = math.nan
-        if loss is not surrogate.ppo_loss:
+        if loss is not surrogate.ppo_loss and self._sampled():
             row["ppo_gradient_norm"] = global_norm(gradient_of(surrogate.ppo_loss, self.parameters))
         self.optimizer.zero_grad()
         loss.backward()
@@ -300,13 +300,16 @@ class Trainer:
         self._step(divisor, row)
         row["seconds_update"] = time.perf_counter() - began
 
+    def _sampled(self) -> bool:
+        """Whether this update pays for norms that only watch: each costs a backward pass."""
+        return (self.update - 1) % self.settings.training.bias_norm_every == 0
+
     def _bias_norms(self, surrogate: Surrogate, scores: Any) -> dict[str, float]:
         """‖C‖: exact by a second backward pass where the stabiliser needs it, else every few updates."""
-        training = self.settings.training
         needed = self.objective.stabilizer.estimator == "exact"
         norms = estimated_bias_norms(surrogate, scores.logprobs, scores.squared_prob_sum)
         norms["clipping_bias_norm"] = math.nan
-        if needed or (self.update - 1) % training.bias_norm_every == 0:
+        if needed or self._sampled():
             clipped = surrogate.any_clipped
             norms["clipping_bias_norm"] = (
                 global_norm(gradient_of(surrogate.bias_surrogate, self.parameters)) if clipped else 0.0
