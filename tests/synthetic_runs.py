@@ -57,6 +57,8 @@ def make_run(
             "staleness_iterations": min(2, iteration - 1),
             "learning_rate": 5e-4 if regime == "A" else 3e-4,
             "seconds_rollout": 0.1,
+            "seconds_critic": 0.0 if "grpo" in algorithm or algorithm == "gspo" else 0.05,
+            "critic_loss": np.nan if "grpo" in algorithm or algorithm == "gspo" else 0.1,
         }
         for k in range(N_UPDATES):
             noise = np.exp(rng.normal(0, 0.25, 4))

@@ -100,19 +100,28 @@ RUN_FIELDS: dict[str, str] = {
 
 
 def _ratio_columns() -> dict[str, str]:
-    """Mean, max, 99th percentile and min of the importance ratio at each granularity."""
+    """Mean, max, 99th percentile and min of the importance ratio at each granularity.
+
+    Each statistic is over the minibatch with one value per token, turn or trajectory.
+    """
     statistics = {"mean": "mean", "max": "largest", "p99": "99th percentile of the", "min": "smallest"}
     segments = {
-        "token": "token importance ratio",
-        "turn": "turn importance ratio (geometric)",
-        "sequence": "sequence importance ratio (geometric)",
+        "token": "token importance ratio in the minibatch, one value per agent token",
+        "turn": "turn importance ratio (geometric) in the minibatch, one value per turn",
+        "sequence": "sequence importance ratio (geometric) in the minibatch, one value per trajectory",
     }
     return {
-        f"ratio_{statistic}_{segment}": f"{adjective} {text} over the agent tokens of the minibatch"
+        f"ratio_{statistic}_{segment}": f"{adjective} {text}"
         for segment, text in segments.items()
         for statistic, adjective in statistics.items()
     }
 
+
+# Norms that cost a backward pass of their own and that not every objective needs.
+_WATCHED = (
+    "where the objective does not use it, it is sampled on one update in bias_norm_every, at a place in the "
+    "epoch that rotates from iteration to iteration, and NaN on the others"
+)
 
 # One row per optimiser update. Values that belong to an iteration repeat on each of its rows.
 UPDATE_COLUMNS: dict[str, str] = {
@@ -128,8 +137,8 @@ UPDATE_COLUMNS: dict[str, str] = {
     "agent_tokens_per_turn": "mean number of agent tokens in a turn",
     "trajectory_tokens": "mean length of a trajectory, prompt and environment tokens included",
     "gradient_norm": "global L2 norm of the actor's gradient before clipping, regularisers included",
-    "ppo_gradient_norm": "global L2 norm of the gradient of the PPO surrogate alone; NaN when not computed",
-    "clipping_bias_norm": "L2 norm of C, the gradient that clipping removed; NaN when not computed",
+    "ppo_gradient_norm": f"global L2 norm of the gradient of the PPO surrogate alone; {_WATCHED}",
+    "clipping_bias_norm": f"L2 norm of C, the gradient that clipping removed; {_WATCHED}",
     "clipping_bias_norm_logprob": "estimate of the same in log-probability space, no second backward pass",
     "clipping_bias_norm_logit": "estimate of the same in logit space, no second backward pass",
     "stabilizer_divisor": "number the gradient was divided by; 1 without stabiliser",
@@ -150,16 +159,19 @@ UPDATE_COLUMNS: dict[str, str] = {
     "advantage_std": "standard deviation of the advantage over agent tokens, as the loss sees it",
     "advantage_max": "largest absolute advantage over agent tokens, as the loss sees it",
     "ctn_penalty": "value of the clipping-triggered KL penalty; 0 without it",
-    "kl_reference": "estimated KL(policy || warm start), nats per token; NaN when not computed",
+    "kl_reference": "mean of r - 1 - log r with r = warm start / policy (k3 estimator), nats per token, over the "
+    "agent tokens that the behaviour policy sampled: estimates KL(policy || warm start) only on-policy; NaN when "
+    "not computed",
     "entropy": "mean entropy of the policy's next-token distribution at agent tokens, nats",
     "advantage_raw_std": "standard deviation of the iteration's advantages before whitening and pooling",
-    "critic_loss": "mean squared error of the critic; NaN without critic",
+    "critic_loss": "half the mean squared error of the critic; NaN without critic",
     "critic_explained_variance": "1 - Var(return - V) / Var(return); NaN without critic or without reward variance",
     "staleness_iterations": "iterations between sampling the batch and training on it",
     "staleness_updates": "optimiser updates made since the batch was sampled",
     "learning_rate": "learning rate of the actor",
     "seconds_rollout": "seconds the iteration spent sampling",
     "seconds_scoring": "seconds the iteration spent on critic values and other scoring passes",
+    "seconds_critic": "seconds the iteration spent training the critic; 0 without critic",
     "seconds_update": "seconds of this update",
     "tokens_rollout": "agent tokens sampled in the iteration",
     "tokens_per_second": "agent tokens sampled per second of roll-out",
@@ -184,6 +196,7 @@ EVALUATION_COLUMNS: dict[str, str] = {
 TIMING_COLUMNS: tuple[str, ...] = (
     "seconds_rollout",
     "seconds_scoring",
+    "seconds_critic",
     "seconds_update",
     "tokens_per_second",
     "seconds",
