@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from stppo.analysis import provenance
-from stppo.analysis.provenance import code_hash, config_fingerprint, config_targets, imported_files
+from stppo.analysis.provenance import code_hash, config_targets, imported_files
 
 
 @pytest.fixture
@@ -117,12 +117,6 @@ def test_hash_of_the_real_package_is_stable_and_covers_schema():
     assert "stppo.schema" in imported_files(["stppo.analysis.runs"])
 
 
-def test_fingerprint_ignores_order_and_sees_values():
-    config = {"clip": {"low": 0.2, "high": 0.2}, "seed": 0}
-    assert config_fingerprint(config) == config_fingerprint({"seed": 0, "clip": {"high": 0.2, "low": 0.2}})
-    assert config_fingerprint(config) != config_fingerprint({"clip": {"low": 0.2, "high": 0.28}, "seed": 0})
-
-
 def test_targets_are_found_at_any_depth_and_only_ours():
     config = {
         "a": {"_target_": "stppo.objectives.Clip"},
@@ -143,19 +137,47 @@ def test_outside_git_commit_and_dirty_are_null(tmp_path, monkeypatch):
     assert provenance.git_state() == {"git_commit": None, "git_dirty": None}
 
 
-def test_git_state_sees_a_change(package, monkeypatch):
-    def git(*arguments):
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
-        subprocess.run(command, cwd=package, check=True, capture_output=True)
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A clean repository with the layout of this project, the package in src/stppo."""
+    root = tmp_path / "repository"
+    for name in (
+        "src/stppo/__init__.py",
+        "configs/training/a.yaml",
+        "notebooks/10-train.ipynb",
+        "Snakefile",
+        "pyproject.toml",
+        "README.md",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("old\n")
+    for command in (["init"], ["add", "."], ["commit", "-m", "x"]):
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *command]
+        subprocess.run(git, cwd=root, check=True, capture_output=True)
+    monkeypatch.setattr(provenance, "PACKAGE_DIR", root / "src" / "stppo")
+    return root
 
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "x")
-    monkeypatch.setattr(provenance, "PACKAGE_DIR", package)
+
+@pytest.mark.parametrize(
+    ("name", "dirty"),
+    [
+        ("src/stppo/__init__.py", True),
+        ("src/stppo/new.py", True),
+        ("configs/training/a.yaml", True),
+        ("configs/algorithm/new.yaml", True),
+        ("notebooks/10-train.ipynb", True),
+        ("Snakefile", True),
+        ("pyproject.toml", True),
+        ("README.md", False),
+        ("results/smoke/runs.json", False),
+    ],
+)
+def test_git_state_sees_a_change_of_what_results_depend_on(repository, name, dirty):
     clean = provenance.git_state()
-    edit(package / "base.py", "0.2", "0.3")
-    assert len(clean["git_commit"]) == 40
-    assert (clean["git_dirty"], provenance.git_state()["git_dirty"]) == (False, True)
+    assert len(clean["git_commit"]) == 40 and clean["git_dirty"] is False
+    (repository / name).parent.mkdir(parents=True, exist_ok=True)
+    (repository / name).write_text("new\n")
+    assert provenance.git_state() == {**clean, "git_dirty": dirty}
 
 
 def test_import_is_light():

@@ -15,6 +15,13 @@ from typing import Any
 
 PACKAGE = "stppo"
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
+RESULT_PATHS = (
+    "src",
+    "configs",
+    "notebooks",
+    "Snakefile",
+    "pyproject.toml",
+)  # from the top of the repository
 PACKAGES = (
     "torch",
     "transformers",
@@ -152,12 +159,6 @@ def code_hash(
     return digest.hexdigest()[:16]
 
 
-def config_fingerprint(config: Mapping[str, Any]) -> str:
-    """Hash (16 hex digits) of a plain config (dicts, lists, scalars); the order of keys does not count."""
-    text = json.dumps(config, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def config_targets(config: Any) -> list[str]:
     """Every `_target_` of the package in a composed config, sorted: code that no import statement names."""
     if isinstance(config, Mapping):
@@ -181,12 +182,15 @@ def _git(*arguments: str) -> str | None:
 def git_state() -> dict[str, Any]:
     """`git_commit` and `git_dirty` of the source tree; both None where it is not in a git repository.
 
+    Dirty means: uncommitted changes, untracked files included, in anything that a result depends on
+    (`RESULT_PATHS`), and in nothing else.
     An installed copy inside someone else's repository is not that repository's work: only a tree
     that tracks this package counts.
     """
     tracked = _git("ls-files", "--error-unmatch", "__init__.py")
     commit = _git("rev-parse", "HEAD") if tracked else None
-    status = _git("status", "--porcelain", "--", str(PACKAGE_DIR)) if commit else None
+    paths = [f":(top){path}" for path in RESULT_PATHS]
+    status = _git("status", "--porcelain", "--", *paths) if commit else None
     return {"git_commit": commit, "git_dirty": None if status is None else bool(status)}
 
 
