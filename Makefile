@@ -8,13 +8,17 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
 
+# Without Debian's python3-venv a failed `venv` leaves a python behind, hence the question for pip and --clear.
+venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1) || \
+	{ echo 'No virtual environment: on Debian or Ubuntu run `sudo apt install python3-venv`, then make again.' >&2; exit 1; }
+
 .PHONY: setup all test test-engines bench
 
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(call venv,$(VENV))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev]'
 	touch $@
 
@@ -28,7 +32,7 @@ test: setup
 
 # Independent implementations of the same losses; about 2 GB more.
 test-engines: setup
-	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	@$(call venv,$(ENGINES))
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev,verl,trl]'
 	$(ENGINES)/bin/python -m pytest -q -m engines tests/engines
 
