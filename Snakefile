@@ -8,6 +8,7 @@
 # go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
 import os
 import shlex
+from pathlib import Path
 
 from jupyter_client.kernelspec import KernelSpecManager
 from snakemake.exceptions import WorkflowError
@@ -40,16 +41,30 @@ def warm_start_of(run):
     return configs.warm_start_dir(run.config).name
 
 
-WARM_STARTS = {warm_start_of(run): run.config for run in RUNS.values()}
+WARM_STARTS = {
+    warm_start_of(run): [
+        *configs.warm_start_overrides(run.overrides),
+        f"warm_start_seed={run.config['warm_start_seed']}",
+    ]
+    for run in RUNS.values()
+}
 TARGETS = sorted({target for run in RUNS.values() for target in config_targets(run.config["world"])})
 TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS], notebook="notebooks/10-train.ipynb")
-NOTEBOOKS = {name: code_hash(["stppo.analysis.figures"], notebook=f"notebooks/{name}.ipynb") for name in ("20-collapse", "21-clip-ratio")}
+NOTEBOOKS = ["20-collapse", "21-clip-ratio"]
+REFERENCE = f"results/reference/{PRESET}"
+
+
+def content_of(*files):
+    """Hash of what files hold, whenever they were written; a missing file counts as empty."""
+    texts = [Path(file).read_text() if Path(file).exists() else "" for file in files]
+    return configs.fingerprint(texts)
+
+
 
 
 wildcard_constraints:
     run="|".join(RUNS),
     start="|".join(WARM_STARTS),
-    figures="|".join(NOTEBOOKS),
 
 
 rule all:
@@ -62,9 +77,7 @@ rule warm_start:
     output:
         f"{RESULTS}/warm_start/{{start}}/warm_start.json",
     params:
-        overrides=lambda wildcards: shlex.join(
-            [f"preset={PRESET}", *OVERRIDES, f"warm_start_seed={WARM_STARTS[wildcards.start]['warm_start_seed']}"]
-        ),
+        overrides=lambda wildcards: shlex.join(WARM_STARTS[wildcards.start]),
     log:
         f"{RESULTS}/logs/warm_start/{{start}}.log",
     threads: 1
@@ -83,7 +96,7 @@ rule train:
     params:
         code=TRAIN_CODE,
         config=lambda wildcards: configs.fingerprint(configs.run_section(RUNS[wildcards.run].config)),
-        overrides=lambda wildcards: shlex.quote(" ".join(RUNS[wildcards.run].overrides)),
+        overrides=lambda wildcards: shlex.quote(shlex.join(RUNS[wildcards.run].overrides)),
     log:
         f"{RESULTS}/logs/train/{{run}}.log",
     threads: 1
@@ -117,15 +130,20 @@ rule figures:
     input:
         rules.collect.output,
     output:
-        f"{RESULTS}/{{figures}}.ipynb",
+        directory(f"{RESULTS}/figures"),
+        expand(f"{RESULTS}/{{name}}.ipynb", name=NOTEBOOKS),
     params:
-        code=lambda wildcards: NOTEBOOKS[wildcards.figures],
-        fast=FAST,
+        code=code_hash("stppo.analysis.figures"),
+        notebooks=[content_of(f"notebooks/{name}.ipynb") for name in NOTEBOOKS],
+        options=f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
+        f" -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures",
     log:
-        f"{RESULTS}/logs/{{figures}}.log",
+        expand(f"{RESULTS}/logs/{{name}}.log", name=NOTEBOOKS),
     shell:
-        "papermill notebooks/{wildcards.figures}.ipynb {output} -k {KERNEL} --cwd . --no-progress-bar"
-        " -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures -p fast {params.fast} > {log} 2>&1"
+        " && ".join(
+            f"papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}} > {RESULTS}/logs/{name}.log 2>&1"
+            for name in NOTEBOOKS
+        )
 
 
 rule html:
@@ -141,17 +159,19 @@ rule html:
 
 rule report:
     input:
-        expand(f"{RESULTS}/{{figures}}.html", figures=NOTEBOOKS),
+        expand(f"{RESULTS}/{{name}}.html", name=NOTEBOOKS),
+        rules.figures.output,
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=RUNS),
         rules.collect.output,
     output:
         f"{RESULTS}/report.html",
     params:
         code=code_hash("stppo.analysis.report"),
+        reference=content_of(f"{REFERENCE}/metrics/runs.json"),
     log:
         f"{RESULTS}/logs/report.log",
     shell:
-        "stppo report {RESULTS} --reference results/reference/{PRESET} --out {output} > {log} 2>&1"
+        "stppo report {RESULTS} --reference {REFERENCE} --out {output} > {log} 2>&1"
 
 
 # Not part of `all`: copy what a finished preset measured to the committed reference, as it came out.
@@ -159,5 +179,5 @@ rule reference:
     input:
         f"{RESULTS}/report.html",
     shell:
-        "mkdir -p results/reference/{PRESET} && rm -rf results/reference/{PRESET}/metrics results/reference/{PRESET}/figures"
-        " && cp -r {RESULTS}/metrics {RESULTS}/figures results/reference/{PRESET}/"
+        "mkdir -p {REFERENCE} && rm -rf {REFERENCE}/metrics {REFERENCE}/figures"
+        " && cp -r {RESULTS}/metrics {RESULTS}/figures {REFERENCE}/"

@@ -9,7 +9,7 @@ import torch
 
 from stppo import config as configs
 from stppo.agent.policy import build_policy, score
-from stppo.training.warm_start import demonstration_batch
+from stppo.training.warm_start import demonstration_batch, made_for
 from stppo.world.scripted import DemonstrationNoise, play
 
 TINY = [
@@ -56,6 +56,6 @@ def barely_trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("warm_start")
     policy.save_pretrained(folder)
     world.tokenizer.save_pretrained(folder)
-    record = {"success_sampled": 0.0, "success_greedy": 0.0, "n_sampled": 1}
+    record = {"made_for": made_for(config), "success_sampled": 0.0, "success_greedy": 0.0, "n_sampled": 1}
     (folder / "warm_start.json").write_text(json.dumps(record))
     return folder

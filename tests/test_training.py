@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,28 +84,54 @@ from stppo.training.trainer import Trainer
 from tests.conftest import TINY
 
 def kill(trainer):
-    if trainer.iteration == 3:
+    if trainer.iteration == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 Trainer(config.compose(TINY), sys.argv[1], sys.argv[2], on_iteration=kill, progress=False).train()
 """
 
 
-def test_killed_run_resumes_bit_for_bit(undisturbed, tmp_path, tiny, barely_trained):
+# Checkpoints are written after iterations 2 and 4. The second kill leaves a queue that is already running out.
+@pytest.mark.parametrize(("killed_after", "kept_iterations"), [(3, 2), (4, 4)])
+def test_killed_run_resumes_bit_for_bit(
+    killed_after, kept_iterations, undisturbed, tmp_path, tiny, barely_trained
+):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(barely_trained)],
+        [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(barely_trained), str(killed_after)],
         env=environment,
         capture_output=True,
         cwd=tmp_path,
     )
     assert killed.returncode == -9, killed.stderr.decode()[-2000:]
     kept = tables(tmp_path)[0]
-    assert len(kept) == 2 * 4, "what was measured before the checkpoint is on disk"
+    assert len(kept) == kept_iterations * 4, "what was measured before the checkpoint is on disk"
     trainer = Trainer(tiny(), tmp_path, barely_trained, progress=False)
     trainer.train()
-    assert len(trainer.update_rows) == 20 and not (tmp_path / "checkpoint.pt").exists()
+    assert len(trainer.update_rows) == 20
     assert_same_metrics(undisturbed, tmp_path)
+
+
+def test_finished_run_is_not_repeated(tmp_path, tiny, barely_trained):
+    run(tiny(), tmp_path, barely_trained)
+    timed = tables(tmp_path)[0]
+    run(tiny(), tmp_path, barely_trained)
+    pd.testing.assert_frame_equal(timed, tables(tmp_path)[0], check_exact=True)  # timing columns too
+
+
+def test_other_run_in_the_same_folder_moves_the_earlier_one_aside(tmp_path, tiny, barely_trained):
+    run(tiny("training.iterations=1"), tmp_path, barely_trained)
+    before = (tmp_path / "updates.parquet").read_bytes()
+    run(tiny("training.iterations=2"), tmp_path, barely_trained, resume="set_aside")
+    assert (tmp_path / "earlier-1" / "updates.parquet").read_bytes() == before
+    assert len(tables(tmp_path)[0]) == 8
+
+
+def test_evaluating_more_often_changes_no_training_metric(undisturbed, tmp_path, tiny, barely_trained):
+    run(tiny("evaluation.every=1", "evaluation.greedy_every=1"), tmp_path, barely_trained)
+    timing = [column for column in TIMING_COLUMNS if column in UPDATE_COLUMNS]
+    often, seldom = (tables(folder)[0].drop(columns=timing) for folder in (tmp_path, undisturbed))
+    pd.testing.assert_frame_equal(often, seldom, check_exact=True)
 
 
 def interrupted(config, folder, start) -> None:
@@ -125,7 +152,8 @@ def test_damaged_checkpoint_is_named_and_set_aside_on_request(tmp_path, tiny, ba
         run(tiny(), tmp_path, barely_trained)
     assert len(tables(tmp_path)[0]) == 8, "recorded metrics survive the error"
     record = run(tiny(), tmp_path, barely_trained, resume="set_aside")
-    assert record["status"] == "completed" and list(tmp_path.glob("checkpoint.stale-*.pt"))
+    assert record["status"] == "completed"
+    assert len(pd.read_parquet(tmp_path / "earlier-1" / "updates.parquet")) == 8, "and the restart"
 
 
 def test_checkpoint_of_another_config_is_refused(tmp_path, tiny, barely_trained):
@@ -135,15 +163,27 @@ def test_checkpoint_of_another_config_is_refused(tmp_path, tiny, barely_trained)
     assert (tmp_path / "checkpoint.pt").exists()
 
 
-def test_non_finite_loss_stops_and_keeps_what_was_measured(tmp_path, tiny, barely_trained):
-    record = run(tiny("training.optimizer=sgd", "training.learning_rate=1e30"), tmp_path, barely_trained)
+# Many updates an iteration: the loss meets it first. One: the parameters do, before anything is sampled.
+@pytest.mark.parametrize("updates", [["training.epochs=2"], ["training.epochs=1", "training.minibatches=1"]])
+@pytest.mark.parametrize("rate", [1e30, 1e38])
+def test_non_finite_numbers_stop_the_run_and_keep_what_was_measured(
+    rate, updates, tmp_path, tiny, barely_trained
+):
+    record = run(
+        tiny("training.optimizer=sgd", f"training.learning_rate={rate}", *updates), tmp_path, barely_trained
+    )
     assert record["status"] == "non_finite"
     assert (
         "non-finite" in record["non_finite"]["what"] and record["non_finite"]["update"] == record["updates"]
     )
-    updates, evaluations = tables(tmp_path)
-    assert len(updates) == record["updates"] >= 2
-    assert np.isfinite(updates["gradient_norm"].iloc[0]) and len(evaluations) >= 1
+    rows, evaluations = tables(tmp_path)
+    assert len(rows) == record["updates"] >= 1
+    assert np.isfinite(rows["gradient_norm"].iloc[0]) and len(evaluations) >= 1
+
+
+def test_non_finite_critic_stops_the_run(tmp_path, tiny, barely_trained):
+    record = run(tiny("training.critic_learning_rate=1e30"), tmp_path, barely_trained)
+    assert record["status"] == "non_finite" and "critic" in record["non_finite"]["what"]
 
 
 @pytest.mark.parametrize("order", ["before_divisor", "after_divisor"])
@@ -178,8 +218,10 @@ def test_divisor_follows_from_the_recorded_norm(undisturbed):
 
 def test_bias_norm_is_sampled_where_no_stabilizer_needs_it(tmp_path, tiny, barely_trained):
     run(tiny("algorithm=token_ppo"), tmp_path, barely_trained)
-    measured = tables(tmp_path)[0]["clipping_bias_norm"].notna()
-    assert list(measured) == [i % 4 == 0 for i in range(20)]
+    updates = tables(tmp_path)[0]
+    measured = updates[updates["clipping_bias_norm"].notna()]
+    assert len(measured) == 5, "one update in four"
+    assert set(zip(measured["epoch"], measured["minibatch"], strict=True)) == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_group_algorithm_has_no_critic_and_whole_groups(tmp_path, tiny, barely_trained):
@@ -197,9 +239,19 @@ def test_regularisers_enter_the_gradient(tmp_path, tiny, barely_trained):
     assert ((updates["gradient_norm"] - updates["ppo_gradient_norm"]).abs() > 1e-4).any()
 
 
-def test_warm_start_of_another_world_is_refused(tmp_path, tiny, barely_trained):
-    with pytest.raises(ValueError, match="belongs to another world"):
-        Trainer(tiny("world.n_name_parts=20"), tmp_path, barely_trained)
+@pytest.mark.parametrize("other", ["world.seed=1", "policy.hidden_size=16", "world.n_name_parts=20"])
+def test_warm_start_of_another_world_or_policy_is_refused(other, tmp_path, tiny, barely_trained):
+    with pytest.raises(ValueError, match="made for another world or policy"):
+        Trainer(tiny(other), tmp_path, barely_trained)
+
+
+def test_truncated_weights_are_named(tmp_path, tiny, barely_trained):
+    damaged = tmp_path / "start"
+    shutil.copytree(barely_trained, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(FileNotFoundError, match="cannot be loaded"):
+        Trainer(tiny(), tmp_path / "run", damaged)
 
 
 def test_missing_warm_start_names_the_remedy(tmp_path, tiny):

@@ -57,6 +57,7 @@ def train(
     A warm start is made first where none is cached. An interrupted run goes on from its checkpoint.
     """
     from stppo import config
+    from stppo.files import repository_path
     from stppo.training.trainer import Trainer
     from stppo.training.warm_start import ensure_warm_start
 
@@ -72,9 +73,9 @@ def train(
             start = ensure_warm_start(job)
             point = config.fingerprint(config.run_section(job))  # so that no run overwrites another
             name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}-{point}"
-            record = Trainer(job, out or Path("results") / job["preset"] / "manual" / name, start).train(
-                resume
-            )
+            record = Trainer(
+                job, out or repository_path("results") / job["preset"] / "manual" / name, start
+            ).train(resume)
             typer.echo(
                 f"{record['status']}: {record['updates']} updates in {record['wall_seconds']:.0f} s, {name}"
             )

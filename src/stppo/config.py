@@ -13,6 +13,7 @@ import itertools
 import json
 import pydoc
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -191,6 +192,14 @@ def warm_start_dir(config: Config) -> Path:
     )
 
 
+def warm_start_overrides(overrides: Iterable[str]) -> list[str]:
+    """Those of a run's overrides that its warm start depends on."""
+    sections = ("world", "policy", "rollout", "warm_start")
+    kept = ("preset", "warm_start_seed")
+    keys = [(override, override.partition("=")[0].lstrip("+~")) for override in overrides]
+    return [override for override, key in keys if key in kept or key.split(".")[0] in sections]
+
+
 @functools.cache
 def code_of(*entries: str) -> str:
     """Hash of the syntax of every module that the entries import (`analysis.provenance.code_hash`)."""
@@ -232,15 +241,18 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
     base = compose([f"preset={preset}", *(overrides or [])])
     if not base.get("pipeline"):
         raise ConfigError(f"preset={preset} has no section `pipeline.regimes`, so there is nothing to train")
+    # Which runs there are is no part of any of them.
+    shared = [override for override in overrides or [] if not override.lstrip("+~").startswith("pipeline.")]
     runs = []
     for regime, plan in base["pipeline"]["regimes"].items():
         for algorithm, seed in itertools.product(plan["algorithms"], plan["seeds"]):
             chosen = [
                 f"preset={preset}",
                 f"training={plan['training']}",
+                f"training.regime={regime}",
                 f"algorithm={algorithm}",
                 f"seed={seed}",
+                *shared,
             ]
-            chosen += overrides or []
             runs.append(PlannedRun(regime, algorithm, seed, tuple(chosen), compose(chosen)))
     return runs

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -73,7 +74,7 @@ def load_policy(path: str | Path) -> PreTrainedModel:
     """Weights saved by `save_pretrained` (or a hub name); raises FileNotFoundError with the remedy."""
     try:
         return AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise FileNotFoundError(
             f"policy weights at {path} cannot be loaded ({str(error).splitlines()[0]}); "
             "rerun the warm start or set policy.pretrained to a folder written by save_pretrained"

@@ -7,6 +7,7 @@ pass. Trajectories that are done leave the batch.
 """
 
 from dataclasses import dataclass as plain_dataclass
+from dataclasses import replace
 
 import torch
 from pydantic import ConfigDict, Field
@@ -32,9 +33,14 @@ class Rollout:
 class RolloutConfig:
     """How trajectories are sampled; `temperature` also divides the logits when they are scored."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     max_tokens: int = Field(256, gt=1)
     batch_size: int = Field(256, gt=0)
+
+
+def at_temperature_one(config: RolloutConfig) -> RolloutConfig:
+    """The same settings for evaluation, which is always at temperature 1 (or greedy)."""
+    return replace(config, temperature=1.0)
 
 
 class TurnEnd:
@@ -150,6 +156,8 @@ class TorchRollout:
 
     def _sample(self, logits: Tensor, generator: torch.Generator, greedy: bool) -> tuple[Tensor, Tensor]:
         log_probs = torch.log_softmax(logits.float().cpu() / (1.0 if greedy else self.config.temperature), -1)
+        if not torch.isfinite(log_probs).any(1).all():
+            raise FloatingPointError("non-finite logits in a roll-out")
         if greedy:
             sampled = log_probs.argmax(-1)
         else:

@@ -1,5 +1,6 @@
 """Checkpoints: everything a run needs to go on exactly where it stopped, written atomically."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 
 from stppo.files import write_atomically
+from stppo.schema import CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, TRAJECTORIES_FILE, UPDATES_FILE
 
 FORMAT = 1
 CHECKPOINT_FILE = "checkpoint.pt"
@@ -21,7 +23,7 @@ def save_checkpoint(path: Path, fingerprint: str, state: dict[str, Any]) -> None
 def load_checkpoint(path: Path, fingerprint: str) -> dict[str, Any]:
     """The saved state. Raises ValueError, naming the file and the remedy, where it is damaged or was
     written by a run with another config or other code; nothing is deleted."""
-    remedy = "move it away to start this run again; metrics recorded so far stay where they are"
+    remedy = "to start this run again use `stppo train --resume set_aside`, which keeps the old files in a sub-folder"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         written_by, state = content["fingerprint"], content["state"]
@@ -35,8 +37,15 @@ def load_checkpoint(path: Path, fingerprint: str) -> dict[str, Any]:
     return state
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that this run cannot use, losing nothing; returns the new name."""
-    aside = path.with_name(f"{path.stem}.stale-{int(path.stat().st_mtime)}{path.suffix}")
-    os.replace(path, aside)
+def set_aside(run_dir: Path) -> Path | None:
+    """Move what an earlier run left in a run folder to a new sub-folder, losing nothing; None if it is empty."""
+    names = (CHECKPOINT_FILE, RUN_FILE, UPDATES_FILE, EVALUATIONS_FILE, TRAJECTORIES_FILE, CONFIG_FILE)
+    found = [run_dir / name for name in names if (run_dir / name).exists()]
+    if not found:
+        return None
+    number = next(n for n in itertools.count(1) if not (run_dir / f"earlier-{n}").exists())
+    aside = run_dir / f"earlier-{number}"
+    aside.mkdir()
+    for path in found:
+        os.replace(path, aside / path.name)
     return aside

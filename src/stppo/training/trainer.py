@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from stppo.agent.critic import Critic, explained_variance
 from stppo.agent.policy import load_policy, score
-from stppo.agent.rollout_torch import TorchRollout
+from stppo.agent.rollout_torch import TorchRollout, at_temperature_one
 from stppo.analysis.provenance import config_targets, environment
 from stppo.config import Config, build, code_of, fingerprint, run_section, validate
 from stppo.files import write_atomically
@@ -37,7 +37,7 @@ from stppo.training.metrics import (
     write_sample,
     write_tables,
 )
-from stppo.training.warm_start import load_warm_start
+from stppo.training.warm_start import load_warm_start, made_for
 from stppo.trajectories import Trajectories
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ BIAS_NORM_COLUMNS = {
 }
 
 
-class NonFinite(Exception):
-    """A loss or gradient stopped being finite; ends the run, keeping what was measured."""
+class NonFinite(FloatingPointError):
+    """A loss, gradient or parameter stopped being finite; ends the run, keeping what was measured."""
 
 
 @dataclass
@@ -96,6 +96,9 @@ class Trainer:
         self.world = build(config["world"], "world")
         tokenizer = self.world.tokenizer
         self.sampler = TorchRollout(self.world.environment, tokenizer, self.settings.rollout)
+        self.evaluator = TorchRollout(
+            self.world.environment, tokenizer, at_temperature_one(self.settings.rollout)
+        )
         self.train_questions = self.world.questions("train")
         held_out = self.world.questions("validation")
         self.evaluation_questions = held_out[: self.settings.evaluation.questions]
@@ -108,10 +111,10 @@ class Trainer:
         torch.manual_seed(self.settings.seed)
         self.generator = torch.Generator().manual_seed(self.settings.seed)
         self.policy, self.warm_start, weights = load_warm_start(Path(warm_start_dir))
-        if self.policy.config.vocab_size != len(tokenizer):
+        if self.warm_start["made_for"] != made_for(config):
             raise ValueError(
-                f"warm start {warm_start_dir} knows {self.policy.config.vocab_size} tokens but the world has "
-                f"{len(tokenizer)}: it belongs to another world; rerun the warm start"
+                f"warm start {warm_start_dir} was made for another world or policy; make one for this config with "
+                "`stppo warm-start`"
             )
         self.reference = load_policy(warm_start_dir).requires_grad_(False)
         self.parameters = list(self.policy.parameters())
@@ -154,7 +157,7 @@ class Trainer:
         try:
             if not self.evaluation_rows:
                 self._evaluate()
-            while len(self.queue) <= training.staleness_iterations and self.iteration < training.iterations:
+            while self._queue_is_short():
                 self.queue.append(self._sample())
             with tqdm(
                 total=training.iterations,
@@ -172,16 +175,17 @@ class Trainer:
                     )
                     if self.on_iteration is not None:
                         self.on_iteration(self)
-        except NonFinite as stop:
+        except FloatingPointError as stop:  # the roll-out raises it too, on non-finite logits
             log.error("run stopped: %s; metrics up to here are kept in %s", stop, self.run_dir)
             record = self._write(NON_FINITE, {"what": str(stop), "update": self.update})
         else:
             _, rollout = evaluate(
-                self.sampler, self.policy, self.evaluation_questions[:3], False, seed=self.settings.seed
+                self.evaluator, self.policy, self.evaluation_questions[:3], False, seed=self.settings.seed
             )
             write_sample(self.run_dir, self.sampler, rollout)
             record = self._write(COMPLETED)
-        (self.run_dir / CHECKPOINT_FILE).unlink(missing_ok=True)  # the record is complete; nothing to resume
+            # Kept, so that running a finished run again repeats nothing.
+            save_checkpoint(self.run_dir / CHECKPOINT_FILE, self.fingerprint, self._state())
         self.policy.save_pretrained(self.run_dir / "policy")
         return record
 
@@ -199,11 +203,13 @@ class Trainer:
         shared["advantage_raw_std"] = float(credit.raw_std)
         shared["seconds_scoring"] = time.perf_counter() - began
         shared["critic_loss"] = shared["critic_explained_variance"] = math.nan
+        began = time.perf_counter()
         if self.critic is not None:
             shared["critic_explained_variance"] = explained_variance(
                 values, credit.returns, credit.value_mask
             )
             shared["critic_loss"] = self._update_critic(batch, credit.returns, credit.value_mask, values)
+        shared["seconds_critic"] = time.perf_counter() - began if self.critic is not None else 0.0
         shared["staleness_iterations"] = self.iteration - queued.iteration
         self.iteration += 1
         size = training.trajectories_per_iteration // training.minibatches
@@ -221,11 +227,17 @@ class Trainer:
                 )
         if self.iteration % self.settings.evaluation.every == 0 or self.iteration == training.iterations:
             self._evaluate()
-        if self.iteration + len(self.queue) < training.iterations:
+        if self._queue_is_short():
             self.queue.append(self._sample())
         if self.iteration % training.checkpoint_every == 0 and self.iteration < training.iterations:
             self._write(RUNNING)
             save_checkpoint(self.run_dir / CHECKPOINT_FILE, self.fingerprint, self._state())
+
+    def _queue_is_short(self) -> bool:
+        """Whether another batch must be sampled: no more than the remaining iterations will train on."""
+        training = self.settings.training
+        remaining = training.iterations - self.iteration
+        return len(self.queue) < min(training.staleness_iterations + 1, remaining)
 
     def _sample(self) -> QueuedBatch:
         """Roll out one batch with the current policy; questions are drawn without replacement, epoch-wise."""
@@ -299,10 +311,12 @@ class Trainer:
         row["stabilizer_divisor"] = divisor
         self._step(divisor, row)
         row["seconds_update"] = time.perf_counter() - began
+        self._require_finite(torch.tensor(row["update_norm"]), "parameters")
 
     def _sampled(self) -> bool:
-        """Whether this update pays for norms that only watch: each costs a backward pass."""
-        return (self.update - 1) % self.settings.training.bias_norm_every == 0
+        """Whether this update pays for norms that only watch: each costs a backward pass. The iteration shifts
+        the choice, so that it does not always fall on the same minibatch of an epoch."""
+        return (self.update - 1 + self.iteration) % self.settings.training.bias_norm_every == 0
 
     def _bias_norms(self, surrogate: Surrogate, scores: Any) -> dict[str, float]:
         """‖C‖: exact by a second backward pass where the stabiliser needs it, else every few updates."""
@@ -358,6 +372,8 @@ class Trainer:
                 self._require_finite(loss, "critic loss")
                 self.critic_optimizer.zero_grad()
                 loss.backward()
+                gradients = [p.grad for p in self.critic.parameters() if p.grad is not None]
+                self._require_finite(torch.tensor(global_norm(gradients)), "critic gradient norm")
                 self.critic_optimizer.step()
                 losses.append(loss.detach())
         return float(torch.stack(losses).mean())
@@ -376,7 +392,7 @@ class Trainer:
             kinds = [True]
         for greedy in [*kinds, False]:  # sampled last, so that the newest row is the primary metric
             seed = self.settings.seed * 1_000_003 + self.iteration
-            row, _ = evaluate(self.sampler, self.policy, self.evaluation_questions, greedy, seed)
+            row, _ = evaluate(self.evaluator, self.policy, self.evaluation_questions, greedy, seed)
             self.evaluation_rows.append({"iteration": self.iteration, "update": self.update} | row)
 
     def _write(self, status: str, non_finite: dict | None = None) -> dict[str, Any]:
@@ -429,15 +445,18 @@ class Trainer:
         }
 
     def _resume(self, mode: str) -> None:
-        path = self.run_dir / CHECKPOINT_FILE
-        if mode == "never" or not path.exists():
-            return
-        try:
-            state = load_checkpoint(path, self.fingerprint)
-        except ValueError as error:
-            if mode != "set_aside":
-                raise
-            log.warning("%s Set aside as %s.", error, set_aside(path).name)
+        path, state = self.run_dir / CHECKPOINT_FILE, None
+        if mode != "never" and path.exists():
+            try:
+                state = load_checkpoint(path, self.fingerprint)
+            except ValueError as error:
+                if mode != "set_aside":
+                    raise
+                log.warning("%s", error)
+        if state is None:
+            aside = set_aside(self.run_dir)
+            if aside is not None:
+                log.warning("an earlier run's files were moved to %s", aside)
             return
         self.iteration, self.update = state["iteration"], state["update"]
         self.policy.load_state_dict(state["policy"])

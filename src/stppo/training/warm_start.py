@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.agent.policy import build_policy, load_policy, score
-from stppo.agent.rollout_torch import TorchRollout
-from stppo.config import Config, build, validate, warm_start_dir
+from stppo.agent.rollout_torch import TorchRollout, at_temperature_one
+from stppo.config import Config, build, fingerprint, validate, warm_start_dir
 from stppo.files import write_json
 from stppo.training.metrics import evaluate
 from stppo.trajectories import Trajectories
@@ -87,7 +87,7 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
 
     policy = build_policy(run.policy, tokenizer)
     optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
-    sampler = TorchRollout(world.environment, tokenizer, run.rollout)
+    sampler = TorchRollout(world.environment, tokenizer, at_temperature_one(run.rollout))
     held_out = world.questions("validation")
     history = []
     bar = tqdm(total=settings.max_steps, desc="warm start", disable=not progress, mininterval=1)
@@ -116,6 +116,7 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     sampled, _ = evaluate(sampler, policy, many, greedy=False, seed=run.warm_start_seed)
     greedy, _ = evaluate(sampler, policy, held_out[: settings.final_samples], greedy=True, seed=0)
     record = {
+        "made_for": made_for(config),
         "success_sampled": sampled["success"],
         "success_greedy": greedy["success"],
         "valid_format_rate": sampled["valid_format_rate"],
@@ -130,6 +131,11 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     tokenizer.save_pretrained(out_dir)
     write_json(out_dir / WARM_START_FILE, record)  # last: its presence means the folder is whole
     return record
+
+
+def made_for(config: Config) -> str:
+    """Fingerprint of the world and policy that a warm start fits."""
+    return fingerprint([config["world"], config["policy"]])
 
 
 def ensure_warm_start(config: Config) -> Path:
