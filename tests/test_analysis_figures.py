@@ -170,6 +170,18 @@ def test_setting_and_regime_in_words(metrics):
     )
 
 
+def test_learning_rates_keep_two_digits(metrics):
+    for rate, words in ((3.5e-4, "lr 3.5e-4,"), (2.5e-4, "lr 2.5e-4,"), (1e-3, "lr 1e-3,")):
+        rated = metrics.iterations.assign(learning_rate=np.float32(rate))
+        study = type(metrics)(metrics.runs, rated, metrics.evaluations)
+        assert describe_regime(study, "A", ["st_ppo"]).startswith(words)
+
+
+def test_success_starts_at_zero_in_the_overview(plots):
+    bottoms = {ax.get_ylim()[0] for ax in plots["overview"].figure.axes if ax.get_visible()}
+    assert bottoms == {0.0}
+
+
 def test_figure_of_one_run_from_its_tables(tmp_path):
     folder = make_run(tmp_path / "run", "st_ppo", iterations=6)
     plot = figures.run_figure(

@@ -6,7 +6,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from stppo import schema
+from stppo import config, schema
 from stppo.analysis import runs
 from stppo.analysis.runs import collect, load_metrics, make_command, read_run, repository_path
 from tests.synthetic_runs import N_UPDATES, START, make_run, make_study
@@ -180,11 +180,25 @@ def test_failed_write_leaves_the_old_file_and_no_debris(tmp_path):
     [
         ("results/smoke/runs/x/run.json", "snakemake results/smoke/runs/x/run.json --config preset=smoke"),
         ("results/reference/laptop/metrics/runs.json", "snakemake reference --config preset=laptop"),
+        (
+            "results/smoke/manual/LONG/st_ppo/seed3-0123abcd/run.json",
+            "stppo train preset=smoke training=regime_long algorithm=st_ppo seed=3"
+            " --out results/smoke/manual/LONG/st_ppo/seed3-0123abcd",
+        ),
+        ("results/smoke/manual/own/run.json", "stppo train preset=smoke --out results/smoke/manual/own"),
         ("elsewhere/run.json", "snakemake elsewhere/run.json"),
     ],
 )
 def test_remedy_names_the_preset(target, command):
     assert make_command(target) == command
+
+
+@pytest.mark.parametrize("regime", ["A", "LONG", "ON_POLICY", "mine"])
+def test_remedy_of_a_manual_run_composes_to_that_run(regime):
+    command = make_command(f"results/smoke/manual/{regime}/st_ppo/seed3-0123abcd/run.json").split()
+    run = config.compose(command[2 : command.index("--out")])
+    found = (run["preset"], run["training"]["regime"], run["algorithm"]["name"], run["seed"])
+    assert found == ("smoke", regime, "st_ppo", 3)
 
 
 def test_missing_metrics_name_the_command(tmp_path):

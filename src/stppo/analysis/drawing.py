@@ -76,6 +76,12 @@ def _numbers(values: Sequence[float], pattern: str = "{:g}") -> str:
     return low if low == high else f"{low}–{high}"
 
 
+def _short(value: float) -> str:
+    """Two significant digits, as people write learning rates: 3.5e-4, 5e-4."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
 def describe_setting(metrics: Metrics) -> str:
     """Model and world of the runs, in words."""
     parts = []
@@ -103,7 +109,7 @@ def describe_regime(metrics: Metrics, regime: str, algorithms: Sequence[str]) ->
     ]
     parts = []
     if "learning_rate" in rows and rows["learning_rate"].notna().any():
-        parts.append(f"lr {rows['learning_rate'].max():.0e}".replace("e-0", "e-"))
+        parts.append(f"lr {_short(rows['learning_rate'].max())}")
     if "staleness_iterations" in rows and rows["staleness_iterations"].notna().any():
         parts.append(f"staleness {rows['staleness_iterations'].max():.0f}")
     per_iteration = [

@@ -190,7 +190,7 @@ def overview_figure(metrics: Metrics, repetitions: int = REPETITIONS) -> Plot | 
     rows: list[pd.DataFrame] = []
     with style():
         fig = Figure(figsize=(WIDTH, 1.4 + 1.95 * n_rows), layout="constrained")
-        axes = fig.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False).flat
+        axes = list(fig.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False).flat)
         baseline = curves_of(metrics, regime, "token_ppo", "success").mean(axis=1)
         for ax, algorithm in zip(axes, algorithms, strict=False):
             ax.plot(baseline.index, baseline, color="#BBBBBB", linewidth=1.4, zorder=1)
@@ -305,7 +305,7 @@ def run_figure(updates: pd.DataFrame, evaluations: pd.DataFrame, title: str) -> 
     blue, orange, green = "#0061A8", "#D55E00", "#009E73"
     with style():
         fig = Figure(figsize=(WIDTH, 5.6), layout="constrained")
-        axes = fig.subplots(2, 2).flat
+        axes = list(fig.subplots(2, 2).flat)
         at = updates.groupby("iteration").mean(numeric_only=True)
         axes[0].plot(at.index, at["success_train"], color="#BBBBBB", label="training questions")
         for temperature, name, color in ((1.0, "held out, sampled", blue), (0.0, "held out, greedy", orange)):

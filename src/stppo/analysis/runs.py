@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,16 +21,35 @@ from stppo.analysis.statistics import final_mean
 from stppo.files import repository_path, write_atomically
 
 KEYS = list(schema.KEY_COLUMNS)
+# Recorded name of a regime -> its config in configs/training.
+TRAINING_CONFIGS = {"A": "regime_a", "LONG": "regime_long", "ON_POLICY": "nearly_on_policy"}
 INTEGERS = ("seed", "iteration", "n_questions")
 
 
 def make_command(target: str | Path) -> str:
-    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`."""
+    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`.
+
+    Runs below `results/<preset>/manual/` were started by hand, so no workflow knows them: their command
+    lacks any further override that was given then.
+    """
     parts = Path(target).parts
     below = parts[parts.index("results") + 1 :] if "results" in parts else ()
     if len(below) > 2 and below[0] == "reference":
         return f"snakemake reference --config preset={below[1]}"
+    if len(below) > 2 and below[1] == "manual":
+        return _train_command(below[0], below[2:-1], Path(target).parent)
     return f"snakemake {target}" + (f" --config preset={below[0]}" if len(below) > 1 else "")
+
+
+def _train_command(preset: str, names: Sequence[str], run_dir: Path) -> str:
+    """`names` are the folders below manual/: regime, algorithm, seed<number>-<fingerprint>."""
+    overrides = [f"preset={preset}"]
+    if len(names) == 3:
+        regime, algorithm, seed = names
+        training = TRAINING_CONFIGS.get(regime)
+        overrides.append(f"training={training}" if training else f"training.regime={regime}")
+        overrides += [f"algorithm={algorithm}", f"seed={seed.removeprefix('seed').split('-')[0]}"]
+    return shlex.join(["stppo", "train", *overrides, "--out", str(run_dir)])
 
 
 def _read_json(path: Path, remedy: str) -> Any:
