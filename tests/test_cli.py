@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -16,8 +15,7 @@ from typer.testing import CliRunner
 from stppo import cli
 from stppo import config as configs
 from tests.conftest import TINY
-
-DATA = Path(os.environ.get("STPPO_DATA", Path(__file__).parents[2] / "shared" / "data"))
+from tests.sample_data import DATA, real_data
 
 
 @pytest.fixture
@@ -122,10 +120,9 @@ def test_play_refuses_no_questions(stppo):
     assert stppo("play", "--questions", "0")[0] == 2
 
 
+@real_data
 def test_play_real_benchmark(stppo):
     records, corpus = DATA / "hotpotqa" / "records.jsonl", DATA / "corpus.jsonl"
-    if not corpus.is_file():
-        pytest.skip(f"no sample data in {DATA} (set STPPO_DATA)")
     summary = summary_of(
         stppo(
             *("play", "world=benchmark", "world.benchmark=hotpotqa", "world.cache_dir=null"),

@@ -1,7 +1,5 @@
 import json
-import os
 import random
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +14,7 @@ from stppo.world.scripted import (
     play_summary,
     recall_at_k,
 )
-
-DATA = Path(os.environ.get("STPPO_DATA", Path(__file__).parents[2] / "shared" / "data"))
-real_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no sample data in {DATA} (set STPPO_DATA)")
+from tests.sample_data import DATA, real_data
 
 HOTPOT = {
     "_id": "h1",
