@@ -162,6 +162,36 @@ def test_unlisted_algorithm_is_drawn_in_the_overview(tmp_path, metrics):
     assert set(plot.data["algorithm"]) == {"brand_new"}
 
 
+def with_others(metrics, names):
+    """The study with copies of runs under further names: {new name: name of the copied algorithm}."""
+    study = [metrics.runs, metrics.iterations, metrics.evaluations]
+    for new, old in names.items():
+        study[0] = study[0] + [{**r, "algorithm": new} for r in metrics.runs if r["algorithm"] == old]
+        for i, frame in ((1, metrics.iterations), (2, metrics.evaluations)):
+            copy = frame[frame["algorithm"] == old].assign(algorithm=new)
+            study[i] = pd.concat([study[i], copy], ignore_index=True)
+    return type(metrics)(*study)
+
+
+def test_other_algorithms_join_the_figures_of_their_kind_in_colours_of_their_own(metrics):
+    mine = {"my_ppo": "st_ppo", "my_other_ppo": "s_ppo", "my_group": "gspo", "another_group": "grpo"}
+    study = with_others(metrics, mine)
+    with_critic = {*figures.PPO_VARIANTS, "so_ppo_ctn", "my_ppo", "my_other_ppo"}
+    without = {*figures.GRPO_VARIANTS, "my_group", "another_group"}
+    for draw, expected in (
+        (figures.stability_figure, with_critic),
+        (figures.clip_ratio_figure, with_critic),
+        (figures.so_grpo_figure, without),
+    ):
+        plot = draw(study, FAST)
+        assert set(plot.data["algorithm"]) == expected
+        labels = [text.get_text() for text in plot.figure.legends[0].get_texts()]
+        assert {look(name).label for name in expected} <= set(labels)
+        assert "Dash-dotted: " in plot.caption
+    colors = [look(name).color for name in (*LOOKS, *mine)]
+    assert len(set(colors)) == len(colors)
+
+
 def test_setting_and_regime_in_words(metrics):
     assert describe_setting(metrics) == "tiny policy (0.12 M parameters), synthetic world"
     assert (

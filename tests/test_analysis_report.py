@@ -6,7 +6,7 @@ import pytest
 
 from stppo import schema
 from stppo.analysis import figures
-from stppo.analysis.report import NAME_MAP, main, render_report
+from stppo.analysis.report import NAME_MAP, render_report
 from stppo.analysis.runs import collect
 from stppo.analysis.style import LOOKS
 from stppo.analysis.trajectory_view import show_trajectories
@@ -114,7 +114,7 @@ def test_reference_of_the_same_preset_is_not_remarked(results, tmp_path):
 
 
 def test_without_any_reference_the_page_says_so(results, tmp_path):
-    main([str(results / "smoke"), str(tmp_path / "none" / "smoke"), str(tmp_path / "r.html")])
+    render_report(results / "smoke", tmp_path / "none" / "smoke", tmp_path / "r.html")
     page = Page((tmp_path / "r.html").read_text())
     assert len(page.images) == 2 and "No committed reference" in " ".join(page.text)
 
@@ -123,6 +123,25 @@ def test_table_shows_collapse_counts(page, results):
     html = (results / "smoke" / "report.html").read_text()
     row = next(r for r in html.split("<tr") if LOOKS["token_ppo"].label in r and 'class="n bad"' in r)
     assert ">1/1<" in re.sub(r"\s+", "", row)
+
+
+def test_mixed_code_and_uncommitted_changes_are_remarked(page, tmp_path):
+    assert "runs were trained" not in " ".join(page.text)
+    folder = make_results(tmp_path / "results" / "mixed", seeds=2)
+    file = folder / "metrics" / schema.RUNS_FILE
+    records = json.loads(file.read_text())
+    records[0]["code_hash"] = "another"
+    records[1]["git_dirty"] = records[2]["git_dirty"] = True
+    file.write_text(json.dumps(records))
+    html = render_report(folder, None, tmp_path / "r.html").read_text()
+    remark = next(part for part in html.split('<p class="remark">') if part.startswith("<b>Your run"))
+    assert "The 4 runs were trained by 2 different versions of the code." in remark
+    assert "2 of 4 runs were trained from a tree with uncommitted changes." in remark
+
+
+def test_page_says_how_the_learning_rates_were_chosen(page):
+    text = re.sub(r"\s+", " ", " ".join(page.text))
+    assert "tuning seed that is not reported" in text and "by selection" in text
 
 
 def test_text_from_records_is_escaped(results, tmp_path):

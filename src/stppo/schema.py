@@ -246,12 +246,3 @@ GLOSSARY: dict[str, dict[str, str]] = {
     "Per run, summary (`summary.csv`)": SUMMARY_COLUMNS,
     "Per run, record (`run.json`)": RUN_FIELDS,
 }
-
-
-def glossary_markdown() -> str:
-    """Every recorded quantity with its definition, as Markdown tables."""
-    parts = ["# Metrics glossary"]
-    for title, columns in GLOSSARY.items():
-        rows = [f"| `{name}` | {text.replace('|', chr(92) + '|')} |" for name, text in columns.items()]
-        parts.append("\n".join([f"## {title}", "", "| name | meaning |", "| --- | --- |", *rows]))
-    return "\n\n".join(parts) + "\n"

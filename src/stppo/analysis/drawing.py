@@ -19,7 +19,7 @@ from stppo.analysis.statistics import (
     band_note,
     bootstrap_band,
 )
-from stppo.analysis.style import STYLE_NOTE, Plot, in_order, look, style
+from stppo.analysis.style import LOOKS, STYLE_NOTE, Plot, in_order, look, style
 
 WIDTH = 10.0
 
@@ -133,6 +133,8 @@ def caption(
     settings = "; ".join(f"regime {r}: {describe_regime(metrics, r, algorithms)}" for r in regimes)
     mark = " An x marks a seed's collapse." if runs["collapsed"].any() else ""
     lines = f" {band_note(counts)} {STYLE_NOTE}" if means else ""
+    if means and (own := [look(name).label for name in runs["algorithm"].unique() if name not in LOOKS]):
+        lines += f" Dash-dotted: {', '.join(own)}."
     return f"{what} Our own measurement, not the paper's curves: {describe_setting(metrics)}; {settings}.{mark}{lines}"
 
 
@@ -268,6 +270,8 @@ def start_handle() -> list[Line2D]:
 
 def present(metrics: Metrics, algorithms: Sequence[str]) -> tuple[list[str], list[str]]:
     """Regimes that hold at least one of the algorithms, and the algorithms found there."""
+    for name in in_order(metrics.algorithms()):
+        look(name)  # all choose in one order, so that every figure of a study has the same colours
     regimes = [r for r in metrics.regimes if set(metrics.algorithms(r)) & set(algorithms)]
     return regimes, in_order(set(algorithms) & set(metrics.algorithms()))
 

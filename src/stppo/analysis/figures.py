@@ -51,6 +51,23 @@ ENTROPY = Panel("entropy", "entropy (nats)")
 FORMAT = Panel("valid_format_rate", "valid-format rate")
 
 
+def _others(metrics: Metrics, critic: bool) -> list[str]:
+    """Algorithms that no list above names, such as a reader's own, with or without a trained critic."""
+    names = set(metrics.algorithms()) - {*PPO_VARIANTS, *GRPO_VARIANTS}
+    losses = metrics.iterations.reindex(columns=["algorithm", "critic_loss"]).dropna()
+    return in_order(name for name in names if (name in set(losses["algorithm"])) == critic)
+
+
+def ppo_variants(metrics: Metrics) -> list[str]:
+    """Token PPO, its three stabilised variants, and any other algorithm with a critic."""
+    return [*PPO_VARIANTS, *_others(metrics, critic=True)]
+
+
+def grpo_variants(metrics: Metrics) -> list[str]:
+    """GRPO, its variants, GSPO, and any other algorithm without a critic."""
+    return [*GRPO_VARIANTS, *_others(metrics, critic=False)]
+
+
 def collapse_figure(metrics: Metrics) -> Plot | None:
     """Fig. 2: token PPO seed by seed, success above the spread of its raw advantages."""
     return grid(
@@ -66,13 +83,13 @@ def collapse_figure(metrics: Metrics) -> Plot | None:
 
 
 def stability_figure(metrics: Metrics, repetitions: int = REPETITIONS) -> Plot | None:
-    """Fig. 4 (and 3a): success of the three stabilised variants against token PPO."""
+    """Fig. 4 (and 3a): success of the PPO variants, and of any other algorithm with a critic."""
     return grid(
         metrics,
         "stability",
         "Success of the PPO variants",
         "Success on fixed held-out questions, sampled (temperature 1) and greedy.",
-        PPO_VARIANTS,
+        ppo_variants(metrics),
         (SUCCESS, GREEDY),
         repetitions,
     )
@@ -87,7 +104,7 @@ def clip_ratio_figure(metrics: Metrics, repetitions: int = REPETITIONS) -> Plot 
         "Share of agent tokens whose term is clipped (sign-aware), share whose ratio leaves the clip range "
         "whatever its advantage, and KL(behaviour || policy); means over each iteration's updates. A turn-level "
         "clip takes a whole turn, so compare the trend within an algorithm, not levels across granularities.",
-        PPO_VARIANTS,
+        ppo_variants(metrics),
         (CLIP, OUT_OF_RANGE, KL),
         repetitions,
     )
@@ -100,8 +117,9 @@ def so_grpo_figure(metrics: Metrics, repetitions: int = REPETITIONS) -> Plot | N
         "so_grpo",
         "Group-based variants",
         "Sampled success, gradient norm and sign-aware clip fraction of GRPO, of SO-GRPO under both readings of "
-        "the second version, and of GSPO, whose clip range is narrower by design.",
-        GRPO_VARIANTS,
+        "the second version, of GSPO, whose clip range is narrower by design, and of any other algorithm without a "
+        "critic.",
+        grpo_variants(metrics),
         (SUCCESS, GRADIENT, CLIP),
         repetitions,
     )

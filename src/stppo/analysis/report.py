@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +141,19 @@ def _provenance(metrics: Metrics) -> dict[str, str]:
     }
 
 
+def _doubts(metrics: Metrics) -> list[str]:
+    """What makes the runs hard to reproduce or to compare, one sentence each; empty if nothing does."""
+    versions = len({run.get("code_hash") for run in metrics.runs})
+    dirty = sum(bool(run.get("git_dirty")) for run in metrics.runs)
+    n = len(metrics.runs)
+    doubts = []
+    if versions > 1:
+        doubts.append(f"The {n} runs were trained by {versions} different versions of the code.")
+    if dirty:
+        doubts.append(f"{dirty} of {n} runs were trained from a tree with uncommitted changes.")
+    return doubts
+
+
 def _machine(hardware: dict[str, Any]) -> str | None:
     if not hardware:
         return None
@@ -215,6 +226,10 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         reference_preset=reference.name if reference else None,
         provenance=_provenance(metrics),
         reference_provenance=_provenance(reference_metrics) if reference_metrics else None,
+        doubts={
+            "Your run": _doubts(metrics),
+            "Reference": _doubts(reference_metrics) if reference_metrics else [],
+        },
         rows=_rows(metrics, reference_metrics),
         spacings=sorted({f"{v.spacing:g}" for v in metrics.collapses.values() if math.isfinite(v.spacing)}),
         runs=metrics.runs,
@@ -225,17 +240,3 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
     )
     write_atomically(out_file, lambda path: path.write_text(page, encoding="utf-8"))
     return out_file
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: results folder, reference folder, output file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results_dir", type=Path)
-    parser.add_argument("reference_dir", type=Path)
-    parser.add_argument("out_file", type=Path)
-    arguments = parser.parse_args(argv)
-    render_report(arguments.results_dir, arguments.reference_dir, arguments.out_file)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,6 +20,7 @@ from PIL import Image
 from stppo.files import repository_path, write_atomically
 
 TOKEN, TURN, SEQUENCE = (0, (4, 1.5)), "-", (0, (1, 1))  # the line style says the ratio's granularity
+OWN = (0, (5, 1, 1, 1))  # an algorithm not listed here
 STYLE_NOTE = "Dashed: token-level ratio; solid: turn-level; dotted: sequence-level."
 
 
@@ -52,15 +53,23 @@ LOOKS: dict[str, Look] = {
     "token_ppo_turn_mean": Look("token PPO, turn-mean credit", "#B07A50", TOKEN),
     "turn_ppo_turn_mean": Look("Turn-PPO, turn-mean credit", "#C9A227", TURN),
 }
-SPARE_COLORS = ("#44AA99", "#117733", "#6699CC", "#661100", "#888888")
+SPARE_COLORS = ("#44AA99", "#117733", "#6699CC", "#661100", "#888888", "#F06292", "#7E57C2", "#9CCC65")
+_OWN: dict[str, Look] = {}
 
 
 def look(algorithm: str) -> Look:
-    """The algorithm's look; one not listed gets a colour that depends on its name alone."""
+    """The algorithm's look; one not listed keeps a spare colour that its name chooses among those left.
+
+    Beyond as many unlisted algorithms as there are spare colours, colours repeat.
+    """
     if algorithm in LOOKS:
         return LOOKS[algorithm]
-    spare = SPARE_COLORS[zlib.crc32(algorithm.encode()) % len(SPARE_COLORS)]
-    return Look(algorithm.replace("_", " "), spare, (0, (5, 1, 1, 1)))
+    if algorithm not in _OWN:
+        taken = {own.color for own in _OWN.values()}
+        left = [color for color in SPARE_COLORS if color not in taken] or SPARE_COLORS
+        color = left[zlib.crc32(algorithm.encode()) % len(left)]
+        _OWN[algorithm] = Look(algorithm.replace("_", " "), color, OWN)
+    return _OWN[algorithm]
 
 
 def in_order(algorithms: Iterable[str]) -> list[str]:
