@@ -1,0 +1,72 @@
+"""Kill a training process of the smoke pipeline with SIGKILL: Snakemake finishes the run as if nothing had happened.
+
+From the repository root, in the activated environment, after `make all PRESET=smoke`: python .ci/killed_run.py
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pandas as pd
+
+from stppo.schema import TIMING_COLUMNS
+
+RUN = Path("results/smoke/runs/A/token_ppo/seed0")
+SECONDS = 300
+
+
+def tables() -> list[pd.DataFrame]:
+    return [pd.read_parquet(RUN / f"{name}.parquet") for name in ("updates", "evaluations")]
+
+
+def descendants(pid: int) -> list[int]:
+    children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+    return [found for child in map(int, children) for found in (child, *descendants(child))]
+
+
+def kernel_of(pid: int) -> int:
+    """The Jupyter kernel below a process: there the run trains."""
+    for found in descendants(pid):
+        shown = subprocess.run(["ps", "-o", "args=", "-p", str(found)], capture_output=True, text=True)
+        if "ipykernel" in shown.stdout:
+            return found
+    sys.exit("FAILED: snakemake runs no kernel that could be killed")
+
+
+def main() -> None:
+    undisturbed = tables()
+    shutil.rmtree(RUN)
+    snakemake = subprocess.Popen(["snakemake", str(RUN / "run.json"), "--config", "preset=smoke"])
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not (RUN / "checkpoint.pt").exists():
+            if snakemake.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"FAILED: no checkpoint appeared in {RUN} while snakemake was running")
+            time.sleep(0.02)
+        os.kill(kernel_of(snakemake.pid), signal.SIGKILL)
+        killed = datetime.now(UTC)
+        if (RUN / "run.json").exists() and json.loads((RUN / "run.json").read_text())[
+            "status"
+        ] == "completed":
+            sys.exit("FAILED: the run was over before it could be killed")
+        if snakemake.wait(SECONDS):
+            sys.exit("FAILED: snakemake gave the killed run up")
+    finally:
+        snakemake.terminate()
+    # A run that went on keeps its start; one that began again would have a later one.
+    if datetime.fromisoformat(json.loads((RUN / "run.json").read_text())["started"]) >= killed:
+        sys.exit("FAILED: the killed run began again instead of going on from its checkpoint")
+    for before, after in zip(undisturbed, tables(), strict=True):
+        kept = [column for column in before if column not in TIMING_COLUMNS]
+        pd.testing.assert_frame_equal(after[kept], before[kept], check_exact=True)
+        print(f"equal: {len(kept)} columns, {len(before)} rows")
+
+
+if __name__ == "__main__":
+    main()
