@@ -11,7 +11,6 @@ import functools
 import hashlib
 import itertools
 import json
-import pydoc
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
+from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -139,35 +139,37 @@ def _allowed_keys(model: Any, location: tuple) -> str:
 
 
 def build(node: Config, key: str) -> Any:
-    """Instantiate a `_target_` section; raises ConfigError that names the section and its allowed keys."""
+    """`hydra.utils.instantiate` a `_target_` section; raises ConfigError that names the key and what is allowed."""
+    _check_target(node, key)
+    try:
+        return instantiate(node, _convert_="object")
+    except InstantiationException as error:
+        inner = re.search(r"full_key: (\S+)", str(error))
+        place = f"{key}.{inner[1]}" if inner else key
+        raise ConfigError(f"{place}: {' '.join(str(error.__cause__ or error).split())}") from error
+
+
+def _check_target(node: Config, key: str) -> None:
+    """Raise ConfigError for a missing or unknown `_target_`, an unknown key, or a section of the wrong class."""
     if not isinstance(node, dict) or "_target_" not in node:
         raise ConfigError(f"{key}: a mapping with _target_ is needed, got {node!r}")
-    built = {}
-    for name, value in node.items():
-        if isinstance(value, dict) and "_target_" in value:
-            value = build(value, f"{key}.{name}")
-        built[name] = value
     try:
-        target = pydoc.locate(str(built.pop("_target_")))
-    except pydoc.ErrorDuringImport as error:
-        raise ConfigError(f"{key}._target_ = {node['_target_']}: {error}") from error
-    if not callable(target):
-        raise ConfigError(f"{key}._target_ = {node['_target_']}: no such class")
+        target = get_class(node["_target_"])
+    except Exception as error:  # whatever importing it raised
+        raise ConfigError(f"{key}._target_ = {node['_target_']}: no such class") from error
+    given = {name: value for name, value in node.items() if not name.startswith("_")}
     if dataclasses.is_dataclass(target):
         allowed = [field.name for field in dataclasses.fields(target) if field.init]
-        unknown = sorted(set(built) - set(allowed))
-        if unknown:
+        if unknown := sorted(set(given) - set(allowed)):
             raise ConfigError(f"{key}.{unknown[0]}: unknown key; allowed: {', '.join(allowed)}")
-        for name, kind in get_type_hints(target).items():
-            if dataclasses.is_dataclass(kind) and name in built and not isinstance(built[name], kind):
-                raise ConfigError(
-                    f"{key}.{name} = {node[name]!r}: the _target_ of a {kind.__name__} is needed"
-                )
-    try:
-        return target(**built)
-    except (TypeError, ValueError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ConfigError(f"{key}: {' '.join(lines[:3])}") from error
+    kinds = get_type_hints(target)
+    for name, value in given.items():
+        kind = kinds.get(name)
+        nested = isinstance(value, dict) and "_target_" in value
+        if nested:
+            _check_target(value, f"{key}.{name}")
+        if dataclasses.is_dataclass(kind) and not (nested and issubclass(get_class(value["_target_"]), kind)):
+            raise ConfigError(f"{key}.{name} = {value!r}: the _target_ of a {kind.__name__} is needed")
 
 
 def run_section(config: Config) -> Config:
