@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from stppo.settings import RunConfig
 
 Config = dict[str, Any]
+
+logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # what goes wrong is raised, not printed as well
 
 
 class ConfigError(ValueError):
