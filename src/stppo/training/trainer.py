@@ -111,7 +111,7 @@ class Trainer:
         torch.manual_seed(self.settings.seed)
         self.generator = torch.Generator().manual_seed(self.settings.seed)
         self.policy, self.warm_start, weights = load_warm_start(Path(warm_start_dir))
-        if self.warm_start["made_for"] != made_for(config):
+        if self.warm_start.get("made_for") != made_for(config):
             raise ValueError(
                 f"warm start {warm_start_dir} was made for another world or policy; make one for this config with "
                 "`stppo warm-start`"
