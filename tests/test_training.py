@@ -269,6 +269,23 @@ def test_warm_start_learns_until_the_target(tmp_path, tiny):
     assert sum(p.numel() for p in policy.parameters()) == record["parameters"]
 
 
+def test_start_is_measured_on_the_questions_of_the_evaluations(tmp_path, tiny, monkeypatch):
+    from stppo.training import warm_start as module
+
+    asked, original = [], module.evaluate
+
+    def evaluate(sampler, policy, questions, **options):
+        asked.append([question.id for question in questions])
+        return original(sampler, policy, questions, **options)
+
+    monkeypatch.setattr(module, "evaluate", evaluate)
+    easy = tiny("warm_start.target_success=0.001", "warm_start.max_steps=400", "evaluation.questions=8")
+    warm_start(easy, tmp_path, progress=False)
+    fixed = [q.id for q in configs.build(easy["world"], "world").questions("validation")[:8]]
+    sampled, greedy = asked[-2:]
+    assert set(sampled) == set(fixed) and len(sampled) == 256 and greedy == fixed
+
+
 def test_warm_start_that_misses_its_target_says_so(tmp_path, tiny):
     with pytest.raises(ValueError, match="warm_start.max_steps=50"):
         warm_start(tiny("warm_start.max_steps=50", "warm_start.target_success=0.9"), tmp_path, progress=False)

@@ -182,7 +182,8 @@ def run_section(config: Config) -> Config:
 
 def warm_start_section(config: Config) -> Config:
     """What a warm start depends on; runs that share it share the cached warm start."""
-    return {name: config[name] for name in ("world", "policy", "rollout", "warm_start", "warm_start_seed")}
+    names = ("world", "policy", "rollout", "warm_start", "warm_start_seed")
+    return {name: config[name] for name in names} | {"questions": config["evaluation"]["questions"]}
 
 
 def warm_start_dir(config: Config) -> Path:
@@ -200,7 +201,7 @@ def warm_start_dir(config: Config) -> Path:
 def warm_start_overrides(overrides: Iterable[str]) -> list[str]:
     """Those of a run's overrides that its warm start depends on."""
     sections = ("world", "policy", "rollout", "warm_start")
-    kept = ("preset", "warm_start_seed")
+    kept = ("preset", "warm_start_seed", "evaluation.questions")
     keys = [(override, override.partition("=")[0].lstrip("+~")) for override in overrides]
     return [override for override, key in keys if key in kept or key.split(".")[0] in sections]
 

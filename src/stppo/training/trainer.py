@@ -37,7 +37,7 @@ from stppo.training.metrics import (
     write_sample,
     write_tables,
 )
-from stppo.training.warm_start import load_warm_start, made_for
+from stppo.training.warm_start import evaluation_questions, load_warm_start, made_for
 from stppo.trajectories import Trajectories
 
 log = logging.getLogger(__name__)
@@ -100,13 +100,7 @@ class Trainer:
             self.world.environment, tokenizer, at_temperature_one(self.settings.rollout)
         )
         self.train_questions = self.world.questions("train")
-        held_out = self.world.questions("validation")
-        self.evaluation_questions = held_out[: self.settings.evaluation.questions]
-        if len(self.evaluation_questions) < self.settings.evaluation.questions:
-            raise ValueError(
-                f"evaluation.questions={self.settings.evaluation.questions} but the world has only "
-                f"{len(held_out)} validation questions"
-            )
+        self.evaluation_questions = evaluation_questions(self.world, self.settings.evaluation.questions)
 
         torch.manual_seed(self.settings.seed)
         self.generator = torch.Generator().manual_seed(self.settings.seed)

@@ -5,6 +5,7 @@ improve, and something to lose.
 """
 
 import hashlib
+import itertools
 import json
 import random
 import time
@@ -21,7 +22,8 @@ from stppo.files import write_json
 from stppo.training.metrics import evaluate
 from stppo.trajectories import Trajectories
 from stppo.world.environment import Episode
-from stppo.world.scripted import DemonstrationNoise, play
+from stppo.world.protocol import Question
+from stppo.world.scripted import DemonstrationNoise, World, play
 
 WARM_START_FILE = "warm_start.json"
 
@@ -65,7 +67,7 @@ def demonstration_batch(episodes: list[Episode], tokenizer: PreTrainedTokenizerB
 def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     """Train and save a warm start in `out_dir` (weights, tokenizer, `warm_start.json`); returns the record.
 
-    The record holds sampled success S0 (from `final_samples` trajectories on validation questions), greedy
+    The record holds sampled success S0 (from `final_samples` trajectories on the evaluation questions), greedy
     success, steps and seconds. Raises ValueError if the target is not reached within `max_steps`.
     """
     run = validate(config)
@@ -89,6 +91,7 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
     sampler = TorchRollout(world.environment, tokenizer, at_temperature_one(run.rollout))
     held_out = world.questions("validation")
+    evaluated = evaluation_questions(world, run.evaluation.questions)
     history = []
     bar = tqdm(total=settings.max_steps, desc="warm start", disable=not progress, mininterval=1)
     for step in range(1, settings.max_steps + 1):
@@ -112,9 +115,10 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
             f"{settings.max_steps} is below target_success={settings.target_success}; raise one or lower the other"
         )
     bar.close()
-    many = [rng.choice(held_out) for _ in range(settings.final_samples)]
+    # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
+    many = list(itertools.islice(itertools.cycle(evaluated), settings.final_samples))
     sampled, _ = evaluate(sampler, policy, many, greedy=False, seed=run.warm_start_seed)
-    greedy, _ = evaluate(sampler, policy, held_out[: settings.final_samples], greedy=True, seed=0)
+    greedy, _ = evaluate(sampler, policy, evaluated, greedy=True, seed=0)
     record = {
         "made_for": made_for(config),
         "success_sampled": sampled["success"],
@@ -131,6 +135,16 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     tokenizer.save_pretrained(out_dir)
     write_json(out_dir / WARM_START_FILE, record)  # last: its presence means the folder is whole
     return record
+
+
+def evaluation_questions(world: World, n: int) -> list[Question]:
+    """The fixed held-out questions of all evaluations: the first n of the validation split."""
+    held_out = world.questions("validation")
+    if len(held_out) < n:
+        raise ValueError(
+            f"evaluation.questions={n} but the world has only {len(held_out)} validation questions"
+        )
+    return held_out[:n]
 
 
 def made_for(config: Config) -> str:

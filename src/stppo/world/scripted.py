@@ -40,6 +40,8 @@ class Agent(Protocol):
 class World(Protocol):
     environment: SearchEnvironment
 
+    def questions(self, split: str) -> list[Question]: ...
+
     def scripted_agent(
         self, question: Question, rng: random.Random, noise: DemonstrationNoise | None = None
     ) -> Agent: ...
