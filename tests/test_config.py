@@ -302,12 +302,19 @@ def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
         start_dir(f"algorithm={a}", f"training={t}") for a in ALGORITHMS for t in ("regime_a", "regime_long")
     }
     assert len(shared) == 1
-    assert shared == {start_dir("training.learning_rate=1e-5", "evaluation.questions=32")}
+    assert shared == {start_dir("training.learning_rate=1e-5", "evaluation.every=3")}
 
 
 @pytest.mark.parametrize(
     "override",
-    ["seed=2", "world.seed=1", "world.n_entities=200", "policy.hidden_size=32", "warm_start.batch_size=32"],
+    [
+        "seed=2",
+        "world.seed=1",
+        "world.n_entities=200",
+        "policy.hidden_size=32",
+        "warm_start.batch_size=32",
+        "evaluation.questions=32",
+    ],
 )
 def test_warm_start_changes_with_what_makes_it(override):
     assert start_dir(override) != start_dir()

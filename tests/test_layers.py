@@ -23,7 +23,7 @@ ALLOWED = {
     "analysis": {"schema", "files"},
     "oracle": {"objectives", "trajectories"},
     "plugins": {"objectives", "trajectories", "world"},
-    "cli": {"agent", "config", "settings", "schema", "training", "analysis", *FLOOR},
+    "cli": {"agent", "config", "settings", "schema", "files", "training", "analysis", *FLOOR},
 }
 
 
