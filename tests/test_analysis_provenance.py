@@ -100,6 +100,15 @@ def notebook(path, *cells):
     return path
 
 
+def test_parameters_of_a_notebook_do_not_count(package, tmp_path):
+    def with_parameters(value):
+        cell = {"cell_type": "code", "source": f"epochs = {value}", "metadata": {"tags": ["parameters"]}}
+        (tmp_path / "n.ipynb").write_text(json.dumps({"cells": [cell]}))
+        return trainer_hash(package, notebook=tmp_path / "n.ipynb")
+
+    assert with_parameters(1) == with_parameters(2)
+
+
 def test_notebook_code_counts_and_its_prose_does_not(package, tmp_path):
     file = tmp_path / "n.ipynb"
     first = trainer_hash(package, notebook=notebook(file, ("markdown", "old"), ("code", "x = 1")))

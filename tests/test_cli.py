@@ -151,7 +151,7 @@ def runs_in(folder):
 def test_train_uses_the_cached_warm_start_and_really_trains(stppo, started):
     code, out, err = stppo("train", *TINY, "training.iterations=2", "algorithm=token_ppo,grpo")
     assert code == 0, err
-    assert out.count("completed: 8 updates") == 2
+    assert out.count("completed: 2 iterations, 8 updates") == 2
     assert [run.parent.name for run in runs_in(started)] == ["grpo", "token_ppo"]
     for run in runs_in(started):
         updates = pd.read_parquet(run / "updates.parquet")
@@ -188,7 +188,7 @@ def test_interrupted_run_says_how_to_go_on_and_does(stppo, started):
     assert 0 < len(kept) < 12 * 4
 
     code, out, err = stppo(*arguments)
-    assert code == 0 and "completed: 48 updates" in out
+    assert code == 0 and "completed: 12 iterations, 48 updates" in out
     updates = pd.read_parquet(started / "run" / "updates.parquet")
     assert list(updates["update"]) == list(range(1, 49))
     seconds = updates["seconds_update"][: len(kept)]

@@ -73,11 +73,11 @@ def train(
             start = ensure_warm_start(job)
             point = config.fingerprint(config.run_section(job))  # so that no run overwrites another
             name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}-{point}"
-            record = Trainer(
-                job, out or repository_path("results") / job["preset"] / "manual" / name, start
-            ).train(resume)
+            folder = out or repository_path("results") / job["preset"] / "manual" / name
+            record = Trainer(job, folder, start).train(resume)
+            seconds = f"{record['wall_seconds']:.0f} s"
             typer.echo(
-                f"{record['status']}: {record['updates']} updates in {record['wall_seconds']:.0f} s, {name}"
+                f"{record['status']}: {record['iterations']} iterations, {record['updates']} updates in {seconds}, {folder}"
             )
     except KeyboardInterrupt:
         typer.echo("stopped; run the same command again to go on from the last checkpoint", err=True)

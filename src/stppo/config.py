@@ -93,6 +93,9 @@ def _refuse_unknown_key(key: str, overrides: list[str]) -> None:
 
 def expand_sweep(overrides: list[str]) -> list[list[str]]:
     """Hydra's multirun syntax, `seed=0,1 algorithm=token_ppo,st_ppo`, as a list of override lists."""
+    for override in overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise ConfigError(f"{override}: an override has the form key=value, e.g. algorithm={override}")
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:

@@ -344,8 +344,9 @@ def run_figure(updates: pd.DataFrame, evaluations: pd.DataFrame, title: str) -> 
         for ax, (_, columns) in zip(axes[1:], panels, strict=True):
             for (column, label), color in zip(columns.items(), (blue, orange, green), strict=False):
                 if column in at:
-                    ax.plot(at.index, at[column], color=color, label=label)
-        axes[1].set_yscale("log")
+                    values = at[column].where(at[column] > 0) if ax is axes[1] else at[column]
+                    ax.plot(at.index, values, color=color, label=label)
+        axes[1].set_yscale("log")  # a norm of exactly 0 (nothing clipped yet) has no place on it
         for ax, name in zip(axes, ["success", *(name for name, _ in panels)], strict=True):
             ax.set_title(name, fontweight="bold")
             ax.set_xlabel("iteration")

@@ -122,11 +122,14 @@ def _syntax(source: str, name: str) -> str:
 
 
 def _notebook_code(notebook: Path) -> list[str]:
-    """Syntax of each code cell; a cell with IPython magics, which is no Python, counts as its text."""
+    """Syntax of each code cell; a cell with IPython magics, which is no Python, counts as its text.
+
+    The cell tagged `parameters` does not count: whoever executes the notebook sets them.
+    """
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     code = []
     for i, cell in enumerate(cells):
-        if cell["cell_type"] != "code":
+        if cell["cell_type"] != "code" or "parameters" in cell.get("metadata", {}).get("tags", []):
             continue
         source = "".join(cell["source"])
         try:

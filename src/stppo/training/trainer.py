@@ -466,4 +466,7 @@ class Trainer:
         )
         self.update_rows, self.evaluation_rows = state["update_rows"], state["evaluation_rows"]
         self.started, self.seconds_before = state["started"], state["seconds"]
-        log.info("resumed from iteration %d", self.iteration)
+        if self.iteration == self.settings.training.iterations:
+            log.info("this very run is already complete in %s: nothing to train", self.run_dir)
+        else:
+            log.info("resumed after iteration %d", self.iteration)
