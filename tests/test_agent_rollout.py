@@ -205,7 +205,4 @@ def test_explained_variance():
     returns = torch.tensor([[0.0, 1.0, 0.0, 1.0]])
     assert explained_variance(returns, returns, mask) == 1
     assert explained_variance(torch.zeros(1, 4), returns, mask) == 0
-    assert explained_variance(torch.zeros(1, 4), torch.ones(1, 4), mask) != explained_variance(
-        returns, returns, mask
-    )
     assert torch.isnan(torch.tensor(explained_variance(torch.zeros(1, 4), torch.ones(1, 4), mask)))

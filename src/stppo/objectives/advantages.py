@@ -86,12 +86,8 @@ class CreditRule(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenGAE(CreditRule):
-    """Generalised advantage estimation (arXiv 1506.02438) with one step per agent token.
-
-    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the next agent
-    token, across the environment's tokens between turns. Value targets: A_t + V_t on every agent token.
-    """
+class _GAECredit(CreditRule):
+    """Credits by generalised advantage estimation (arXiv 1506.02438), whatever a step is."""
 
     gamma: float = 1.0
     lam: float = 1.0
@@ -102,6 +98,15 @@ class TokenGAE(CreditRule):
         super().__post_init__()
         in_range(self, "gamma", 0.0, 1.0)
         in_range(self, "lam", 0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenGAE(_GAECredit):
+    """Generalised advantage estimation with one step per agent token.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the next agent
+    token, across the environment's tokens between turns. Value targets: A_t + V_t on every agent token.
+    """
 
     def _raw(self, trajectories, layout, values):
         rewards = layout.gather(trajectories.rewards)
@@ -110,19 +115,9 @@ class TokenGAE(CreditRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnGAE(CreditRule):
+class TurnGAE(_GAECredit):
     """GAE with one step per turn: the turn's reward is the sum of its tokens', its state the one before its
     first token, whose value alone is read and trained. Every token of a turn gets the turn's advantage."""
-
-    gamma: float = 1.0
-    lam: float = 1.0
-
-    needs_critic: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        in_range(self, "gamma", 0.0, 1.0)
-        in_range(self, "lam", 0.0, 1.0)
 
     def _raw(self, trajectories, layout, values):
         return _turn_credit(trajectories, layout, values, self.gamma, self.lam)

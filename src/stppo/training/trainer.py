@@ -293,7 +293,7 @@ class Trainer:
             divisor = stabilizer.divisor(row[BIAS_NORM_COLUMNS[stabilizer.estimator]])
         self._require_finite(torch.tensor(divisor), "stabilizer divisor")
         row["ppo_gradient_norm"] = math.nan
-        if loss is not surrogate.ppo_loss and self._sampled():
+        if loss is not surrogate.ppo_loss and self._watches_norms():
             row["ppo_gradient_norm"] = global_norm(gradient_of(surrogate.ppo_loss, self.parameters))
         self.optimizer.zero_grad()
         loss.backward()
@@ -307,7 +307,7 @@ class Trainer:
         row["seconds_update"] = time.perf_counter() - began
         self._require_finite(torch.tensor(row["update_norm"]), "parameters")
 
-    def _sampled(self) -> bool:
+    def _watches_norms(self) -> bool:
         """Whether this update pays for norms that only watch: each costs a backward pass. The iteration shifts
         the choice, so that it does not always fall on the same minibatch of an epoch."""
         return (self.update - 1 + self.iteration) % self.settings.training.bias_norm_every == 0
@@ -317,7 +317,7 @@ class Trainer:
         needed = self.objective.stabilizer.estimator == "exact"
         norms = estimated_bias_norms(surrogate, scores.logprobs, scores.squared_prob_sum)
         norms["clipping_bias_norm"] = math.nan
-        if needed or self._sampled():
+        if needed or self._watches_norms():
             clipped = surrogate.any_clipped
             norms["clipping_bias_norm"] = (
                 global_norm(gradient_of(surrogate.bias_surrogate, self.parameters)) if clipped else 0.0
