@@ -13,6 +13,7 @@ ALLOWED = {
     "__init__": set(),
     "schema": set(),
     "files": set(),
+    "interact": set(),
     "trajectories": set(),
     "objectives": {"trajectories"},
     "world": set(),
