@@ -100,13 +100,14 @@ class Objective:
         )
 
 
-def loss_weights(agent_mask: Tensor, loss_aggregation: str) -> Tensor:
-    """(B, T) float weights, 0 off the mask and 1 in sum, so that ppo_loss = -sum(weights * terms)."""
+def loss_weights(agent_mask: Tensor, loss_aggregation: str, dtype: torch.dtype | None = None) -> Tensor:
+    """(B, T) weights (default: torch's default float), 0 off the mask and 1 in sum, so that
+    ppo_loss = -sum(weights * terms)."""
     if loss_aggregation not in LOSS_AGGREGATIONS:
         allowed = ", ".join(LOSS_AGGREGATIONS)
         raise ValueError(f"loss_aggregation={loss_aggregation!r}: must be one of {allowed}")
     layout = Layout.of(agent_mask)
-    return layout.scatter(_weights(layout, loss_aggregation, torch.get_default_dtype()))
+    return layout.scatter(_weights(layout, loss_aggregation, dtype or torch.get_default_dtype()))
 
 
 def _weights(layout: Layout, loss_aggregation: str, dtype: torch.dtype) -> Tensor:

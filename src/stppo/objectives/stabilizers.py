@@ -93,9 +93,12 @@ class CtnKL(Stabilizer):
         one_of(self, "kl", ("policy_to_behaviour", "behaviour_to_policy"))
 
     def penalty(self, log_ratio: Tensor, out_of_range: Tensor, layout: Layout) -> Tensor:
-        estimate = kl_policy_to_behaviour if self.kl == "policy_to_behaviour" else kl_behaviour_to_policy
-        share = layout.row_mean(out_of_range.to(log_ratio.dtype))
-        kl = layout.row_mean(estimate(log_ratio))
+        share, kl = self.parts(log_ratio, out_of_range, layout)
         if self.formula == "inside":
             return self.coefficient * (share * kl).mean()
         return self.coefficient * share.mean() * kl.mean()
+
+    def parts(self, log_ratio: Tensor, out_of_range: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """(B,) detached out-of-range share and (B,) mean KL estimate of each trajectory."""
+        estimate = kl_policy_to_behaviour if self.kl == "policy_to_behaviour" else kl_behaviour_to_policy
+        return layout.row_mean(out_of_range.to(log_ratio.dtype)), layout.row_mean(estimate(log_ratio))

@@ -1,0 +1,30 @@
+"""An exact oracle: a multi-turn token MDP small enough to enumerate, everything in float64."""
+
+from stppo.oracle.ascent import ascend
+from stppo.oracle.estimators import (
+    UNCLIPPED,
+    Decomposition,
+    SurrogateGradient,
+    decompose,
+    expected_surrogate,
+    surrogate_gradient,
+)
+from stppo.oracle.exact import Oracle
+from stppo.oracle.mdp import TokenMDP, Tree
+from stppo.oracle.policies import NeuralSoftmax, Policy, TabularSoftmax
+
+__all__ = [
+    "UNCLIPPED",
+    "Decomposition",
+    "NeuralSoftmax",
+    "Oracle",
+    "Policy",
+    "SurrogateGradient",
+    "TabularSoftmax",
+    "TokenMDP",
+    "Tree",
+    "ascend",
+    "decompose",
+    "expected_surrogate",
+    "surrogate_gradient",
+]

@@ -1,0 +1,84 @@
+"""Exact ascent: what an objective does to the policy when nothing is left to sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from stppo.objectives import Objective
+from stppo.oracle.estimators import check_has_limit, expected_surrogate
+from stppo.oracle.exact import Oracle
+from stppo.oracle.mdp import Tree
+from stppo.oracle.policies import Policy
+
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+
+
+def ascend(
+    tree: Tree,
+    policy: Policy,
+    theta: Tensor,
+    objective: Objective,
+    credit: Callable[[Oracle], Tensor],
+    *,
+    iterations: int,
+    updates: int,
+    learning_rate: float,
+    optimizer: str = "sgd",
+    max_grad_norm: float | None = None,
+    clip_norm_first: bool = True,
+) -> list[dict[str, Any]]:
+    """Off-policy training with expectations in place of batches, from theta (P,).
+
+    Each iteration freezes the behaviour policy, takes advantages `credit(oracle)` (M,) and makes `updates` steps
+    on the clipped surrogate; `max_grad_norm` clips the gradient's norm before the stabiliser's divisor, or after
+    it with clip_norm_first=False. Returns one row per update, all measured before its step unless said:
+
+    iteration, update, expected_return (J), gradient_norm, clipping_bias_norm, divisor, clip_fraction,
+    step_norm (of the step made), cosine (of that step and the true policy gradient), theta (P,) after the step
+
+    ValueError for an unknown optimizer, or as soon as theta stops being finite.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
+    check_has_limit(objective)
+    theta = theta.detach().clone().requires_grad_()
+    steps = OPTIMIZERS[optimizer]([theta], lr=learning_rate)
+    rows: list[dict[str, Any]] = []
+    for iteration in range(iterations):
+        oracle = Oracle(tree, policy, theta)
+        advantages = credit(oracle)
+        for _ in range(updates):
+            expected = expected_surrogate(oracle, objective, theta, advantages)
+            bias = torch.autograd.grad(expected.bias, theta, retain_graph=True)[0]
+            gradient = torch.autograd.grad(expected.surrogate - expected.penalty, theta)[0]
+            divisor = objective.stabilizer.divisor(float(bias.norm()))
+            norm = float(gradient.norm())
+            if max_grad_norm is not None and clip_norm_first:
+                gradient = gradient * min(1.0, max_grad_norm / max(norm, 1e-300))
+            gradient = gradient / divisor
+            if max_grad_norm is not None and not clip_norm_first:
+                gradient = gradient * min(1.0, max_grad_norm / max(float(gradient.norm()), 1e-300))
+            before = theta.detach().clone()
+            theta.grad = -gradient  # the optimizers minimise
+            steps.step()
+            step = theta.detach() - before
+            rows.append(
+                {
+                    "iteration": iteration,
+                    "update": len(rows),
+                    "expected_return": float(oracle.expected_return(before)),
+                    "gradient_norm": norm,
+                    "clipping_bias_norm": float(bias.norm()),
+                    "divisor": divisor,
+                    "clip_fraction": expected.clip_fraction,
+                    "step_norm": float(step.norm()),
+                    "cosine": float(cosine_similarity(step, oracle.policy_gradient(before), dim=0)),
+                    "theta": theta.detach().clone(),
+                }
+            )
+    return rows
