@@ -20,6 +20,9 @@ from PIL import Image
 from stppo.files import repository_path, write_atomically
 
 TOKEN, TURN, SEQUENCE = (0, (4, 1.5)), "-", (0, (1, 1))  # the line style says the ratio's granularity
+# In derivations, where no algorithm has a name yet, the colour is the granularity and the line the aggregation.
+GRANULARITY_COLORS = {"token": "#D55E00", "turn": "#0061A8", "sequence": "#4D4D4D"}
+AGGREGATION_LINES = {"geometric": "-", "arithmetic": "--", "product": ":"}
 OWN = (0, (5, 1, 1, 1))  # an algorithm not listed here
 STYLE_NOTE = "Dashed: token-level ratio; solid: turn-level; dotted: sequence-level."
 
