@@ -1,4 +1,5 @@
-# `snakemake all`: warm starts -> one training run per (regime, algorithm, seed) -> metrics -> figures -> report.
+# `snakemake all`: warm starts -> one training run per (regime, algorithm, seed) -> metrics -> figures -> report,
+# and beside them the derivation notebooks, which need no run.
 #
 #   snakemake all                                  the laptop preset (cores come from profiles/default)
 #   snakemake all --config preset=smoke            the whole graph in minutes
@@ -11,10 +12,12 @@ import shlex
 from pathlib import Path
 
 from jupyter_client.kernelspec import KernelSpecManager
+from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 
 from stppo import config as configs
-from stppo.analysis.provenance import code_hash, config_targets
+from stppo.analysis.provenance import code_hash, config_targets, imported_files, notebook_imports
+from stppo.interact import NBCONVERT_OPTIONS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -50,7 +53,15 @@ WARM_STARTS = {
 }
 TARGETS = sorted({target for run in RUNS.values() for target in config_targets(run.config["world"])})
 TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS], notebook="notebooks/10-train.ipynb")
+DERIVATIONS = [
+    "01-token-level-ppo",
+    "02-turn-level-importance-sampling",
+    "03-clipping-bias",
+    "04-stabilised-objectives",
+    "05-search-agent",
+]
 NOTEBOOKS = ["20-collapse", "21-clip-ratio"]
+PAPERMILL = f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
 REFERENCE = f"results/reference/{PRESET}"
 
 
@@ -60,11 +71,26 @@ def content_of(*files):
     return configs.fingerprint(texts)
 
 
+def notebook_content(name):
+    """What an executed notebook depends on: its text, the code it imports and, where that composes configs, these."""
+    notebook = Path(f"notebooks/{name}.ipynb")
+    if not notebook.is_file():
+        raise WorkflowError(f"{notebook} is missing; restore it: git checkout -- {notebook}")
+    imports = notebook_imports(notebook)
+    if "stppo.config" not in imported_files(imports):
+        return [content_of(notebook), code_hash(imports)]
+    files = sorted(configs.config_dir().rglob("*.yaml"))
+    settings = {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
+    return [content_of(notebook), code_hash([*imports, *TARGETS]), configs.fingerprint(settings)]
+
+
+CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS]}
 
 
 wildcard_constraints:
     run="|".join(RUNS),
     start="|".join(WARM_STARTS),
+    derivation="|".join(DERIVATIONS),
 
 
 rule all:
@@ -126,6 +152,19 @@ rule collect:
         "stppo collect {RESULTS}/metrics {params.runs} > {log} 2>&1"
 
 
+rule derivation:
+    output:
+        f"{RESULTS}/{{derivation}}.ipynb",
+        directory(f"{RESULTS}/derivations/{{derivation}}"),
+    params:
+        content=lambda wildcards: CONTENT[wildcards.derivation],
+    log:
+        f"{RESULTS}/logs/{{derivation}}.log",
+    threads: 1
+    shell:
+        "papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
+
+
 rule figures:
     input:
         rules.collect.output,
@@ -133,10 +172,8 @@ rule figures:
         directory(f"{RESULTS}/figures"),
         expand(f"{RESULTS}/{{name}}.ipynb", name=NOTEBOOKS),
     params:
-        code=code_hash("stppo.analysis.figures"),
-        notebooks=[content_of(f"notebooks/{name}.ipynb") for name in NOTEBOOKS],
-        options=f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
-        f" -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures",
+        content=[CONTENT[name] for name in NOTEBOOKS],
+        options=f"{PAPERMILL} -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures",
     log:
         expand(f"{RESULTS}/logs/{{name}}.log", name=NOTEBOOKS),
     shell:
@@ -151,15 +188,17 @@ rule html:
         f"{RESULTS}/{{notebook}}.ipynb",
     output:
         f"{RESULTS}/{{notebook}}.html",
+    params:
+        options=shlex.join(NBCONVERT_OPTIONS),
     log:
         f"{RESULTS}/logs/html/{{notebook}}.log",
     shell:
-        "jupyter nbconvert --to html --log-level WARN {input} > {log} 2>&1"
+        "jupyter nbconvert {params.options} --log-level WARN {input} > {log} 2>&1"
 
 
 rule report:
     input:
-        expand(f"{RESULTS}/{{name}}.html", name=NOTEBOOKS),
+        expand(f"{RESULTS}/{{name}}.html", name=[*DERIVATIONS, *NOTEBOOKS]),
         rules.figures.output,
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=RUNS),
         rules.collect.output,

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from stppo.analysis import provenance
-from stppo.analysis.provenance import code_hash, config_targets, imported_files
+from stppo.analysis.provenance import code_hash, config_targets, imported_files, notebook_imports
 
 
 @pytest.fixture
@@ -193,3 +193,16 @@ def test_import_is_light():
     code = "import sys, stppo.analysis.provenance; print([m for m in ('torch', 'pandas', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_imports_of_a_notebook_are_entries_for_its_hash(package, tmp_path):
+    cells = [
+        {"cell_type": "markdown", "source": ["import stppo.figures"]},
+        {"cell_type": "code", "source": ["import math\n", "from stppo.training.trainer import train"]},
+        {"cell_type": "code", "source": ["def f():\n", "    from stppo import base"]},
+    ]
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": cells}))
+    found = notebook_imports(tmp_path / "n.ipynb")
+    assert found == ["stppo", "stppo.base", "stppo.training.trainer", "stppo.training.trainer.train"]
+    files = imported_files(found, package)
+    assert {"stppo.base", "stppo.agent.policy"} <= set(files) and "stppo.figures" not in files

@@ -38,7 +38,18 @@ def test_from_nothing_every_run_is_trained(tmp_path, preset, runs, warm_starts):
     result = snakemake(tmp_path, "--config", f"preset={preset}")
     assert planned(result, "train") == runs
     assert planned(result, "warm_start") == warm_starts
+    assert planned(result, "derivation") == 5
     assert planned(result, "report") == 1
+
+
+def test_missing_notebook_is_an_error(tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        if notebook.stem != "03-clipping-bias":
+            (tmp_path / "notebooks" / notebook.name).symlink_to(notebook)
+    result = snakemake(tmp_path, "--config", "preset=smoke")
+    assert result.returncode != 0
+    assert "notebooks/03-clipping-bias.ipynb is missing" in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,13 @@ def _notebook_code(notebook: Path) -> list[str]:
     return code
 
 
+def notebook_imports(notebook: str | Path) -> list[str]:
+    """Dotted names of the package that a notebook's code cells import, sorted: entries for `code_hash`."""
+    cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return sorted({name for source in code for name in imported_modules(ast.parse(source), "", False)})
+
+
 def code_hash(
     entries: Iterable[str | Path] | str | Path,
     notebook: str | Path | None = None,
