@@ -24,7 +24,8 @@ ALLOWED = {
     "analysis": {"schema", "files"},
     "oracle": {"objectives", "trajectories"},
     "plugins": {"objectives", "trajectories", "world"},
-    "cli": {"agent", "config", "settings", "schema", "files", "training", "analysis", *FLOOR},
+    "axes": {"config", "objectives", "trajectories", "analysis"},
+    "cli": {"axes", "agent", "config", "settings", "schema", "files", "training", "analysis", *FLOOR},
 }
 
 

@@ -1,0 +1,206 @@
+"""Figure 1: what distinguishes the algorithms, drawn from their axes table and a worked example of each."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from stppo.analysis.style import GRANULARITY_COLORS, Plot, look, style
+
+INK, SOFT, FAINT = "#1D2530", "#5D6875", "#D9DDE2"
+BAND, CHANGED = "#E9F3EA", "#FDEBD0"
+BASELINE = "token_ppo"
+# Column heading, width (relative), and characters per line of each axis in the matrix; others get the default.
+COLUMNS = {
+    "credit": ("credit", 1.75, 22),
+    "pooling": ("pooling", 0.75, 10),
+    "whiten": ("whiten", 0.65, 8),
+    "ratio": ("ratio", 0.85, 10),
+    "aggregation": ("aggregation", 1.0, 12),
+    "clip": ("clip", 1.15, 17),
+    "stabiliser": ("stabiliser", 1.6, 20),
+    "loss aggregation": ("loss aggregation", 1.05, 12),
+}
+
+
+def objectives_figure(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame], axes: Sequence[str]) -> Plot:
+    """Up to four worked examples in two columns, above the matrix of all algorithms.
+
+    table: index algorithm, columns `label` and the `axes`, as text. examples: by algorithm, one row per token
+    with turn, token_ratio, advantage, low, high, ratio, clipped, gradient, divisor and step.
+    """
+    rows = -(-len(examples) // 2)
+    with style():
+        fig = Figure(figsize=(10.0, 3.1 * rows + 1.1 + 0.42 * len(table)), layout="constrained")
+        fig.get_layout_engine().set(h_pad=0.02, w_pad=0.03)
+        top, bottom = fig.subfigures(2, 1, height_ratios=(3.1 * rows + 0.6, 0.5 + 0.42 * len(table)))
+        top.suptitle("One trajectory of three turns under four objectives", x=0.012, ha="left")
+        panels = np.atleast_2d(top.subfigures(rows, 2, wspace=0.03, hspace=0.03)).flat
+        limits = _limits(examples)
+        for panel, (algorithm, example) in zip(panels, examples.items(), strict=False):
+            _panel(panel, table.loc[algorithm], example, look(algorithm).color, limits)
+        _legend(top)
+        _matrix(bottom.subplots(), table, axes)
+    caption = (
+        "Schematic, from the algorithms' configs. Above: a made-up trajectory, its token ratios and the signs of its "
+        "advantages (+, −) the same in all panels; ratios, clipped terms, gradients by log-probability (times |y|) and "
+        "divisors are computed by the objectives themselves, ‖C‖ over the log-probabilities of this one trajectory. "
+        "Below: every algorithm's choice on each axis; shaded where it differs from token PPO."
+    )
+    stacked = pd.concat({name: frame for name, frame in examples.items()}, names=["algorithm"])
+    tables = {"example": stacked.reset_index(level=0).reset_index(drop=True)}
+    return Plot("objectives", fig, table.reset_index(), caption, tables)
+
+
+def _limits(examples: Mapping[str, pd.DataFrame]) -> tuple[float, float, float]:
+    """Shared by all panels: lowest and highest ratio, largest gradient."""
+    every = pd.concat(examples.values())
+    ratios = every[["ratio", "token_ratio"]].to_numpy()
+    return np.nanmin(ratios) - 0.12, np.nanmax(ratios) + 0.22, np.nanmax(every["gradient"].abs()) * 1.15
+
+
+def _panel(
+    panel: SubFigure, row: pd.Series, example: pd.DataFrame, color: str, limits: tuple[float, float, float]
+) -> None:
+    upper, strip, lower = panel.subplots(3, 1, sharex=True, height_ratios=(3.2, 0.55, 1.6))
+    shared = f"one ratio per {row['ratio']}" + (
+        "" if row["aggregation"] == "–" else f" ({row['aggregation']} mean)"
+    )
+    upper.set_title(row["label"], fontweight="bold", color=color, fontsize=11.5, pad=16)
+    upper.text(
+        0,
+        1.03,
+        f"{shared}; stabiliser: {row['stabiliser']}",
+        transform=upper.transAxes,
+        color=SOFT,
+        fontsize=8.5,
+    )
+    _ratios(upper, row["ratio"], example, limits)
+    _strip(strip, example)
+    _gradients(lower, row["ratio"], example, limits[2])
+    for ax in (upper, strip, lower):
+        ax.grid(False)
+        ax.tick_params(bottom=False, labelbottom=False)
+        ax.spines["bottom"].set_visible(False)
+    lower.set_xlim(-0.7, len(example) - 0.3)
+
+
+def _ratios(ax: Axes, granularity: str, example: pd.DataFrame, limits: tuple[float, float, float]) -> None:
+    agent = example[example["turn"] >= 0]
+    low, high = example["low"].iloc[0], example["high"].iloc[0]
+    ax.axhspan(low, high, color=BAND, zorder=0)
+    ax.axhline(1, color=SOFT, linewidth=0.8, zorder=1)
+    color = GRANULARITY_COLORS[granularity]
+    for token in agent.itertuples():
+        wide = 1.0 if granularity != "token" else 0.7
+        look_of = (
+            {"facecolor": "white", "edgecolor": color, "hatch": "/////"}
+            if token.clipped
+            else {"facecolor": color}
+        )
+        ax.bar(token.position, token.ratio - 1, wide, bottom=1, linewidth=0.8, zorder=2, **look_of)
+    if granularity != "token":
+        ax.plot(agent["position"], agent["token_ratio"], ".", color=INK, markersize=4, zorder=4)
+    ax.set_ylim(limits[0], limits[1])
+    ax.set_yticks([low, 1, high], [f"{low:g}", "1", f"{high:g}"])
+    ax.set_ylabel("ratio w")
+
+
+def _strip(ax: Axes, example: pd.DataFrame) -> None:
+    for token in example.itertuples():
+        agent = token.turn >= 0
+        ax.add_patch(
+            Rectangle(
+                (token.position - 0.44, 0.1),
+                0.88,
+                0.8,
+                facecolor="white" if agent else FAINT,
+                edgecolor=SOFT if agent else FAINT,
+                linewidth=0.8,
+            )
+        )
+        if agent:
+            sign = "+" if token.advantage > 0 else "−"
+            ax.text(token.position, 0.47, sign, ha="center", va="center", fontsize=9, color=INK)
+    ax.set_ylim(0, 1)
+    ax.set_yticks([])
+    ax.spines["left"].set_visible(False)
+
+
+def _gradients(ax: Axes, granularity: str, example: pd.DataFrame, largest: float) -> None:
+    agent = example[example["turn"] >= 0]
+    divisor = example["divisor"].iloc[0]
+    color = GRANULARITY_COLORS[granularity]
+    if divisor != 1:
+        ax.bar(
+            agent["position"],
+            agent["gradient"],
+            0.7,
+            facecolor="none",
+            edgecolor=SOFT,
+            linewidth=0.8,
+            linestyle=":",
+        )
+    ax.bar(agent["position"], agent["step"], 0.7, color=color)
+    ax.axhline(0, color=SOFT, linewidth=0.8)
+    if divisor != 1:
+        ax.text(
+            1, 0.0, f"÷ {divisor:.2f}", transform=ax.transAxes, ha="right", va="bottom", fontsize=9, color=INK
+        )
+    ax.set_ylim(-largest, largest)
+    ax.set_yticks([0], ["0"])
+    ax.set_ylabel("gradient")
+
+
+def _legend(fig: SubFigure) -> None:
+    handles = [
+        Patch(facecolor=BAND, label="clip range"),
+        Patch(facecolor=SOFT, label="ratio in the objective"),
+        Patch(facecolor="white", edgecolor=SOFT, hatch="/////", label="clipped: its term has no gradient"),
+        Line2D([], [], color=INK, marker=".", linestyle="none", label="token ratio"),
+        Patch(facecolor=FAINT, label="environment token"),
+        Patch(facecolor="none", edgecolor=SOFT, linestyle=":", label="gradient before the divisor"),
+    ]
+    fig.legend(
+        handles=handles, loc="outside lower left", ncols=6, fontsize=8.5, columnspacing=1.2, handlelength=1.6
+    )
+
+
+def _matrix(ax: Axes, table: pd.DataFrame, axes: Sequence[str]) -> None:
+    """Rows algorithms, columns axes; cells that differ from token PPO's are shaded."""
+    first = 1.5
+    columns = {name: COLUMNS.get(name, (name, 1.0, 12)) for name in axes}
+    edges = first + np.cumsum([0.0, *(width for _, width, _ in columns.values())])
+    ax.set_xlim(0, edges[-1])
+    ax.set_ylim(len(table) + 0.05, -0.8)
+    ax.axis("off")
+    for (heading, _, _), left in zip(columns.values(), edges, strict=False):
+        ax.text(left + 0.06, -0.3, heading, va="center", fontweight="bold", color=SOFT, fontsize=8.5)
+    for i, (algorithm, row) in enumerate(table.iterrows()):
+        ax.axhline(i, color=FAINT, linewidth=0.8)
+        ax.add_patch(Rectangle((0.02, i + 0.32), 0.12, 0.36, color=look(algorithm).color))
+        ax.text(0.2, i + 0.5, row["label"], va="center", fontweight="bold", fontsize=8.5, color=INK)
+        for name, left, right in zip(columns, edges, edges[1:], strict=False):
+            changed = BASELINE in table.index and row[name] != table.loc[BASELINE, name]
+            if changed:
+                ax.add_patch(
+                    Rectangle((left, i + 0.05), right - left - 0.03, 0.9, color=CHANGED, linewidth=0)
+                )
+            text = textwrap.fill(row[name], columns[name][2])
+            ax.text(
+                left + 0.06,
+                i + 0.5,
+                text,
+                va="center",
+                fontsize=7.8,
+                linespacing=1.05,
+                color=INK if changed else SOFT,
+            )
+    ax.axhline(len(table), color=FAINT, linewidth=0.8)
