@@ -54,7 +54,10 @@ def metrics_dir(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "figures"),
     [
-        ("20-collapse", {"overview", "collapse", "diagnostics_A", "stability", "so_grpo", "granularity"}),
+        (
+            "20-collapse",
+            {"objectives", "overview", "collapse", "diagnostics_A", "stability", "so_grpo", "granularity"},
+        ),
         ("21-clip-ratio", {"clip_ratio"}),
     ],
 )

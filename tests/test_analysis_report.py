@@ -2,13 +2,15 @@ import json
 import re
 from html.parser import HTMLParser
 
+import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from stppo import schema
 from stppo.analysis import figures
-from stppo.analysis.report import NAME_MAP, render_report
+from stppo.analysis.report import render_report
 from stppo.analysis.runs import collect
-from stppo.analysis.style import LOOKS
+from stppo.analysis.style import LOOKS, Plot
 from stppo.analysis.trajectory_view import show_trajectories
 from tests.synthetic_runs import make_run
 
@@ -40,6 +42,21 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
+AXES = pd.DataFrame(
+    {
+        "algorithm": ["st_ppo", "my_ppo"],
+        "v1": ["ST-PPO", ""],
+        "v2": ["SO-PPO, reading A", ""],
+        "credit": "token GAE",
+        "ratio": ["turn", "token"],
+        "aggregation": ["geometric", "–"],
+        "stabiliser": ["÷ max(1, ‖C‖/0.1)", "none"],
+        "loss aggregation": "trajectory mean",
+        "source": ["v1 Eq. 8", ""],
+    }
+)
+
+
 def make_results(folder, seeds=1, algorithms=("token_ppo", "st_ppo")):
     run_dirs = [
         make_run(folder / f"runs/{name}-{s}", name, s, iterations=16)
@@ -50,7 +67,13 @@ def make_results(folder, seeds=1, algorithms=("token_ppo", "st_ppo")):
     for plot in (figures.collapse_figure(metrics), figures.stability_figure(metrics, 20)):
         if plot:
             plot.save(folder / "figures")
+    Plot("objectives", Figure(figsize=(1, 1)), AXES, "schematic").save(folder / "figures")
     return folder
+
+
+def write_notebook(file, *markdown):
+    cells = [{"cell_type": "markdown", "source": [text]} for text in markdown]
+    file.write_text(json.dumps({"cells": cells}))
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +82,9 @@ def results(tmp_path_factory):
     make_results(root / "smoke")
     make_results(root / "reference" / "laptop", seeds=2)
     (root / "smoke" / "20-collapse.html").write_text("<p>executed")
+    for name, title in {"02-turns": "# The second step", "01-tokens": "# One & <first> step"}.items():
+        (root / "smoke" / f"{name}.html").write_text("<p>executed")
+        write_notebook(root / "smoke" / f"{name}.ipynb", f"## Not this\n{title}\n\ntext", "# Nor this")
     (root / "smoke" / "runs" / "token_ppo-0" / "10-train.html").write_text("<p>executed")
     return root
 
@@ -70,7 +96,7 @@ def page(results):
 
 
 def test_page_loads_nothing_from_elsewhere(page):
-    assert len(page.images) == 4
+    assert len(page.images) == 5  # two figures, each with its reference, and one schematic for both
     assert all(src.startswith("data:image/png;base64,") for src in page.images)
     outside = [href for href in page.links if not href.startswith("#") and "://" in href]
     assert outside == ["https://arxiv.org/abs/2511.20718"]
@@ -116,7 +142,7 @@ def test_reference_of_the_same_preset_is_not_remarked(results, tmp_path):
 def test_without_any_reference_the_page_says_so(results, tmp_path):
     render_report(results / "smoke", tmp_path / "none" / "smoke", tmp_path / "r.html")
     page = Page((tmp_path / "r.html").read_text())
-    assert len(page.images) == 2 and "No committed reference" in " ".join(page.text)
+    assert len(page.images) == 3 and "No committed reference" in " ".join(page.text)
 
 
 def test_table_shows_collapse_counts(page, results):
@@ -157,8 +183,39 @@ def test_missing_metrics_name_the_command(tmp_path):
         render_report(tmp_path / "results" / "smoke", None, tmp_path / "r.html")
 
 
-def test_name_map_lists_every_main_algorithm():
-    assert [row[2] for row in NAME_MAP] == list(LOOKS)[:9]
+def test_names_are_those_of_the_table_beside_the_schematic(page, results, tmp_path):
+    text = re.sub(r"\s+", " ", " ".join(page.text))
+    for words in ("SO-PPO, reading A", "turn, geometric", "÷ max(1, ‖C‖/0.1)", "my_ppo", "v1 Eq. 8"):
+        assert words in text, words
+    folder = make_results(tmp_path / "results" / "bare")
+    for file in (folder / "figures").glob("objectives.*"):
+        file.unlink()
+    html = render_report(folder, None, tmp_path / "r.html").read_text()
+    assert "No figure <code>objectives</code> lies beside this report" in html
+
+
+def test_schematic_comes_first_and_once(page, results):
+    html = (results / "smoke" / "report.html").read_text()
+    assert re.findall(r'<section id="([^"]+)"', html)[:3] == ["results", "objectives", "collapse"]
+    section = html.split('<section id="objectives">')[1].split("</section>")[0]
+    assert section.count("<img") == 1 and "your run and the committed reference alike" in section
+    assert "The reference has no such figure" not in section
+
+
+def test_derivations_are_linked_by_title_in_reading_order_before_the_others(results):
+    html = (results / "smoke" / "report.html").read_text()
+    listed = html.split('<section id="notebooks">')[1].split("</section>")[0]
+    assert re.findall(r"<h3>(.+?)</h3>", listed) == [
+        "Derivations, in reading order",
+        "Figures",
+        "Training runs",
+    ]
+    links = re.findall(r'<a href="([^"]+)">(.+?)</a>', listed)
+    assert links[:3] == [
+        ("01-tokens.html", "One &amp; &lt;first&gt; step"),
+        ("02-turns.html", "The second step"),
+        ("20-collapse.html", "20-collapse"),
+    ]
 
 
 # --- trajectories -----------------------------------------------------------------------------

@@ -162,9 +162,11 @@ def _words(rule: Any, leave_out: tuple[str, ...] = ()) -> str:
     """A rule's class name as words, with its options: `TokenGAE` -> token GAE (γ 1, λ 1)."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(rule).__name__).split()
     name = " ".join(word if word.isupper() else word.lower() for word in words)
-    short = {"gamma": "γ", "lam": "λ"}
+    known = {"gamma": "γ {}", "lam": "λ {}", "group_size": "groups of {}", "returns": "{} returns"}
     options = [
-        f"{short.get(field.name, field.name.replace('_', ' '))} {_value(getattr(rule, field.name))}"
+        known.get(field.name, f"{field.name.replace('_', ' ')} {{}}").format(
+            _value(getattr(rule, field.name))
+        )
         for field in dataclasses.fields(rule)
         if field.name not in leave_out
     ]

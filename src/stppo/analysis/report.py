@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stppo import schema
@@ -16,11 +18,15 @@ from stppo.analysis.runs import Metrics, load_metrics
 from stppo.analysis.style import in_order, look
 from stppo.files import write_atomically
 
-METRICS, FIGURES = "metrics", "figures"
+METRICS, FIGURES, OBJECTIVES = "metrics", "figures", "objectives"
 FALLBACK_PRESET = "laptop"
 
 # File name (or its part before the regime) -> heading and the question the figure asks.
 HEADINGS: dict[str, tuple[str, str]] = {
+    OBJECTIVES: (
+        "Objectives",
+        "What tells the algorithms apart? (a schematic, drawn from their configs; asks what the paper's fig. 1 shows)",
+    ),
     "overview": ("Every algorithm", "Which algorithms learn, and which lose what they had learned?"),
     "collapse": (
         "Token PPO, seed by seed",
@@ -38,24 +44,6 @@ HEADINGS: dict[str, tuple[str, str]] = {
     ),
     "granularity": ("Granularity", "Does a coarser importance ratio help by itself?"),
 }
-
-# First version's name, second version's name, config, what it is.
-NAME_MAP = (
-    ("token PPO", "PPO", "token_ppo", "baseline: token-level ratio, no stabiliser"),
-    ("Turn-PPO", "turn-level importance sampling", "turn_ppo", "turn-level ratio, no stabiliser"),
-    ("S-PPO", "", "s_ppo", "token-level ratio, gradient divided by the clipping-bias norm"),
-    (
-        "ST-PPO",
-        "SO-PPO (reading A)",
-        "st_ppo",
-        "turn-level ratio, gradient divided by the clipping-bias norm",
-    ),
-    ("", "SO-PPO (reading B)", "so_ppo_ctn", "arithmetic turn ratio, clipping-triggered KL penalty"),
-    ("", "GRPO", "grpo", "baseline without critic"),
-    ("", "SO-GRPO (reading A)", "so_grpo", "GRPO with turn-level ratio and the divisor"),
-    ("", "SO-GRPO (reading B)", "so_grpo_ctn", "GRPO with arithmetic turn ratio and the KL penalty"),
-    ("", "", "gspo", "sequence-level ratio, its own narrow clip range; a comparison reviewers asked for"),
-)
 
 
 @dataclass(frozen=True)
@@ -95,16 +83,27 @@ def _sections(own: Path, reference: Path | None) -> list[dict[str, Any]]:
         heading, question = HEADINGS.get(kind, (name.replace("_", " ").capitalize(), ""))
         if name != kind:
             heading = f"{heading}, regime {name.removeprefix(f'{kind}_')}"
+        mine, theirs = _picture(own, name), _picture(reference, name) if reference else None
         sections.append(
             {
                 "name": name,
                 "heading": heading,
                 "question": question,
-                "own": _picture(own, name),
-                "reference": _picture(reference, name) if reference else None,
+                "own": mine,
+                "reference": None if theirs == mine else theirs,  # the schematic needs no run: one is enough
+                "same": mine is not None and theirs == mine,
             }
         )
     return sections
+
+
+def _names(*folders: Path | None) -> list[dict[str, Any]]:
+    """The rows of the axes table that lies beside the schematic, of the first folder that has it."""
+    for file in (folder / f"{OBJECTIVES}.csv" for folder in folders if folder):
+        if file.is_file():
+            rows = pd.read_csv(file, dtype=str, keep_default_na=False).to_dict("records")
+            return [{**row, "look": look(row["algorithm"])} for row in rows]
+    return []
 
 
 def _distinct(values: list[Any]) -> list[Any]:
@@ -177,15 +176,36 @@ def _rows(metrics: Metrics, reference: Metrics | None) -> list[dict[str, Any]]:
 
 def _notebooks(results_dir: Path, out_file: Path) -> dict[str, list[tuple[str, str]]]:
     """Executed notebooks below the results folder, as group -> (title, relative link)."""
-    groups: dict[str, list[tuple[str, str]]] = {"Figures and studies": [], "Training runs": []}
+    groups: dict[str, list[tuple[str, str]]] = {
+        "Derivations, in reading order": [],
+        "Figures": [],
+        "Training runs": [],
+    }
     for path in sorted(results_dir.rglob("*.html")):
         if path.resolve() == out_file.resolve():
             continue
-        title = path.relative_to(results_dir).with_suffix("").as_posix()
-        training = len(path.relative_to(results_dir).parts) > 2 or path.stem.startswith("10-")
-        group = "Training runs" if training else "Figures and studies"
+        name = path.relative_to(results_dir).with_suffix("").as_posix()
+        if "/" in name or path.stem.startswith("10-"):
+            group, title = "Training runs", name
+        else:
+            group = "Derivations, in reading order" if path.stem.startswith("0") else "Figures"
+            title = _title(path.with_suffix(".ipynb")) or name
         groups[group].append((title, Path(os.path.relpath(path, out_file.parent)).as_posix()))
     return {group: links for group, links in groups.items() if links}
+
+
+def _title(notebook: Path) -> str | None:
+    """A notebook's first heading, or None where there is no notebook or it has none."""
+    if not notebook.is_file():
+        return None
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    lines = [
+        line
+        for cell in cells
+        if cell["cell_type"] == "markdown"
+        for line in "".join(cell["source"]).splitlines()
+    ]
+    return next((line.lstrip("# ").strip() for line in lines if line.startswith("# ")), None)
 
 
 def _find_reference(reference_dir: Path | None) -> Path | None:
@@ -235,7 +255,7 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         runs=metrics.runs,
         sections=_sections(results_dir / FIGURES, reference / FIGURES if reference else None),
         notebooks=_notebooks(results_dir, out_file),
-        names=[(*row, look(row[2])) for row in NAME_MAP],
+        names=_names(results_dir / FIGURES, reference / FIGURES if reference else None),
         glossary=schema.GLOSSARY,
     )
     write_atomically(out_file, lambda path: path.write_text(page, encoding="utf-8"))

@@ -12,22 +12,23 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from stppo.analysis.style import GRANULARITY_COLORS, Plot, look, style
+from stppo.analysis.style import Plot, look, style
 
 INK, SOFT, FAINT = "#1D2530", "#5D6875", "#D9DDE2"
 BAND, CHANGED = "#E9F3EA", "#FDEBD0"
 BASELINE = "token_ppo"
 # Column heading, width (relative), and characters per line of each axis in the matrix; others get the default.
 COLUMNS = {
-    "credit": ("credit", 1.75, 22),
-    "pooling": ("pooling", 0.75, 10),
-    "whiten": ("whiten", 0.65, 8),
-    "ratio": ("ratio", 0.85, 10),
-    "aggregation": ("aggregation", 1.0, 12),
-    "clip": ("clip", 1.15, 17),
-    "stabiliser": ("stabiliser", 1.6, 20),
-    "loss aggregation": ("loss aggregation", 1.05, 12),
+    "credit": ("credit", 1.75, 25),
+    "pooling": ("pooling", 0.68, 10),
+    "whiten": ("whiten", 0.6, 8),
+    "ratio": ("ratio", 0.75, 10),
+    "aggregation": ("aggregation", 0.95, 12),
+    "clip": ("clip range", 1.2, 17),
+    "stabiliser": ("stabiliser", 1.9, 29),
+    "loss aggregation": ("loss\naggregation", 0.95, 11),
 }
+ROW, PANEL = 0.36, 2.95  # heights in inches
 
 
 def objectives_figure(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame], axes: Sequence[str]) -> Plot:
@@ -37,16 +38,20 @@ def objectives_figure(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame],
     with turn, token_ratio, advantage, low, high, ratio, clipped, gradient, divisor and step.
     """
     rows = -(-len(examples) // 2)
+    heights = (PANEL * rows + 0.7, ROW * (len(table) + 1.6))
     with style():
-        fig = Figure(figsize=(10.0, 3.1 * rows + 1.1 + 0.42 * len(table)), layout="constrained")
-        fig.get_layout_engine().set(h_pad=0.02, w_pad=0.03)
-        top, bottom = fig.subfigures(2, 1, height_ratios=(3.1 * rows + 0.6, 0.5 + 0.42 * len(table)))
-        top.suptitle("One trajectory of three turns under four objectives", x=0.012, ha="left")
+        fig = Figure(figsize=(10.0, sum(heights)), layout="constrained")
+        fig.get_layout_engine().set(h_pad=0.05, w_pad=0.05)
+        top, bottom = fig.subfigures(2, 1, height_ratios=heights)
+        top.suptitle("One made-up trajectory under different objectives", x=0.012, ha="left")
         panels = np.atleast_2d(top.subfigures(rows, 2, wspace=0.03, hspace=0.03)).flat
         limits = _limits(examples)
         for panel, (algorithm, example) in zip(panels, examples.items(), strict=False):
             _panel(panel, table.loc[algorithm], example, look(algorithm).color, limits)
         _legend(top)
+        bottom.suptitle(
+            "Every algorithm as a point on the axes (shaded: differs from token PPO)", x=0.012, ha="left"
+        )
         _matrix(bottom.subplots(), table, axes)
     caption = (
         "Schematic, from the algorithms' configs. Above: a made-up trajectory, its token ratios and the signs of its "
@@ -63,7 +68,7 @@ def _limits(examples: Mapping[str, pd.DataFrame]) -> tuple[float, float, float]:
     """Shared by all panels: lowest and highest ratio, largest gradient."""
     every = pd.concat(examples.values())
     ratios = every[["ratio", "token_ratio"]].to_numpy()
-    return np.nanmin(ratios) - 0.12, np.nanmax(ratios) + 0.22, np.nanmax(every["gradient"].abs()) * 1.15
+    return np.nanmin(ratios) - 0.1, np.nanmax(ratios) + 0.42, np.nanmax(every["gradient"].abs()) * 1.15
 
 
 def _panel(
@@ -71,20 +76,14 @@ def _panel(
 ) -> None:
     upper, strip, lower = panel.subplots(3, 1, sharex=True, height_ratios=(3.2, 0.55, 1.6))
     shared = f"one ratio per {row['ratio']}" + (
-        "" if row["aggregation"] == "–" else f" ({row['aggregation']} mean)"
+        "" if row["aggregation"] == "–" else f", {row['aggregation']}"
     )
     upper.set_title(row["label"], fontweight="bold", color=color, fontsize=11.5, pad=16)
-    upper.text(
-        0,
-        1.03,
-        f"{shared}; stabiliser: {row['stabiliser']}",
-        transform=upper.transAxes,
-        color=SOFT,
-        fontsize=8.5,
-    )
-    _ratios(upper, row["ratio"], example, limits)
+    said = f"{shared}; stabiliser: {row['stabiliser']}"
+    upper.text(0, 1.04, said, transform=upper.transAxes, color=SOFT, fontsize=8.8)
+    _ratios(upper, row["ratio"] == "token", example, color, limits)
     _strip(strip, example)
-    _gradients(lower, row["ratio"], example, limits[2])
+    _gradients(lower, example, color, limits[2])
     for ax in (upper, strip, lower):
         ax.grid(False)
         ax.tick_params(bottom=False, labelbottom=False)
@@ -92,24 +91,39 @@ def _panel(
     lower.set_xlim(-0.7, len(example) - 0.3)
 
 
-def _ratios(ax: Axes, granularity: str, example: pd.DataFrame, limits: tuple[float, float, float]) -> None:
+def _ratios(
+    ax: Axes, per_token: bool, example: pd.DataFrame, color: str, limits: tuple[float, float, float]
+) -> None:
     agent = example[example["turn"] >= 0]
     low, high = example["low"].iloc[0], example["high"].iloc[0]
     ax.axhspan(low, high, color=BAND, zorder=0)
     ax.axhline(1, color=SOFT, linewidth=0.8, zorder=1)
-    color = GRANULARITY_COLORS[granularity]
-    for token in agent.itertuples():
-        wide = 1.0 if granularity != "token" else 0.7
-        look_of = (
-            {"facecolor": "white", "edgecolor": color, "hatch": "/////"}
-            if token.clipped
-            else {"facecolor": color}
+    # Tokens of a turn that share ratio and fate are one block.
+    blocks = agent.groupby("position" if per_token else ["turn", "ratio", "clipped"])
+    for _, block in blocks:
+        centre, width = block["position"].mean(), len(block) - 0.26
+        fill = {"facecolor": "white", "hatch": "/////"} if block["clipped"].any() else {"facecolor": color}
+        height = block["ratio"].iloc[0] - 1
+        ax.bar(centre, height, width, bottom=1, edgecolor=color, linewidth=0.9, zorder=2, **fill)
+    if not per_token:
+        ax.plot(
+            agent["position"],
+            agent["token_ratio"],
+            "o",
+            color=INK,
+            markersize=4,
+            mec="white",
+            mew=0.6,
+            zorder=4,
         )
-        ax.bar(token.position, token.ratio - 1, wide, bottom=1, linewidth=0.8, zorder=2, **look_of)
-    if granularity != "token":
-        ax.plot(agent["position"], agent["token_ratio"], ".", color=INK, markersize=4, zorder=4)
+    for turn, tokens in agent.groupby("turn"):
+        centre = tokens["position"].mean()
+        ax.text(centre, limits[1] - 0.06, f"turn {turn + 1}", ha="center", va="top", color=SOFT, fontsize=8.5)
+    clipped = f"{agent['clipped'].sum():.0f} of {len(agent)} tokens clipped"
+    ax.text(1, 0.02, clipped, transform=ax.transAxes, ha="right", va="bottom", color=SOFT, fontsize=8.5)
     ax.set_ylim(limits[0], limits[1])
-    ax.set_yticks([low, 1, high], [f"{low:g}", "1", f"{high:g}"])
+    ticks = [low, 1, high] if high - low > 0.2 else [1]
+    ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.set_ylabel("ratio w")
 
 
@@ -134,26 +148,23 @@ def _strip(ax: Axes, example: pd.DataFrame) -> None:
     ax.spines["left"].set_visible(False)
 
 
-def _gradients(ax: Axes, granularity: str, example: pd.DataFrame, largest: float) -> None:
+def _gradients(ax: Axes, example: pd.DataFrame, color: str, largest: float) -> None:
     agent = example[example["turn"] >= 0]
     divisor = example["divisor"].iloc[0]
-    color = GRANULARITY_COLORS[granularity]
     if divisor != 1:
-        ax.bar(
-            agent["position"],
-            agent["gradient"],
-            0.7,
-            facecolor="none",
-            edgecolor=SOFT,
-            linewidth=0.8,
-            linestyle=":",
-        )
-    ax.bar(agent["position"], agent["step"], 0.7, color=color)
-    ax.axhline(0, color=SOFT, linewidth=0.8)
-    if divisor != 1:
+        before = {"facecolor": "none", "edgecolor": SOFT, "linewidth": 0.9, "linestyle": ":"}
+        ax.bar(agent["position"], agent["gradient"], 0.74, **before)
         ax.text(
-            1, 0.0, f"÷ {divisor:.2f}", transform=ax.transAxes, ha="right", va="bottom", fontsize=9, color=INK
+            1,
+            0,
+            f"all divided by {divisor:.2f}",
+            transform=ax.transAxes,
+            ha="right",
+            color=SOFT,
+            fontsize=8.5,
         )
+    ax.bar(agent["position"], agent["step"], 0.74, color=color)
+    ax.axhline(0, color=SOFT, linewidth=0.8)
     ax.set_ylim(-largest, largest)
     ax.set_yticks([0], ["0"])
     ax.set_ylabel("gradient")
@@ -162,9 +173,17 @@ def _gradients(ax: Axes, granularity: str, example: pd.DataFrame, largest: float
 def _legend(fig: SubFigure) -> None:
     handles = [
         Patch(facecolor=BAND, label="clip range"),
-        Patch(facecolor=SOFT, label="ratio in the objective"),
-        Patch(facecolor="white", edgecolor=SOFT, hatch="/////", label="clipped: its term has no gradient"),
-        Line2D([], [], color=INK, marker=".", linestyle="none", label="token ratio"),
+        Patch(facecolor=SOFT, label="ratio used"),
+        Patch(facecolor="white", edgecolor=SOFT, hatch="/////", label="clipped: no gradient of its own"),
+        Line2D(
+            [],
+            [],
+            color=INK,
+            marker="o",
+            markersize=4,
+            linestyle="none",
+            label="token ratios within the turn",
+        ),
         Patch(facecolor=FAINT, label="environment token"),
         Patch(facecolor="none", edgecolor=SOFT, linestyle=":", label="gradient before the divisor"),
     ]
@@ -179,10 +198,10 @@ def _matrix(ax: Axes, table: pd.DataFrame, axes: Sequence[str]) -> None:
     columns = {name: COLUMNS.get(name, (name, 1.0, 12)) for name in axes}
     edges = first + np.cumsum([0.0, *(width for _, width, _ in columns.values())])
     ax.set_xlim(0, edges[-1])
-    ax.set_ylim(len(table) + 0.05, -0.8)
+    ax.set_ylim(len(table) + 0.05, -1.0)
     ax.axis("off")
     for (heading, _, _), left in zip(columns.values(), edges, strict=False):
-        ax.text(left + 0.06, -0.3, heading, va="center", fontweight="bold", color=SOFT, fontsize=8.5)
+        ax.text(left + 0.06, -0.45, heading, va="center", fontweight="bold", color=SOFT, fontsize=8.5)
     for i, (algorithm, row) in enumerate(table.iterrows()):
         ax.axhline(i, color=FAINT, linewidth=0.8)
         ax.add_patch(Rectangle((0.02, i + 0.32), 0.12, 0.36, color=look(algorithm).color))
