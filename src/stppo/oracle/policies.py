@@ -42,11 +42,17 @@ class Policy(ABC):
         random = torch.Generator().manual_seed(seed)
         return scale * torch.randn(self.n_parameters, generator=random, dtype=torch.float64)
 
+    @abstractmethod
+    def _logit_jacobian(self, theta: Tensor) -> Tensor:
+        """(H, A, P), in closed form: torch.func.jacfwd gives the same, with warnings from inside torch"""
+
     def jacobian(self, theta: Tensor) -> Tensor:
-        """(H * A, P): the score d log pi / d theta of every choice."""
-        self.log_probs(theta.detach())  # says what is wrong with theta, which vmap below could not
-        jacobian = torch.func.jacfwd(lambda t: self._logits(t).log_softmax(1))(theta.detach())
-        return jacobian.reshape(self.tree.n_edges, self.n_parameters)
+        """(H * A, P): the score d log pi / d theta of every choice. ValueError as in `log_probs`."""
+        theta = theta.detach() if isinstance(theta, Tensor) else theta
+        p = self.log_probs(theta).exp()
+        logits = self._logit_jacobian(theta)
+        mean = torch.einsum("ha,hap->hp", p, logits)
+        return (logits - mean[:, None]).reshape(self.tree.n_edges, self.n_parameters)
 
 
 class TabularSoftmax(Policy):
@@ -74,6 +80,11 @@ class TabularSoftmax(Policy):
 
     def _logits(self, theta: Tensor) -> Tensor:
         return theta.view(-1, self.tree.mdp.n_actions)[self.contexts]
+
+    def _logit_jacobian(self, theta: Tensor) -> Tensor:
+        n_actions = self.tree.mdp.n_actions
+        own = self.contexts[:, None] * n_actions + torch.arange(n_actions)
+        return one_hot(own, self.n_parameters).double()
 
 
 class NeuralSoftmax(Policy):
@@ -109,3 +120,12 @@ class NeuralSoftmax(Policy):
         first, second = theta.split(self.sizes)
         hidden = (self.features @ first.view(-1, self.hidden)).tanh()
         return hidden @ second.view(self.hidden, -1)
+
+    def _logit_jacobian(self, theta: Tensor) -> Tensor:
+        n, n_actions = self.tree.n_histories, self.tree.mdp.n_actions
+        first, second = theta.split(self.sizes)
+        hidden = (self.features @ first.view(-1, self.hidden)).tanh()
+        out = second.view(self.hidden, n_actions)
+        to_first = torch.einsum("hf,hk,ka->hafk", self.features, 1 - hidden.square(), out)
+        to_second = torch.einsum("hk,ab->hakb", hidden, torch.eye(n_actions, dtype=theta.dtype))
+        return torch.cat([to_first.reshape(n, n_actions, -1), to_second.reshape(n, n_actions, -1)], 2)
