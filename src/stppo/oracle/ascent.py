@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,29 +31,38 @@ def ascend(
     optimizer: str = "sgd",
     max_grad_norm: float | None = None,
     clip_norm_first: bool = True,
+    rollout_size: int | None = None,
+    minibatch_size: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> list[dict[str, Any]]:
-    """Off-policy training with expectations in place of batches, from theta (P,).
+    """Off-policy training from theta (P,), with expectations in place of batches unless `rollout_size` is given.
 
     Each iteration freezes the behaviour policy, takes advantages `credit(oracle)` (M,) and makes `updates` steps
     on the clipped surrogate; `max_grad_norm` clips the gradient's norm before the stabiliser's divisor, or after
-    it with clip_norm_first=False. Returns one row per update, all measured before its step unless said:
+    it with clip_norm_first=False. With `rollout_size`, each iteration draws that many trajectories with `generator`
+    and its updates go through them in minibatches of `minibatch_size` (default: all), shuffled anew in each pass;
+    advantages stay those of `credit`. Returns one row per update, all measured before its step unless said:
 
     iteration, update, expected_return (J), gradient_norm, clipping_bias_norm, divisor, clip_fraction,
     step_norm (of the step made), cosine (of that step and the true policy gradient), theta (P,) after the step
 
-    ValueError for an unknown optimizer, or as soon as theta stops being finite.
+    ValueError for an unknown optimizer, minibatches that do not divide the roll-out, or as soon as theta stops being
+    finite.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
     check_has_limit(objective)
+    if rollout_size is not None and rollout_size % (minibatch_size or rollout_size):
+        raise ValueError(f"minibatch_size={minibatch_size}: must divide rollout_size={rollout_size}")
     theta = theta.detach().clone().requires_grad_()
     steps = OPTIMIZERS[optimizer]([theta], lr=learning_rate)
     rows: list[dict[str, Any]] = []
     for iteration in range(iterations):
         oracle = Oracle(tree, policy, theta)
         advantages = credit(oracle)
+        batches = _batches(oracle, rollout_size, minibatch_size, generator)
         for _ in range(updates):
-            expected = expected_surrogate(oracle, objective, theta, advantages)
+            expected = expected_surrogate(oracle, objective, theta, advantages, next(batches))
             bias = torch.autograd.grad(expected.bias, theta, retain_graph=True)[0]
             gradient = torch.autograd.grad(expected.surrogate - expected.penalty, theta)[0]
             divisor = objective.stabilizer.divisor(float(bias.norm()))
@@ -82,3 +91,17 @@ def ascend(
                 }
             )
     return rows
+
+
+def _batches(
+    oracle: Oracle, rollout_size: int | None, minibatch_size: int | None, generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    """Probabilities (N,) of the trajectories for one update after another, without end."""
+    if rollout_size is None:
+        while True:
+            yield oracle.probabilities
+    rows = oracle.sample(rollout_size, generator)
+    while True:
+        shuffled = rows[torch.randperm(rollout_size, generator=generator)]
+        for batch in shuffled.split(minibatch_size or rollout_size):
+            yield batch.bincount(minlength=len(oracle.tree)).double() / len(batch)

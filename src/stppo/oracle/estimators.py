@@ -37,18 +37,24 @@ class ExpectedSurrogate:
 
 
 def expected_surrogate(
-    oracle: Oracle, objective: Objective, theta: Tensor, advantages: Tensor
+    oracle: Oracle,
+    objective: Objective,
+    theta: Tensor,
+    advantages: Tensor,
+    probabilities: Tensor | None = None,
 ) -> ExpectedSurrogate:
     """What `Objective.surrogate` estimates from a batch, exactly.
 
     theta (P,); advantages (M,), one for each agent token of the tree. Loss weights are those of one trajectory
-    among infinitely many, so token_mean divides by the expected number of agent tokens. ValueError for
-    advantages of another shape or not finite.
+    among infinitely many, so token_mean divides by the expected number of agent tokens. probabilities (N,) of the
+    trajectories: default the behaviour policy's; the shares of a sampled batch's trajectories give that batch's own
+    surrogate. ValueError for advantages of another shape or not finite.
     """
-    layout, p = oracle.layout, oracle.probabilities
+    layout = oracle.layout
+    p = oracle.probabilities if probabilities is None else probabilities
     log_ratio = oracle.log_ratio(theta)
     _, clipped = _terms(oracle, objective, log_ratio, advantages)
-    weights = p[layout.rows] * _trajectory_weights(oracle, objective)
+    weights = p[layout.rows] * _trajectory_weights(oracle, objective, p)
     penalty = log_ratio.new_zeros(())
     if isinstance(objective.stabilizer, CtnKL):
         share, kl = _ctn_parts(oracle, objective, log_ratio)
@@ -76,10 +82,10 @@ def _terms(
     return ratio, objective.clip(ratio, advantages.detach(), oracle.layout)
 
 
-def _trajectory_weights(oracle: Oracle, objective: Objective) -> Tensor:
+def _trajectory_weights(oracle: Oracle, objective: Objective, probabilities: Tensor) -> Tensor:
     """(M,) loss weights of each trajectory by itself, before its probability."""
     if objective.loss_aggregation == "token_mean":
-        expected_length = (oracle.probabilities * oracle.layout.row_lengths).sum()
+        expected_length = (probabilities * oracle.layout.row_lengths).sum()
         return torch.ones(len(oracle.tree.edges), dtype=torch.float64) / expected_length
     weights = loss_weights(oracle.tree.agent_mask, objective.loss_aggregation, torch.float64)
     return oracle.layout.gather(weights) * len(oracle.tree)
@@ -233,7 +239,7 @@ def surrogate_gradient(
     scores = oracle.policy.jacobian(theta)
     log_ratio = oracle.log_ratio(theta.detach()).detach().requires_grad_()
     _, clipped = _terms(oracle, objective, log_ratio, advantages)
-    weights = _trajectory_weights(oracle, objective)
+    weights = _trajectory_weights(oracle, objective, oracle.probabilities)
     value = (weights * clipped.terms).sum()
     bias = (weights * clipped.unclipped_terms)[clipped.clipped].sum()
     shares = torch.zeros(len(tree), dtype=torch.float64)
@@ -334,7 +340,8 @@ def decompose(oracle: Oracle, objective: Objective, theta: Tensor, advantages: T
     scores = oracle.policy.jacobian(theta)
     log_ratio = oracle.log_ratio(theta).detach()
     ratio, clipped = _terms(oracle, objective, log_ratio, advantages)
-    weights = oracle.probabilities[oracle.layout.rows] * _trajectory_weights(oracle, objective)
+    weights = oracle.probabilities[oracle.layout.rows]
+    weights = weights * _trajectory_weights(oracle, objective, oracle.probabilities)
     used = clipped.unclipped_terms / ratio  # what the clip saw: `advantages`, or their turn mean
 
     def term(credit: Tensor) -> Tensor:
