@@ -183,7 +183,7 @@ rule figures:
         )
 
 
-rule html:
+rule html:  # with links between notebooks turned into links between pages
     input:
         f"{RESULTS}/{{notebook}}.ipynb",
     output:
@@ -194,6 +194,7 @@ rule html:
         f"{RESULTS}/logs/html/{{notebook}}.log",
     shell:
         "jupyter nbconvert {params.options} --log-level WARN {input} > {log} 2>&1"
+        """ && sed -i.bak -E 's|href="([02][0-9]-[^":/]+)[.]ipynb"|href="\\1.html"|g' {output} && rm {output}.bak"""
 
 
 rule report:

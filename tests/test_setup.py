@@ -132,13 +132,27 @@ def test_makefile_has_the_targets():
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def code_cells(notebook: Path) -> list[dict]:
+DERIVATIONS = (
+    "01-token-level-ppo",
+    "02-turn-level-importance-sampling",
+    "03-clipping-bias",
+    "04-stabilised-objectives",
+    "05-search-agent",
+)
+PARAMETERS = {"fast": False, "seed": 0, "output_dir": "results/scratch/derivations"}
+
+
+def cells_of(notebook: Path, kind: str) -> list[dict]:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    return [cell | {"source": "".join(cell["source"])} for cell in cells if cell["cell_type"] == "code"]
+    return [cell | {"source": "".join(cell["source"])} for cell in cells if cell["cell_type"] == kind]
+
+
+def code_cells(notebook: Path) -> list[dict]:
+    return cells_of(notebook, "code")
 
 
 def test_notebooks_of_the_pipeline_are_there():
-    assert {"10-train", "20-collapse", "21-clip-ratio"} <= {path.stem for path in NOTEBOOKS}
+    assert {*DERIVATIONS, "10-train", "20-collapse", "21-clip-ratio"} <= {path.stem for path in NOTEBOOKS}
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -151,3 +165,68 @@ def test_notebook_is_committed_clean_and_short(notebook):
         for node in ast.walk(ast.parse(cell["source"])):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 assert node.end_lineno - node.lineno < 10, f"{node.name} belongs in the package"
+
+
+@pytest.fixture(params=[path for path in NOTEBOOKS if path.stem in DERIVATIONS], ids=lambda path: path.stem)
+def derivation(request) -> Path:
+    return request.param
+
+
+def prose(notebook: Path) -> str:
+    return "\n\n".join(cell["source"] for cell in cells_of(notebook, "markdown"))
+
+
+def nodes(notebook: Path) -> list[ast.AST]:
+    return [node for cell in code_cells(notebook) for node in ast.walk(ast.parse(cell["source"]))]
+
+
+def test_derivation_has_its_parameters_and_tests_run_it_fast(derivation):
+    (cell,) = (c for c in code_cells(derivation) if "parameters" in c["metadata"].get("tags", []))
+    values = {n.targets[0].id: ast.literal_eval(n.value) for n in ast.parse(cell["source"]).body}
+    assert PARAMETERS.items() <= values.items()
+    assert values == PARAMETERS or derivation.stem == "05-search-agent"
+    assert cell["metadata"]["nbmake"]["mock"]["fast"] is True
+
+
+def test_derivation_opens_with_its_title(derivation):
+    first = json.loads(derivation.read_text(encoding="utf-8"))["cells"][0]
+    assert first["cell_type"] == "markdown" and "".join(first["source"]).startswith("# ")
+
+
+def test_derivation_checks_what_it_says(derivation):
+    assert sum(isinstance(node, ast.Assert) for node in nodes(derivation)) >= 5
+
+
+def test_derivation_has_a_widget(derivation):
+    called = [
+        node.func.id for node in nodes(derivation) if isinstance(node, ast.Call) and hasattr(node.func, "id")
+    ]
+    assert called.count("explore") >= 1
+
+
+def test_derivation_numbers_its_equations(derivation):
+    tags = re.findall(r"\\tag\{(.+?)\}", prose(derivation))
+    assert len(tags) >= 3 and len(set(tags)) == len(tags)
+    assert {tag.split(".")[0] for tag in tags} == {derivation.stem[:2].lstrip("0")}
+    assert prose(derivation).count("$$") % 2 == 0
+
+
+def test_derivation_hides_its_solutions(derivation):
+    text = prose(derivation)
+    assert text.count("<details>") == text.count("</details>") >= 2
+    assert (
+        len(re.findall(r"<summary>.+?</summary>\n\n", text)) >= 2
+    )  # without the empty line it is no markdown
+
+
+def test_derivation_leads_to_its_neighbours(derivation):
+    links = set(re.findall(r"\]\(([^)\s]+\.ipynb)\)", prose(derivation)))
+    assert not [link for link in links if not (derivation.parent / link).is_file()]
+    i = DERIVATIONS.index(derivation.stem)
+    neighbours = {f"{name}.ipynb" for name in (*DERIVATIONS[max(i - 1, 0) : i], *DERIVATIONS[i + 1 : i + 2])}
+    assert neighbours <= links
+
+
+def test_readme_lists_the_derivations_in_order():
+    rows = re.findall(r"^\| \[(\d\d)\]\((notebooks/[^)]+)\) \|", (ROOT / "README.md").read_text(), re.M)
+    assert [(name[:2], f"notebooks/{name}.ipynb") for name in DERIVATIONS] == rows
