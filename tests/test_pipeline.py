@@ -1,21 +1,24 @@
-"""The Snakefile, by dry runs: what it plans, and what it says to bad input."""
+"""The Snakefile, by dry runs: what it plans, what it says to bad input; and how pages are made, by a real run."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+
+from stppo.interact import WIDGET_VIEW
 
 ROOT = Path(__file__).parents[1]
 
 
-def snakemake(directory: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """A dry run of `all` whose results live in `directory`."""
+def snakemake(directory: Path, *arguments: str, targets=("-n", "all")) -> subprocess.CompletedProcess:
+    """A run, dry unless there are other targets, whose results live in `directory`."""
     for name in ("configs", "notebooks", "src", "profiles", "pyproject.toml"):
         if not (directory / name).exists():
             (directory / name).symlink_to(ROOT / name)
-    command = [sys.executable, "-m", "snakemake", "-n", "all", "--snakefile", str(ROOT / "Snakefile")]
+    command = [sys.executable, "-m", "snakemake", *targets, "--snakefile", str(ROOT / "Snakefile")]
     return subprocess.run(
         [*command, "--directory", str(directory), "--cores", "1", *arguments],
         capture_output=True,
@@ -65,3 +68,27 @@ def test_bad_input_stops_before_anything_runs(tmp_path, option, said):
     assert result.returncode != 0
     assert said in result.stdout + result.stderr
     assert not (tmp_path / "results").exists()
+
+
+def test_pages_link_pages_and_need_no_widgets(tmp_path):
+    bundle = {
+        WIDGET_VIEW: {"model_id": "m", "version_major": 2, "version_minor": 0},
+        "text/html": "<p>still</p>",
+    }
+    output = nbformat.v4.new_output("display_data", bundle)
+    links = "[next](02-turn-level-importance-sampling.ipynb) [run](10-train.ipynb) [other](https://a.org/02-b.ipynb)"
+    notebook = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_markdown_cell(links),
+            nbformat.v4.new_code_cell("1", outputs=[output], execution_count=1),
+        ],
+        metadata={"widgets": {"application/vnd.jupyter.widget-state+json": {"state": {"m": {}}}}},
+    )
+    (tmp_path / "results" / "smoke").mkdir(parents=True)
+    nbformat.write(notebook, tmp_path / "results" / "smoke" / "page.ipynb")
+    result = snakemake(tmp_path, "--config", "preset=smoke", targets=["results/smoke/page.html"])
+    assert result.returncode == 0, result.stdout + result.stderr
+    page = (tmp_path / "results" / "smoke" / "page.html").read_text(encoding="utf-8")
+    assert "<p>still</p>" in page and "html-manager" not in page
+    assert 'href="02-turn-level-importance-sampling.html"' in page
+    assert 'href="10-train.ipynb"' in page and 'href="https://a.org/02-b.ipynb"' in page
