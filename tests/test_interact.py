@@ -66,6 +66,12 @@ def test_live_area_does_not_repeat_the_static_note():
     assert "Drawn at" not in box.children[-1].outputs[0]["data"]["text/html"]
 
 
+def test_note_names_the_entry_of_a_menu_not_its_value(shown):
+    interact.explore(Drawn, row={"the first": 0, "the <last>": 7}, start={"row": 7})
+    assert Drawn.calls == [{"row": 7}]
+    assert "Drawn at row = the &lt;last&gt;." in shown[0]["text/html"]
+
+
 def test_figures_become_pictures(shown):
     interact.explore(lambda n: Figure(figsize=(1, 1)), n=(1, 3))
     source = re.search(r'src="data:image/png;base64,([^"]+)"', shown[0]["text/html"])

@@ -56,8 +56,9 @@ def explore(draw: Callable[..., Any], *, start: Mapping[str, Any] | None = None,
         display(_static(_picture(draw(**values)), values), raw=True)
         return
     box, picture = controls(draw, options, start)
-    values = {name: widget.value for name, widget in zip(options, box.children, strict=False)}
-    display({WIDGET_VIEW: box._repr_mimebundle_()[WIDGET_VIEW], **_static(picture, values)}, raw=True)
+    widgets = zip(options, box.children, strict=False)  # the last child is the picture
+    said = {name: getattr(widget, "label", widget.value) for name, widget in widgets}
+    display({WIDGET_VIEW: box._repr_mimebundle_()[WIDGET_VIEW], **_static(picture, said)}, raw=True)
 
 
 def controls(
