@@ -158,6 +158,7 @@ rule derivation:
         directory(f"{RESULTS}/derivations/{{derivation}}"),
     params:
         content=lambda wildcards: CONTENT[wildcards.derivation],
+        benchmarks=content_of("results/reference/benchmarks.json"),  # what the cheap estimators cost
     log:
         f"{RESULTS}/logs/{{derivation}}.log",
     threads: 1
