@@ -19,11 +19,11 @@ BAND, CHANGED = "#E9F3EA", "#FDEBD0"
 BASELINE = "token_ppo"
 # Column heading, width (relative), and characters per line of each axis in the matrix; others get the default.
 COLUMNS = {
-    "credit": ("credit", 1.75, 25),
+    "credit": ("credit", 1.8, 25),
     "pooling": ("pooling", 0.68, 10),
     "whiten": ("whiten", 0.6, 8),
     "ratio": ("ratio", 0.75, 10),
-    "aggregation": ("aggregation", 0.95, 12),
+    "aggregation": ("aggregation", 1.0, 12),
     "clip": ("clip range", 1.2, 17),
     "stabiliser": ("stabiliser", 1.9, 29),
     "loss aggregation": ("loss\naggregation", 0.95, 11),
@@ -194,7 +194,7 @@ def _legend(fig: SubFigure) -> None:
 
 def _matrix(ax: Axes, table: pd.DataFrame, axes: Sequence[str]) -> None:
     """Rows algorithms, columns axes; cells that differ from token PPO's are shaded."""
-    first = 1.5
+    first = 1.6
     columns = {name: COLUMNS.get(name, (name, 1.0, 12)) for name in axes}
     edges = first + np.cumsum([0.0, *(width for _, width, _ in columns.values())])
     ax.set_xlim(0, edges[-1])
@@ -205,7 +205,7 @@ def _matrix(ax: Axes, table: pd.DataFrame, axes: Sequence[str]) -> None:
     for i, (algorithm, row) in enumerate(table.iterrows()):
         ax.axhline(i, color=FAINT, linewidth=0.8)
         ax.add_patch(Rectangle((0.02, i + 0.32), 0.12, 0.36, color=look(algorithm).color))
-        ax.text(0.2, i + 0.5, row["label"], va="center", fontweight="bold", fontsize=8.5, color=INK)
+        ax.text(0.2, i + 0.5, row["label"], va="center", fontweight="bold", fontsize=9, color=INK)
         for name, left, right in zip(columns, edges, edges[1:], strict=False):
             changed = BASELINE in table.index and row[name] != table.loc[BASELINE, name]
             if changed:
@@ -218,7 +218,7 @@ def _matrix(ax: Axes, table: pd.DataFrame, axes: Sequence[str]) -> None:
                 i + 0.5,
                 text,
                 va="center",
-                fontsize=7.8,
+                fontsize=8.5,
                 linespacing=1.05,
                 color=INK if changed else SOFT,
             )
