@@ -34,7 +34,7 @@ TURN_COLORS = ("#CFE3F5", "#FBE3C4", "#CDEBDD", "#F3D6E4", "#E6E3B8", "#D9D5F0")
 UP, DOWN = "#D55E00", "#0061A8"  # told apart under the common colour-vision deficiencies
 TOKEN_COLOR, TURN_COLOR = "#D55E00", "#0061A8"
 FULL_MARK, FULL_COLOR = math.log(1.5), math.log(2.0)  # log-ratios at which an underline, a colour, is full
-HATCH = "repeating-linear-gradient(135deg,rgba(0,0,0,.24) 0 1px,transparent 1px 5px)"
+HATCH = "repeating-linear-gradient(135deg,rgba(0,0,0,.34) 0 1px,transparent 1px 5px)"
 CSS = f"""
 .stppo-trajectory, .stppo-legend {{ border: 1px solid #ddd; border-radius: 6px; padding: .7em .9em;
   margin: .7em 0; font: 14px/1.9 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; color: #222;
@@ -273,10 +273,10 @@ def boundary_strips(records: Mapping[str, Record]) -> tuple[Figure, pd.DataFrame
                     ratio = record["turn_ratio"][positions[0]]
                     rows.append((name, turn, positions[0], width, ratio))
                     text = f"{ratio:.2f}" if ratio >= 0.005 else f"{ratio:.0e}"
-                    ax.text(start + width / 2, y, text, ha="center", va="center", fontsize=6.5)
+                    ax.text(start + width / 2, y, text, ha="center", va="center", fontsize=7.5)
         ax.set_yticks(range(len(records)), records)
         ax.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=7)
-        ax.set(xlim=(-0.5, len(tokens) - 0.5), ylim=(len(records) - 0.45, -0.55))
+        ax.set(xlim=(-0.6, len(tokens) - 0.4), ylim=(len(records) - 0.45, -0.55))
         ax.grid(False)
         ax.tick_params(length=0)
         for spine in ax.spines.values():
