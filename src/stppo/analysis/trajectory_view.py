@@ -182,7 +182,7 @@ def _position(value: float, color: str, scale: float) -> float:
 
 def _tint(position: float) -> str:
     """White at 0, towards `UP` at 1 and `DOWN` at -1, pale enough for black text."""
-    share = 0.7 * abs(position)
+    share = 0.6 * abs(position)
     mixed = (round(255 + share * (part - 255)) for part in _rgb(UP if position > 0 else DOWN))
     return "#" + "".join(f"{part:02X}" for part in mixed)
 
