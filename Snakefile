@@ -195,7 +195,7 @@ rule html:  # with links between notebooks turned into links between pages
         f"{RESULTS}/logs/html/{{notebook}}.log",
     shell:
         "jupyter nbconvert {params.options} --log-level WARN {input} > {log} 2>&1"
-        """ && sed -i.bak -E 's|href="([02][0-9]-[^":/]+)[.]ipynb"|href="\\1.html"|g' {output} && rm {output}.bak"""
+        """ && sed -i.bak -E 's|href="([02][0-9]-[^":/]+)[.]ipynb(["#])|href="\\1.html\\2|g' {output} && rm {output}.bak"""
 
 
 rule report:

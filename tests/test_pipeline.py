@@ -76,7 +76,7 @@ def test_pages_link_pages_and_need_no_widgets(tmp_path):
         "text/html": "<p>still</p>",
     }
     output = nbformat.v4.new_output("display_data", bundle)
-    links = "[next](02-turn-level-importance-sampling.ipynb) [run](10-train.ipynb) [other](https://a.org/02-b.ipynb)"
+    links = "[next](02-turn.ipynb) [part](03-bias.ipynb#part) [run](10-train.ipynb) [other](https://a.org/02-b.ipynb)"
     notebook = nbformat.v4.new_notebook(
         cells=[
             nbformat.v4.new_markdown_cell(links),
@@ -90,5 +90,5 @@ def test_pages_link_pages_and_need_no_widgets(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     page = (tmp_path / "results" / "smoke" / "page.html").read_text(encoding="utf-8")
     assert "<p>still</p>" in page and "html-manager" not in page
-    assert 'href="02-turn-level-importance-sampling.html"' in page
+    assert 'href="02-turn.html"' in page and 'href="03-bias.html#part"' in page
     assert 'href="10-train.ipynb"' in page and 'href="https://a.org/02-b.ipynb"' in page
