@@ -176,7 +176,7 @@ class SurrogateGradient:
             numbers = torch.arange(first, min(n**batch_size, first + self._chunk(batch_size)))
             index = torch.stack([numbers // n**i % n for i in range(batch_size)], 1)
             weight = self.probabilities[index].prod(1)
-            gradients = self._batches(index).gradients
+            gradients = self.batches(index).gradients
             total += weight @ gradients
             second += (weight[:, None] * gradients).T @ gradients
         return total, second - torch.outer(total, total)
@@ -186,7 +186,7 @@ class SurrogateGradient:
         _check_batch_size(batch_size)
         index = torch.multinomial(self.probabilities, n * batch_size, replacement=True, generator=generator)
         step = self._chunk(batch_size)
-        parts = [self._batches(rows) for rows in index.view(n, batch_size).split(step)]
+        parts = [self.batches(rows) for rows in index.view(n, batch_size).split(step)]
         return BatchGradients(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
     @property
@@ -197,8 +197,8 @@ class SurrogateGradient:
     def _chunk(self, batch_size: int) -> int:
         return max(1, CHUNK // (batch_size * self.gradients.shape[1]))
 
-    def _batches(self, index: Tensor) -> BatchGradients:
-        """(n, B) rows -> their batches' stabilised gradients"""
+    def batches(self, index: Tensor) -> BatchGradients:
+        """The stabilised gradients of n given batches of B trajectories, by their rows in the tree (n, B)."""
         gradients = self.gradients[index].mean(1)
         if self.kl_gradients.shape[1]:
             gradients = gradients - self._outside_penalty(
