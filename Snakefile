@@ -76,7 +76,10 @@ def notebook_content(name):
     notebook = Path(f"notebooks/{name}.ipynb")
     if not notebook.is_file():
         raise WorkflowError(f"{notebook} is missing; restore it: git checkout -- {notebook}")
-    imports = notebook_imports(notebook)
+    try:
+        imports = notebook_imports(notebook)
+    except ValueError as error:
+        raise WorkflowError(str(error))
     if "stppo.config" not in imported_files(imports):
         return [content_of(notebook), code_hash(imports)]
     files = sorted(configs.config_dir().rglob("*.yaml"))

@@ -206,3 +206,10 @@ def test_imports_of_a_notebook_are_entries_for_its_hash(package, tmp_path):
     assert found == ["stppo", "stppo.base", "stppo.training.trainer", "stppo.training.trainer.train"]
     files = imported_files(found, package)
     assert {"stppo.base", "stppo.agent.policy"} <= set(files) and "stppo.figures" not in files
+
+
+def test_notebook_cell_that_is_no_python_is_named(tmp_path):
+    cells = [{"cell_type": "code", "source": ["import math\n", "%matplotlib inline"]}]
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": cells}))
+    with pytest.raises(ValueError, match=r"n\.ipynb cell 0 line 2: .*; use plain Python"):
+        notebook_imports(tmp_path / "n.ipynb")

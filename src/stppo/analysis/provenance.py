@@ -140,10 +140,22 @@ def _notebook_code(notebook: Path) -> list[str]:
 
 
 def notebook_imports(notebook: str | Path) -> list[str]:
-    """Dotted names of the package that a notebook's code cells import, sorted: entries for `code_hash`."""
+    """Dotted names of the package that a notebook's code cells import, sorted: entries for `code_hash`.
+
+    ValueError names a cell that is not plain Python: what it imports cannot be known.
+    """
     cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    return sorted({name for source in code for name in imported_modules(ast.parse(source), "", False)})
+    found: set[str] = set()
+    for i, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            try:
+                tree = ast.parse("".join(cell["source"]))
+            except SyntaxError as error:
+                raise ValueError(
+                    f"{notebook} cell {i} line {error.lineno}: {error.msg}; use plain Python"
+                ) from error
+            found |= imported_modules(tree, "", False)
+    return sorted(found)
 
 
 def code_hash(
