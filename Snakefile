@@ -99,6 +99,7 @@ wildcard_constraints:
 rule all:
     input:
         f"{RESULTS}/report.html",
+        expand(f"{RESULTS}/{{name}}.html", name=DERIVATIONS),
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=RUNS),
 
 
