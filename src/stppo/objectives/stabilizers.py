@@ -34,7 +34,7 @@ class NoStabilizer(Stabilizer):
     """Plain clipped objective."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)  # by position, `estimator` would come first: the base class names it
 class ClippingBiasNorm(Stabilizer):
     """Divide the gradient by a function of the clipping bias' norm n = ||C||_2 (v1 Eq. 7 token, Eq. 8 turn).
 
