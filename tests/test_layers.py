@@ -25,7 +25,10 @@ ALLOWED = {
     "oracle": {"objectives", "trajectories"},
     "plugins": {"objectives", "trajectories", "world"},
     "axes": {"config", "objectives", "trajectories", "analysis"},
-    "cli": {"axes", "agent", "config", "settings", "schema", "files", "training", "analysis", *FLOOR},
+    "cli": {
+        *("axes", "agent", "config", "settings", "schema", "files", "training", "analysis", "plugins"),
+        *FLOOR,
+    },
 }
 
 

@@ -157,6 +157,26 @@ def report(
     typer.echo(render_report(results, reference, out or results / "report.html"))
 
 
+plugins_app = typer.Typer(no_args_is_help=True, help="The objectives inside verl and TRL.")
+app.add_typer(plugins_app, name="plugins")
+
+
+@plugins_app.callback()
+def _plugins() -> None:
+    """Makes `check` a subcommand of its own, although it is the only one."""
+
+
+@plugins_app.command("check")
+def check_plugin(host: Annotated[str, typer.Argument(help="verl | trl")]) -> None:
+    """Say whether a host library finds its plug-in in a fresh process, and if not why.
+
+    Example: `stppo plugins check verl`
+    """
+    from stppo.plugins import check
+
+    typer.echo(check(host))
+
+
 def main() -> None:
     """Run the command; input errors become one line on stderr and exit code 1."""
     try:
