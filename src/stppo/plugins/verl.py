@@ -1,0 +1,413 @@
+"""Our policy losses inside verl: `turn_ppo`, `s_ppo`, `st_ppo`, `so_ppo`, `so_grpo`.
+
+verl finds this module by its entry point, by `actor_rollout_ref.model.external_lib=stppo.plugins.verl` or by
+`VERL_USE_EXTERNAL_MODULES=stppo.plugins.verl`; `stppo plugins check verl` tells whether it did. Then
+
+    actor_rollout_ref.actor.policy_loss.loss_mode=st_ppo
+    actor_rollout_ref.actor.policy_loss._target_=stppo.plugins.verl.TurnPolicyLossConfig
+    +actor_rollout_ref.actor.policy_loss.c0=1.0e-4
+
+trains with it. The second and third line are needed for options alone; verl's own PolicyLossConfig gives their
+defaults. Clip range, loss aggregation and advantages are verl's options (`clip_ratio_low`, `clip_ratio_high`,
+`loss_agg_mode`, `algorithm.adv_estimator`); verl's `clip_ratio_c` (dual clip) is not read.
+
+    loss_mode        ratio per          divided by the clipping bias    source
+    turn_ppo         turn, geometric    no                              v1 Eq. 4
+    s_ppo            token              yes                             v1 Eq. 7
+    st_ppo           turn, geometric    yes                             v1 Eq. 8
+    so_ppo, so_grpo  turn, geometric    yes                             v2, `reading: A`
+    so_ppo, so_grpo  turn, arithmetic   no: clipping-triggered KL       v2, `reading: B`
+
+The equations are v1's as summaries of the paper give them. `so_ppo` and `so_grpo` are one loss: what differs is
+`algorithm.adv_estimator`: `gae`, or `grpo`, or for reading B `grpo_turn_return`, which this module registers.
+`loss_agg_mode=seq-mean-token-mean` is v1's 1/|y|; with it, reading B has 1/n over turns (`turn_mean`).
+
+Turns
+    A turn is a maximal run of ones in `response_mask`; padding cannot matter. Rows without agent tokens, as
+    sequence-level rejection leaves them, are dropped, and a micro-batch of such rows alone has the loss 0.
+    Token-level rejection (`algorithm.rollout_correction.rollout_rs=token_*`) punches holes into the mask and so
+    splits turns. verl does not tell a loss of it. It is refused where it can be seen: in the option itself, which
+    reaches the worker by `policy_loss.rollout_correction: ${algorithm.rollout_correction}` (configs/cluster has this
+    line) and the advantage estimator by verl; in importance weights that are non-zero off the mask, when
+    `rollout_is` is on too; and in observations shorter than `min_observation_tokens`, as one rejected token looks.
+    A run of several rejected tokens, without that line and without `rollout_is`, cannot be told from an observation.
+
+The divisor
+    ||C||, the norm of the clipping bias, would need a second backward pass through the policy; a loss function sees
+    log-probs alone. So n = sqrt(sum_t c_t^2), with c_t the derivative of the clipped terms' unclipped surrogate by
+    token t's log-prob. In parameter space C = sum_t c_t grad log pi_t; n is its norm if the scores grad log pi_t were
+    orthonormal. It sees how much was clipped and at what advantages, not whether trajectories agree on it. Hence
+    it has no limit: in a minibatch of B trajectories it falls like 1/sqrt(B) where ||C|| levels off
+    (notebook 03), and so **a c0 belongs to this estimator and to one batch size and response length**: with c0 = 0.1,
+    which was meant for ||C||, it hardly ever acts. Our reference runs (regime A, minibatches of 32 trajectories of
+    about 50 tokens, one seed a run) recorded both. Pearson correlation of their iteration means within a run, lowest
+    and highest of three runs; median of ||C|| / n; median of ||C||:
+
+        algorithm      correlation     ||C|| / n   ||C||
+        turn_ppo       0.38 to 0.65    38.4        0.48
+        s_ppo          0.57 to 0.92    39.4        0.46
+        st_ppo         0.29 to 0.54    43.1        0.48
+        so_grpo        0.48 to 0.73    28.2        0.27
+
+    It tracks, loosely. To set c0, run some iterations with turn_ppo, which logs `actor/clipping_bias_norm_logprob`,
+    and take a fixed share of its median: about 1/5 is what c0 = 0.1 was for ||C|| in those runs.
+
+    verl calls the loss once per micro-batch and adds the gradients. Squares of n add over disjoint micro-batches, so
+    each estimates the minibatch's n as its own times sqrt(number of micro-batches), counted in what `loss_agg_mode`
+    averages over (rows or tokens, of all data-parallel ranks). Every micro-batch thus has a divisor of its own, all
+    about equal if micro-batches are large; the smaller, the noisier. The entropy and reference-KL terms of verl are
+    added afterwards and not divided; `actor/pg_loss` is the divided loss.
+
+    verl clips the gradient's norm after the loss (`grad_clip`), so a clip that binds cancels the divisor: what is
+    left of it is which steps bind. Raise `grad_clip` for it to act. Adam is nearly free of scale: a constant divisor
+    does nothing there, only the relative weight of updates inside its moments changes.
+
+Not possible here: the exact ||C|| or the logit-space norm; turn credit from a critic (`TurnReturnMinusValue`, `TurnGAE`),
+since registered advantage estimators get no `values` (`gae` with `lam=1` is R - V at every token, not at the turn's
+first); the gradient clip before the divisor. verl's deprecated trainer (`use_v1=false`) replaces any loss in its bypass mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, GroupNormalised, NoStabilizer, Ratio, loss_weights
+from stppo.objectives.checks import one_of
+from stppo.objectives.diagnostics import diagnose
+from stppo.objectives.stabilizers import Stabilizer
+from stppo.plugins import VERL_LOSSES, require_host
+from stppo.trajectories import Layout, Trajectories
+
+require_host("verl")
+
+from verl.trainer.ppo.core_algos import (  # noqa: E402
+    POLICY_LOSS_REGISTRY,
+    agg_loss,
+    register_adv_est,
+    register_policy_loss,
+)
+from verl.workers.config import PolicyLossConfig  # noqa: E402
+
+READING_B = ("so_ppo", "so_grpo")
+
+
+@dataclass
+class TurnPolicyLossConfig(PolicyLossConfig):
+    """Options of the losses above; other losses of verl ignore them. ValueError names a bad field.
+
+    reading: A (geometric ratio and divisor) or B (arithmetic ratio and clipping-triggered KL), of so_ppo and so_grpo.
+    c0, form: of `stppo.objectives.ClippingBiasNorm`. ctn_coefficient, ctn_formula, ctn_kl: of `CtnKL`; the formula
+    `outside` multiplies the means of one micro-batch.
+    turn_mean: weigh the turns of a trajectory alike instead of its tokens; null: as the reading has it (B does).
+    min_observation_tokens: fewest environment tokens between two turns; fewer are taken for token-level rejection.
+    """
+
+    loss_mode: str = "st_ppo"
+    reading: str = "A"
+    c0: float = 0.1
+    form: str = "max"
+    ctn_coefficient: float = 1.0
+    ctn_formula: str = "inside"
+    ctn_kl: str = "policy_to_behaviour"
+    turn_mean: Optional[bool] = None  # noqa: UP045 (verl's OmegaConf reads the annotation)
+    min_observation_tokens: int = 2
+
+    def __post_init__(self) -> None:
+        one_of(self, "loss_mode", tuple(POLICY_LOSS_REGISTRY))
+        one_of(self, "reading", ("A", "B"))
+        if self.turn_mean not in (None, True, False) or isinstance(
+            self.turn_mean, (int, float)
+        ) != isinstance(self.turn_mean, bool):
+            raise ValueError(
+                f"TurnPolicyLossConfig.turn_mean={self.turn_mean!r}: must be true, false or null"
+            )
+        tokens = self.min_observation_tokens
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise ValueError(
+                f"TurnPolicyLossConfig.min_observation_tokens={tokens!r}: must be a whole number from 1 on"
+            )
+        try:
+            self.divisor()
+            self.penalty()
+        except ValueError as error:
+            message = str(error).replace("ClippingBiasNorm.", "TurnPolicyLossConfig.")
+            raise ValueError(message.replace("CtnKL.", "TurnPolicyLossConfig.ctn_")) from None
+        if self.loss_mode in VERL_LOSSES:
+            parts_of(self.loss_mode, self)
+            if self.loss_mode != "s_ppo":
+                refuse_token_rejection(self.rollout_correction)
+
+    def divisor(self) -> ClippingBiasNorm:
+        return ClippingBiasNorm(c0=self.c0, form=self.form, estimator="logprob")
+
+    def penalty(self) -> CtnKL:
+        return CtnKL(coefficient=self.ctn_coefficient, formula=self.ctn_formula, kl=self.ctn_kl)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a loss is made of beyond verl's own options."""
+
+    ratio: Ratio
+    stabilizer: Stabilizer
+    turn_mean: bool
+
+    @property
+    def needs_turns(self) -> bool:
+        return self.turn_mean or self.ratio.granularity == "turn"
+
+
+def parts_of(name: str, options: TurnPolicyLossConfig) -> Parts:
+    """The loss `name`; ValueError where reading B is asked of a loss that has none."""
+    if options.reading == "B" and name not in READING_B:
+        raise ValueError(f"TurnPolicyLossConfig.reading='B': {name} has reading A alone; B is of {READING_B}")
+    weigh_turns = options.reading == "B" if options.turn_mean is None else options.turn_mean
+    if options.reading == "B":
+        return Parts(Ratio("turn", "arithmetic"), options.penalty(), weigh_turns)
+    ratio = Ratio("token" if name == "s_ppo" else "turn", "geometric")
+    return Parts(ratio, NoStabilizer() if name == "turn_ppo" else options.divisor(), weigh_turns)
+
+
+def policy_loss(
+    name: str,
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Loss and metrics of one micro-batch, as verl's registry wants them.
+
+    Tensors are (B, T): log-probs in nats, log_prob with graph; response_mask is 0/1 and right-padded; `config` is the
+    actor's config. ValueError for a missing config, misshapen tensors, a mask that is not 0/1, and holes that
+    token-level rejection punched into it.
+    """
+    if config is None:
+        raise ValueError(
+            f"{name}: config is missing; pass the actor's config (verl.workers.config.ActorConfig)"
+        )
+    options = config.policy_loss
+    if not isinstance(options, TurnPolicyLossConfig):
+        options = TurnPolicyLossConfig(loss_mode=name)
+    parts = parts_of(name, options)
+    tensors = {
+        "old_log_prob": old_log_prob,
+        "advantages": advantages,
+        "rollout_is_weights": rollout_is_weights,
+    }
+    mask = _agent_mask(response_mask, log_prob, tensors)
+
+    # Rows without agent tokens add nothing to any sum, but their means are 0/0.
+    rows, n_rows = mask.any(1), len(mask)
+    if not rows.any():
+        return log_prob[rows].sum(), dict(_NO_METRICS)  # 0, with the graph that verl's backward needs
+    mask, log_prob, old_log_prob, advantages = (
+        value[rows] for value in (mask, log_prob, old_log_prob, advantages)
+    )
+    layout = Layout.of(mask)
+    factor = torch.ones_like(layout.rows, dtype=log_prob.dtype)  # on top of the weights of `loss_agg_mode`
+    if rollout_is_weights is not None:
+        off_mask = rollout_is_weights[rows].masked_fill(mask, 0.0)
+        factor = factor * layout.gather(rollout_is_weights[rows].detach())
+    if parts.needs_turns:
+        if rollout_is_weights is not None and off_mask.any():
+            raise ValueError(_HOLES.format("rollout_is_weights are non-zero on tokens off response_mask"))
+        _refuse_holes(layout, options.min_observation_tokens)
+    if parts.turn_mean:
+        by_turn, by_token = (
+            loss_weights(mask, to, log_prob.dtype) for to in ("turn_mean", "trajectory_mean")
+        )
+        factor = factor * layout.gather(by_turn) / layout.gather(by_token)
+
+    log_ratio = layout.gather(log_prob) - layout.gather(old_log_prob)
+    advantages = layout.gather(advantages.detach()).to(log_ratio.dtype)
+    clip = _clip(config)
+    ratio = parts.ratio(log_ratio, layout)
+    clipped = clip(ratio, advantages, layout)
+    info = dict(config.get("global_batch_info") or {})
+    loss = agg_loss(-layout.scatter(clipped.terms * factor), mask, loss_agg_mode, **info)
+
+    weights = layout.gather(_weights(mask, loss_agg_mode, info, log_ratio.dtype)) * factor
+    lost = (weights * advantages).masked_fill(~clipped.clipped, 0.0)
+    coefficients = parts.ratio.pullback(log_ratio.detach(), ratio.detach(), lost, layout)
+    norm = float(coefficients.norm()) / info.get("dp_size", 1)  # the ranks' gradients are averaged
+    norm *= math.sqrt(_micro_batches(loss_agg_mode, info, n_rows, len(layout.rows)))
+    divisor = parts.stabilizer.divisor(norm)
+    loss = loss / divisor
+
+    out_of_range = clip.out_of_range(log_ratio.detach().exp())
+    penalty = parts.stabilizer.penalty(log_ratio, out_of_range, layout)
+    if penalty is not None:  # a mean over trajectories, whatever the mode
+        each = penalty.expand(len(mask), 1)
+        loss = loss + agg_loss(each, torch.ones_like(each, dtype=torch.bool), "seq-mean-token-sum", **info)
+
+    found = diagnose(
+        log_ratio.detach(), ratio.detach(), advantages, weights, clipped, layout, parts.ratio, clip
+    )
+    values = torch.stack([found[source].to(torch.float64) for source in _METRICS.values()]).tolist()
+    metrics = dict(zip(_METRICS, values, strict=True))
+    metrics["actor/turns_per_trajectory"] = len(layout.turn_lengths) / len(mask)
+    metrics["actor/clipping_bias_norm_logprob"] = norm
+    metrics["actor/stabilizer_divisor"] = divisor
+    metrics["actor/ctn_penalty"] = 0.0 if penalty is None else float(penalty.detach())
+    return loss, metrics
+
+
+# verl's name -> ours (stppo.objectives.diagnostics); verl averages each over micro-batches and ranks.
+_METRICS = {
+    "actor/pg_clipfrac": "clip_fraction",  # share of agent tokens whose term is clipped
+    "actor/ppo_kl": "kl_behaviour_k1",
+    "actor/clip_fraction_turn": "turn_fully_clipped_fraction",  # share of turns clipped as a whole
+    "actor/out_of_range_fraction": "out_of_range_fraction",
+    "actor/out_of_range_fraction_token": "out_of_range_fraction_token",
+    "actor/ratio_mean_turn": "ratio_mean_turn",
+    "actor/ratio_mean_token": "ratio_mean_token",
+}
+_NO_METRICS = {name: 1.0 if "ratio_mean" in name else 0.0 for name in _METRICS} | {
+    "actor/turns_per_trajectory": 0.0,
+    "actor/clipping_bias_norm_logprob": 0.0,
+    "actor/stabilizer_divisor": 1.0,
+    "actor/ctn_penalty": 0.0,
+}
+
+for _name in VERL_LOSSES:
+    register_policy_loss(_name)(partial(policy_loss, _name))
+
+
+def _clip(config: Any) -> Clip:
+    """verl's clip range: `clip_ratio` where the one-sided options are null."""
+    both = config.clip_ratio
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    return Clip(both if low is None else low, both if high is None else high)
+
+
+def _weights(mask: Tensor, mode: str, info: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    """(B, T) weight of each term in verl's own aggregation, which is linear in the terms."""
+    with torch.enable_grad():
+        terms = torch.zeros(mask.shape, dtype=dtype, device=mask.device, requires_grad=True)
+        return torch.autograd.grad(agg_loss(terms, mask, mode, **info), terms)[0]
+
+
+def _micro_batches(mode: str, info: Mapping[str, Any], n_rows: int, n_tokens: int) -> float:
+    """How many micro-batches like this one the global minibatch has; 1 where verl did not say."""
+    by_token = mode.startswith("token-")
+    total = info.get("batch_num_tokens" if by_token else "global_batch_size")
+    return 1.0 if total is None else float(total) / (n_tokens if by_token else n_rows)
+
+
+def _agent_mask(response_mask: Tensor, log_prob: Tensor, tensors: dict[str, Tensor | None]) -> Tensor:
+    """(B, T) bool; ValueError for shapes that differ and for a mask that is not 0/1."""
+    for name, value in {"response_mask": response_mask, **tensors}.items():
+        if value is not None and (value.shape != log_prob.shape or value.ndim != 2):
+            expected = tuple(log_prob.shape)
+            raise ValueError(
+                f"{name}: expected the (B, T) shape of log_prob, {expected}, got {tuple(value.shape)}"
+            )
+    mask = response_mask.bool()
+    if response_mask.dtype != torch.bool and not torch.equal(mask.to(response_mask.dtype), response_mask):
+        raise ValueError("response_mask: must be 1 on agent tokens and 0 elsewhere")
+    return mask
+
+
+_HOLES = (
+    "response_mask: {}, as token-level rejection leaves them (algorithm.rollout_correction.rollout_rs=token_*), which "
+    "splits turns; use a seq_* mode of rollout_rs"
+)
+
+
+def refuse_token_rejection(rollout_correction: Any) -> None:
+    """ValueError if verl's `algorithm.rollout_correction` rejects single tokens, which would split turns."""
+    modes = str((rollout_correction or {}).get("rollout_rs") or "")
+    if any(mode.strip().startswith("token") for mode in modes.split(",")):
+        raise ValueError(
+            f"algorithm.rollout_correction.rollout_rs={modes!r}: token-level rejection punches holes into "
+            "response_mask and so splits turns; use a seq_* mode, e.g. seq_mean_k1"
+        )
+
+
+def _refuse_holes(layout: Layout, shortest: int) -> None:
+    starts = layout.positions[layout.turn_starts]
+    gaps = starts[1:] - (starts + layout.turn_lengths)[:-1]
+    short = (gaps < shortest) & (layout.turn_rows[1:] == layout.turn_rows[:-1])
+    if short.any():
+        found = f"{int(short.sum())} observations of fewer than {shortest} tokens between turns"
+        raise ValueError(
+            _HOLES.format(found)
+            + ", or set actor_rollout_ref.actor.policy_loss.min_observation_tokens=1 if the "
+            "environment does answer so briefly"
+        )
+
+
+@register_adv_est("grpo_turn_return")
+def grpo_turn_return(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    index: np.ndarray | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Group-normalised turn returns (reading B's SO-GRPO): `GroupNormalised(returns="turn")` for verl.
+
+    Each turn's undiscounted return-to-go, minus the mean and over the standard deviation of its group's trajectory
+    returns; with a terminal reward only, verl's `grpo`. Groups are the equal entries of `index` (verl's uid). Rewards
+    on environment tokens belong to the turn before. A response that is alone in its group, as filtering may leave it,
+    gets 0. Returns (advantages, advantages), (B, T) and 0 off the mask. ValueError without `index`, if no group has
+    two responses, for `norm_adv_by_std_in_grpo=false` and for token-level rejection.
+    """
+    options = config if config is not None else {}
+    refuse_token_rejection(options.get("rollout_correction"))
+    if not options.get("norm_adv_by_std_in_grpo", True):
+        raise ValueError(
+            "algorithm.norm_adv_by_std_in_grpo=false: grpo_turn_return divides by the std; use grpo"
+        )
+    if index is None:
+        raise ValueError("grpo_turn_return: the batch has no uid, so its groups are unknown")
+    trajectories = _trajectories(token_level_rewards, response_mask.bool(), index)
+    sizes = torch.bincount(trajectories.group_ids)[trajectories.group_ids]
+    if int(sizes.max()) < 2:
+        raise ValueError(
+            "grpo_turn_return: a group needs at least 2 responses; set actor_rollout_ref.rollout.n >= 2"
+        )
+    advantages = torch.zeros_like(trajectories.rewards)
+    for size in sizes.unique().tolist():
+        if size > 1:
+            rows = (sizes == size).nonzero().squeeze(1)
+            rule = GroupNormalised(group_size=size, returns="turn")
+            width = int(trajectories.lengths[rows].max())
+            advantages[rows, :width] = rule(trajectories.select(rows)).advantages
+    advantages = advantages[:, 2:] * response_mask
+    return advantages, advantages
+
+
+def _trajectories(rewards: Tensor, mask: Tensor, index: np.ndarray) -> Trajectories:
+    """verl's batch in our terms, with two columns in front: a context, which verl keeps apart as the prompt, and an
+    agent token that stands in for those of a row without any, so that its return still counts in its group."""
+    n_rows, width = mask.shape
+    columns = torch.arange(width, device=mask.device).expand(n_rows, width)
+    last = columns.where(mask, columns.new_full((), -1)).cummax(1).values
+    last = last.where(last >= 0, mask.int().argmax(1, keepdim=True))  # before the first turn: its first token
+    empty = ~mask.any(1, keepdim=True)
+    on_mask = torch.zeros_like(rewards).scatter_add(1, last, rewards)
+    total = rewards.sum(1, keepdim=True)
+    groups = np.unique(np.asarray(index, dtype=str), return_inverse=True)[1]
+    agent = torch.cat([torch.zeros_like(empty), empty, mask], 1)
+    return Trajectories(
+        tokens=torch.zeros_like(agent, dtype=torch.int64),
+        lengths=torch.full((n_rows,), width + 2, device=mask.device),
+        agent_mask=agent,
+        behaviour_logprobs=torch.zeros_like(agent, dtype=rewards.dtype),
+        rewards=torch.cat([torch.zeros_like(total), total * empty, on_mask * ~empty], 1),
+        group_ids=torch.as_tensor(groups, device=mask.device),
+        policy_updates=torch.zeros(n_rows, dtype=torch.int64, device=mask.device),
+    )
