@@ -1,0 +1,418 @@
+"""Turn-level ratios and our stabilisers inside TRL's GRPOTrainer, and multi-turn roll-outs of our worlds for it.
+
+An existing GRPO script changes in three lines:
+
+    from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer
+
+    args = TurnGRPOConfig(output_dir="run", stabilizer="clipping_bias_norm", bias_norm_c0=0.1)
+    trainer = TurnGRPOTrainer(model=..., args=args, ...)  # everything else as for GRPOTrainer
+
+and trains on one of our worlds with
+
+    trainer = TurnGRPOTrainer(
+        model=...,
+        args=args,
+        processing_class=world.tokenizer,
+        train_dataset=search_dataset(world),
+        rollout_func=search_rollout(world),
+        reward_funcs=search_reward,
+    )
+
+| algorithm | importance_sampling_level | ratio_aggregation | stabilizer | loss_type |
+| --- | --- | --- | --- | --- |
+| grpo | token | geometric | none | grpo |
+| gspo | sequence | geometric | none | grpo |
+| turn_grpo | turn | geometric | none | grpo |
+| s_grpo | token | geometric | clipping_bias_norm | grpo |
+| so_grpo, reading A | turn | geometric | clipping_bias_norm | grpo |
+| so_grpo, reading B | turn | arithmetic | ctn_kl | turn_mean |
+
+How it works. TRL's loss reads log-probs and old log-probs only through their difference, the log-ratio, and
+keeps its own log-probs for everything else (KL to the reference, CISPO). So the trainer replaces the old
+log-probs by `log pi - log w`, w the ratio of `stppo.objectives.Ratio`: clip, two-sided clip, loss
+normalisation, entropy mask and bonus, off-policy mask, vLLM correction and metrics remain TRL's code. Turns are
+the runs of ones in `completion_mask * tool_mask`. The KL that TRL adds for beta > 0 is weighted by w where
+`use_bias_correction_kl` is on, as TRL does with its sequence ratio.
+
+The clipping bias needs no second formula either: C is the gradient of TRL's loss with the clip minus that of
+TRL's loss without it, on the same log-probs, whatever the normalisation.
+
+Not offered: a critic (TRL has none, hence no PPO credit), turn-level returns, the logit-space norm, and the
+divisor under DeepSpeed, which hides the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, NoStabilizer, Ratio, Stabilizer, loss_weights
+from stppo.plugins import require_host
+from stppo.trajectories import Layout
+
+require_host("trl")  # an exact minor version: the trainer builds on the inside of GRPOTrainer._compute_loss
+
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.trainer.utils import nanmax, nanmin  # noqa: E402
+
+from stppo.plugins.trl_rollout import search_dataset, search_reward, search_rollout  # noqa: E402
+
+__all__ = ["TurnGRPOConfig", "TurnGRPOTrainer", "search_dataset", "search_reward", "search_rollout"]
+
+CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "turn_mean")
+_STABILIZERS = ("none", "clipping_bias_norm", "ctn_kl")
+
+
+@dataclass
+class TurnGRPOConfig(GRPOConfig):
+    """GRPOConfig with turn-level importance ratios and the stabilisers; see the module for the algorithms.
+
+    importance_sampling_level: turn, or TRL's token and sequence.
+    ratio_aggregation: geometric (v1 Eq. 4; TRL's sequence ratio), arithmetic or product over the segment.
+    loss_type: TRL's, or turn_mean: as grpo, but every turn of a completion weighs the same. Default grpo.
+    stabilizer: none, clipping_bias_norm (divide the gradient, v1 Eq. 7 and 8) or ctn_kl (a penalty, v2).
+    bias_norm_c0, bias_norm_form: constant and form (max, one_plus, floor) of the divisor.
+    bias_norm_estimator: logprob, the norm of C in log-prob space, without another backward pass, or exact, the
+        norm over the parameters, with one (single process only). c0 belongs to an estimator, a batch size and
+        a loss_type: read `stabilizer/clipping_bias_norm_logprob` of a run before choosing it.
+    ctn_coefficient, ctn_formula, ctn_kl: as in `stppo.objectives.CtnKL`.
+
+    Raises ValueError naming the option, also for combinations that cannot work.
+    """
+
+    importance_sampling_level: str = field(
+        default="turn", metadata={"help": "Segment of the importance ratio: turn, token or sequence."}
+    )
+    loss_type: str = field(default="grpo", metadata={"help": "One of TRL's loss types, or turn_mean."})
+    ratio_aggregation: str = field(
+        default="geometric", metadata={"help": "Over the segment's tokens: geometric, arithmetic or product."}
+    )
+    stabilizer: str = field(
+        default="none", metadata={"help": "none, clipping_bias_norm (a divisor) or ctn_kl (a penalty)."}
+    )
+    bias_norm_c0: float = field(
+        default=0.1, metadata={"help": "Norm of the clipping bias from which on the divisor acts."}
+    )
+    bias_norm_form: str = field(
+        default="max", metadata={"help": "max(1, n/c0), one_plus (1 + n/c0) or floor (max(n, c0))."}
+    )
+    bias_norm_estimator: str = field(
+        default="logprob", metadata={"help": "logprob (cheap) or exact (a second backward pass)."}
+    )
+    ctn_coefficient: float = field(default=1.0, metadata={"help": "Weight of the CTN penalty."})
+    ctn_formula: str = field(default="inside", metadata={"help": "inside or outside the expectation."})
+    ctn_kl: str = field(
+        default="policy_to_behaviour", metadata={"help": "policy_to_behaviour or behaviour_to_policy."}
+    )
+
+    def __post_init__(self):
+        self.ratio, self.clip, self.build_stabilizer()  # building them validates the options
+        self._refuse_what_cannot_work()
+        super().__post_init__()
+
+    @property
+    def ratio(self) -> Ratio:
+        options = {"granularity": "importance_sampling_level", "aggregation": "ratio_aggregation"}
+        return self._build(Ratio, **options)
+
+    @property
+    def clip(self) -> Clip:
+        high = "epsilon" if self.epsilon_high is None else "epsilon_high"
+        return self._build(Clip, epsilon_low="epsilon", epsilon_high=high)
+
+    def build_stabilizer(self) -> Stabilizer:
+        if self.stabilizer not in _STABILIZERS:
+            allowed = ", ".join(_STABILIZERS)
+            raise ValueError(f"TurnGRPOConfig.stabilizer={self.stabilizer!r}: must be one of {allowed}")
+        norm = {"c0": "bias_norm_c0", "form": "bias_norm_form", "estimator": "bias_norm_estimator"}
+        ctn = {"coefficient": "ctn_coefficient", "formula": "ctn_formula", "kl": "ctn_kl"}
+        built = {
+            "none": NoStabilizer(),
+            "clipping_bias_norm": self._build(ClippingBiasNorm, **norm),
+            "ctn_kl": self._build(CtnKL, **ctn),
+        }
+        return built[self.stabilizer]
+
+    def _build(self, kind: type, **options: str) -> Any:
+        """An object of ours from options of this config; its errors name the options instead of its fields."""
+        try:
+            return kind(**{name: getattr(self, option) for name, option in options.items()})
+        except ValueError as error:
+            message = str(error)
+            for name, option in options.items():
+                message = message.replace(f"{kind.__name__}.{name}=", f"TurnGRPOConfig.{option}=")
+            raise ValueError(message) from None
+
+    def _refuse_what_cannot_work(self) -> None:
+        level, loss = self.importance_sampling_level, self.loss_type
+        if loss == "vespo" and (level != "token" or self.ratio_aggregation != "geometric"):
+            raise ValueError(
+                f"TurnGRPOConfig.loss_type='vespo' has a ratio of its own, so importance_sampling_level={level!r} "
+                "would do nothing: use loss_type='grpo', or importance_sampling_level='token'"
+            )
+        if loss == "luspo" and level != "sequence":
+            raise ValueError(
+                f"TurnGRPOConfig.loss_type='luspo' is an objective of whole sequences, "
+                f"importance_sampling_level={level!r} is not: use loss_type='grpo'"
+            )
+        if self.stabilizer != "none" and loss not in CLIPPING_LOSSES:
+            raise ValueError(
+                f"TurnGRPOConfig.stabilizer={self.stabilizer!r} answers to a clip, which loss_type={loss!r} does not "
+                f"have: use stabilizer='none' or one of {', '.join(CLIPPING_LOSSES)}"
+            )
+        if self.stabilizer != "clipping_bias_norm":
+            return
+        if self.bias_norm_estimator == "logit":
+            raise ValueError(
+                "TurnGRPOConfig.bias_norm_estimator='logit' needs the whole distribution of every token, which TRL "
+                "does not keep: use 'logprob' or 'exact'"
+            )
+        if self.bias_norm_estimator == "exact" and (self.gradient_checkpointing_kwargs or {}).get(
+            "use_reentrant"
+        ):
+            raise ValueError(
+                "TurnGRPOConfig.bias_norm_estimator='exact' does not work with reentrant checkpointing: set "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}, or use 'logprob'"
+            )
+
+
+@dataclass(eq=False)
+class _Minibatch:
+    """What one loss is computed from; the log-probs are scored once and the rest filled in from them."""
+
+    inputs: dict[str, Any]
+    mask: Tensor  # (B, T) bool, the agent's tokens
+    layout: Layout
+    scores: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+    log_ratio: Tensor | None = None  # (N,) of the tokens
+    ratio: Tensor | None = None  # (N,) of the segments, on the tokens
+
+
+class TurnGRPOTrainer(GRPOTrainer):
+    """GRPOTrainer whose importance ratios can be those of turns, with the stabilisers of `TurnGRPOConfig`.
+
+    The divisor acts once per optimiser step, on the accumulated gradient and after gradient-norm clipping (a clip
+    that binds afterwards would cancel it). The CTN penalty is a mean over each micro-batch.
+
+    Metrics beside TRL's: clip_ratio/turn_{low,high,region}_mean (mean over turns of the turn's clipped share),
+    clip_ratio/out_of_range_token (unsigned), importance_ratio/{mean,min,max}, completions/mean_turns,
+    stabilizer/{divisor,clipping_bias_norm_logprob or _exact,ctn_penalty}. TRL's own clip_ratio/* count tokens.
+
+    Raises ValueError for another kind of `args`, a divisor under DeepSpeed, an exact one in several processes,
+    and, while training, for masks that leave a completion without a turn.
+    """
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        if not isinstance(self.args, TurnGRPOConfig):
+            raise ValueError(
+                f"TurnGRPOTrainer: args must be a TurnGRPOConfig, got {type(self.args).__name__}"
+            )
+        self.ratio, self.clip = self.args.ratio, self.args.clip
+        self.stabilizer = self.args.build_stabilizer()
+        self._minibatch: _Minibatch | None = None
+        self._turn_mean = self.loss_type == "turn_mean"
+        if self._turn_mean:
+            self.loss_type = "grpo"
+        # Our ratio goes into TRL's token path; its own two levels are left to TRL.
+        self._own_ratio = self.ratio.granularity == "turn" or self.ratio.aggregation != "geometric"
+        if self._own_ratio:
+            self.importance_sampling_level = "token"
+        if isinstance(self.stabilizer, ClippingBiasNorm):
+            self._refuse_unseen_gradients()
+            self.add_callback(_DivideGradient(self))
+        self._reset_bias()
+
+    def _refuse_unseen_gradients(self) -> None:
+        if self.is_deepspeed_enabled:
+            raise ValueError(
+                "stabilizer='clipping_bias_norm' cannot reach DeepSpeed's gradients: run with DDP or FSDP"
+            )
+        if self.stabilizer.estimator == "exact" and self.accelerator.num_processes > 1:
+            raise ValueError(
+                "bias_norm_estimator='exact' needs a single process: use bias_norm_estimator='logprob'"
+            )
+
+    def _compute_loss(self, model, inputs):
+        mask = _agent_mask(inputs)
+        inputs = dict(inputs)
+        if self._turn_mean:
+            inputs["advantages"] = _turn_mean_advantages(inputs["advantages"], mask)
+        self._minibatch = _Minibatch(inputs, mask, Layout.of(mask))
+        try:
+            loss = super()._compute_loss(model, inputs)
+            self._log_ratios(self._minibatch)
+            if isinstance(self.stabilizer, ClippingBiasNorm) and self.model.training:
+                self._add_clipping_bias(self._minibatch)
+            return loss + self._penalty(self._minibatch)
+        finally:
+            self._minibatch = None
+
+    def _get_per_token_logps_and_entropies(self, *positional, **named):
+        batch = self._minibatch
+        if batch is None:  # scoring of the behaviour or reference policy, not a loss
+            return super()._get_per_token_logps_and_entropies(*positional, **named)
+        if batch.scores is None:
+            batch.scores = super()._get_per_token_logps_and_entropies(*positional, **named)
+            self._put_in_ratio(batch)
+        return batch.scores
+
+    def _put_in_ratio(self, batch: _Minibatch) -> None:
+        logprobs = batch.scores[0]
+        old = batch.inputs.get("old_per_token_logps")
+        old = logprobs.detach() if old is None else old
+        # Half precision would round a ratio near 1 away.
+        precision = torch.promote_types(logprobs.dtype, torch.float32)
+        log_ratio = batch.layout.gather(logprobs.to(precision) - old)
+        batch.log_ratio, batch.ratio = log_ratio, self.ratio(log_ratio, batch.layout)
+        if self._own_ratio:
+            # A ratio that underflows has no gradient left; without the floor its logarithm's would be NaN.
+            log_weight = batch.ratio.clamp_min(torch.finfo(precision).tiny).log()
+            batch.inputs.setdefault("sampling_per_token_logps", old)  # what the off-policy mask compares with
+            batch.inputs["old_per_token_logps"] = logprobs - batch.layout.scatter(log_weight)
+
+    def _penalty(self, batch: _Minibatch) -> Tensor | float:
+        """The stabiliser's, scaled for gradient accumulation as TRL scales its losses."""
+        if not isinstance(self.stabilizer, CtnKL):
+            return 0.0
+        penalty = batch.log_ratio.new_zeros(())
+        if len(batch.layout.rows):
+            # Rows that TRL has masked out altogether take no part in the mean.
+            layout = Layout.of(batch.mask[batch.mask.any(1)])
+            out_of_range = self.clip.out_of_range(batch.log_ratio.detach().exp())
+            penalty = self.stabilizer.penalty(batch.log_ratio, out_of_range, layout)
+        self._log("stabilizer/ctn_penalty", self.accelerator.reduce(penalty.detach(), "mean").item())
+        return penalty / (self.current_gradient_accumulation_steps if self.model.training else 1)
+
+    def _add_clipping_bias(self, batch: _Minibatch) -> None:
+        """Collect this micro-batch's part of C, for `_divide_gradient`."""
+        bias = self._bare_loss(batch) - self._bare_loss(batch, clipped=False)
+        if self.stabilizer.estimator == "logprob":
+            (gradient,) = torch.autograd.grad(bias, batch.scores[0], retain_graph=True)
+            # Micro-batches hold different tokens, so their squares add.
+            self._bias_square += gradient.double().square().sum().item()
+            return
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        gradient = torch.autograd.grad(bias, parameters, retain_graph=True, materialize_grads=True)
+        before = self._bias or [0.0] * len(parameters)
+        self._bias = [old + new for old, new in zip(before, gradient, strict=True)]
+
+    def _bare_loss(self, batch: _Minibatch, clipped: bool = True) -> Tensor:
+        """TRL's loss on the same log-probs, without its entropy bonus, auxiliary loss and metrics."""
+        bare = {"_entropy_bonus_enabled": False, "aux_loss_enabled": False}
+        bare["_metrics"] = {mode: defaultdict(list) for mode in self._metrics}
+        no_clip = {} if clipped else {"epsilon_low": math.inf, "epsilon_high": math.inf}
+        delta = self.args.delta if clipped else None
+        with _set(self, **bare, **no_clip), _set(self.args, delta=delta):
+            return super()._compute_loss(self.model, batch.inputs)
+
+    def _divide_gradient(self) -> None:
+        if self.stabilizer.estimator == "exact":
+            norm = math.sqrt(sum(part.double().square().sum().item() for part in self._bias or []))
+        else:
+            # Processes hold different tokens too, and their gradients are averaged.
+            square = torch.tensor(self._bias_square, dtype=torch.float64, device=self.accelerator.device)
+            total = self.accelerator.reduce(square, "sum").item()
+            norm = math.sqrt(total) / self.accelerator.num_processes
+        self._reset_bias()
+        divisor = self.stabilizer.divisor(norm)
+        self._log(f"stabilizer/clipping_bias_norm_{self.stabilizer.estimator}", norm)
+        self._log("stabilizer/divisor", divisor)
+        if divisor != 1.0:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor)
+
+    def _reset_bias(self) -> None:
+        self._bias_square: float = 0.0
+        self._bias: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def _log_ratios(self, batch: _Minibatch) -> None:
+        layout, ratio = batch.layout, batch.ratio.detach()
+        extremes = ratio.aminmax() if len(ratio) else (ratio.new_tensor(math.nan),) * 2
+        self._log_mean("importance_ratio/mean", ratio)
+        self._log("importance_ratio/min", nanmin(self.accelerator.gather(extremes[0])).item())
+        self._log("importance_ratio/max", nanmax(self.accelerator.gather(extremes[1])).item())
+        self._log_mean("completions/mean_turns", layout.row_turns.to(ratio.dtype))
+        self._log_mean(
+            "clip_ratio/out_of_range_token", self.clip.out_of_range(batch.log_ratio.detach().exp()).float()
+        )
+        if self.loss_type not in CLIPPING_LOSSES:
+            return
+        advantages = batch.inputs["advantages"]
+        advantages = (advantages if advantages.dim() > 1 else advantages[:, None]).expand(layout.shape)
+        terms = self.clip(ratio, layout.gather(advantages), layout)
+        for name, clipped in (
+            ("low", terms.clipped_low),
+            ("high", terms.clipped_high),
+            ("region", terms.clipped),
+        ):
+            self._log_mean(f"clip_ratio/turn_{name}_mean", layout.turn_mean(clipped.to(ratio.dtype)))
+
+    def _log_mean(self, name: str, values: Tensor) -> None:
+        """Mean over the values of all processes."""
+        total = torch.stack([values.sum(), values.new_tensor(float(len(values)))])
+        total, count = self.accelerator.reduce(total, "sum").tolist()
+        self._log(name, total / max(count, 1.0))
+
+    def _log(self, name: str, value: float) -> None:
+        self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+
+class _DivideGradient(TrainerCallback):
+    """Called between gradient-norm clipping and the optimiser's step."""
+
+    def __init__(self, trainer: TurnGRPOTrainer) -> None:
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer._divide_gradient()
+
+
+def _agent_mask(inputs: dict[str, Any]) -> Tensor:
+    """(B, T) bool from TRL's masks; ValueError where they cannot tell turns."""
+    completion = inputs["completion_mask"].bool()
+    if "tool_mask" not in inputs:
+        return completion
+    tool = inputs["tool_mask"]  # a roll-out's env_mask, padded with ones
+    if tool.shape != completion.shape:
+        raise ValueError(
+            f"env_mask: must be as long as completion_ids, got {tuple(tool.shape)} for {tuple(completion.shape)}"
+        )
+    if ((tool != 0) & (tool != 1)).any():
+        raise ValueError("env_mask: must hold 1 on tokens that the policy sampled and 0 on all others")
+    agent = completion & tool.bool()
+    silent = completion.any(1) & ~agent.any(1)  # rows without completion are TRL's masked, truncated ones
+    if silent.any():
+        raise ValueError(
+            f"env_mask: completion {int(silent.nonzero()[0])} of the batch has no agent token, hence no turn; "
+            "mark what the policy sampled with 1"
+        )
+    return agent
+
+
+def _turn_mean_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) advantages that make TRL's mean over tokens the mean over turns; their signs, hence clips, stay."""
+    advantages = advantages if advantages.dim() > 1 else advantages[:, None]
+    wanted, given = (loss_weights(mask, kind, advantages.dtype) for kind in ("turn_mean", "trajectory_mean"))
+    return advantages * (wanted / given).masked_fill(~mask, 0.0)
+
+
+@contextmanager
+def _set(target: object, **values: Any) -> Iterator[None]:
+    """Attributes for the length of a block."""
+    before = {name: getattr(target, name) for name in values}
+    try:
+        vars(target).update(values)
+        yield
+    finally:
+        vars(target).update(before)
