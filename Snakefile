@@ -30,6 +30,7 @@ FAST = PRESET == "smoke"
 
 try:
     RUNS = {run.name: run for run in configs.planned_runs(PRESET, OVERRIDES)}
+    PIPELINE = configs.compose([f"preset={PRESET}", *OVERRIDES])["pipeline"]
 except configs.ConfigError as error:
     raise WorkflowError(str(error))
 if KERNEL not in KernelSpecManager().find_kernel_specs():
@@ -38,6 +39,14 @@ if KERNEL not in KernelSpecManager().find_kernel_specs():
         f"(python -m ipykernel install --sys-prefix --name {KERNEL}) or choose another: --config kernel=NAME"
     )
 
+# What one training run asks of its machine; a preset that trains on a GPU says so in `pipeline.resources`, and
+# there or by override (+pipeline.resources.gpu=1) any other resource of Snakemake's is named, slurm_partition too.
+TRAIN_RESOURCES = {"mem_mb": 2000, "gpu": 0} | (PIPELINE.get("resources") or {})
+for name in ("mem_mb", "gpu"):
+    if type(TRAIN_RESOURCES[name]) is not int or TRAIN_RESOURCES[name] < 0:
+        raise WorkflowError(
+            f"pipeline.resources.{name} = {TRAIN_RESOURCES[name]!r}: must be a whole number, 0 or more"
+        )
 
 
 def warm_start_of(run):
@@ -132,8 +141,7 @@ rule train:
     threads: 1
     retries: 1  # a killed run goes on from its checkpoint, which is no output and so survives
     resources:
-        mem_mb=2000,
-        gpu=0,
+        **TRAIN_RESOURCES,
     shell:
         "papermill notebooks/10-train.ipynb {output.notebook} -k {KERNEL} --cwd . --no-progress-bar"
         " -r overrides {params.overrides} -r run_dir $(dirname {output.record})"

@@ -13,8 +13,14 @@ from stppo.interact import WIDGET_VIEW
 ROOT = Path(__file__).parents[1]
 
 
-def snakemake(directory: Path, *arguments: str, targets=("-n", "all")) -> subprocess.CompletedProcess:
-    """A run, dry unless there are other targets, whose results live in `directory`."""
+def snakemake(
+    directory: Path, *arguments: str, targets=("-n", "all"), path_first: Path | None = None
+) -> subprocess.CompletedProcess:
+    """A run, dry unless there are other targets, whose results live in `directory`.
+
+    Commands are found beside this Python, before that in `path_first`.
+    """
+    folders = [str(path) for path in (path_first, Path(sys.executable).parent) if path]
     for name in ("configs", "notebooks", "src", "profiles", "pyproject.toml"):
         if not (directory / name).exists():
             (directory / name).symlink_to(ROOT / name)
@@ -24,7 +30,7 @@ def snakemake(directory: Path, *arguments: str, targets=("-n", "all")) -> subpro
         capture_output=True,
         text=True,
         cwd=directory,
-        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env=os.environ | {"PATH": ":".join([*folders, os.environ["PATH"]])},
     )
 
 
