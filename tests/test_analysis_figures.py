@@ -1,8 +1,10 @@
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from stppo.analysis import figures
 from stppo.analysis.drawing import curves_of, describe_regime, describe_setting
@@ -217,7 +219,8 @@ def test_figure_of_one_run_from_its_tables(tmp_path):
     plot = figures.run_figure(
         pd.read_parquet(folder / "updates.parquet"), pd.read_parquet(folder / "evaluations.parquet"), "ST-PPO"
     )
-    assert plot._repr_png_().startswith(b"\x89PNG")
+    picture, size = plot._repr_png_()
+    assert picture.startswith(b"\x89PNG") and size["width"] < Image.open(BytesIO(picture)).width
 
 
 def references() -> list[Path]:

@@ -135,14 +135,16 @@ def _picture(shown: Any) -> str:
         return text
     if hasattr(shown, "_repr_png_"):
         png = shown._repr_png_()
+        png, size = png if isinstance(png, tuple) else (png, {})
     elif hasattr(shown, "savefig"):
         buffer = BytesIO()
         shown.savefig(buffer, format="png", dpi=110)
-        png = buffer.getvalue()
+        png, size = buffer.getvalue(), {}
     else:
         raise ValueError(
             f"explore: draw returned {type(shown).__name__}; return a Plot or a matplotlib Figure"
         )
     described = html.escape(getattr(shown, "caption", "") or "figure", quote=True)
     source = base64.b64encode(png).decode()
-    return f'<img alt="{described}" style="max-width:100%" src="data:image/png;base64,{source}">'
+    width = f' width="{size["width"]}"' if "width" in size else ""
+    return f'<img alt="{described}"{width} style="max-width:100%" src="data:image/png;base64,{source}">'
