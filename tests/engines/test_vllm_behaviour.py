@@ -172,3 +172,31 @@ def test_other_weights_are_noticed(policy, played):
     assert (logprobs - played.behaviour_logprobs)[played.agent_mask].abs().max() > 0.1
     got = objective("turn").surrogate(logprobs, played, advantages_of(played))
     assert got.any_clipped and got.diagnostics["clip_fraction"] > 0
+
+
+def test_verl_with_our_loss_says_the_same(policy, played):
+    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+    from verl.workers.config import ActorConfig
+
+    import stppo.plugins.verl  # noqa: F401 (registers)
+
+    def st_ppo(logprobs):
+        return core_algos.get_policy_loss_fn("st_ppo")(
+            old_log_prob=played.behaviour_logprobs,
+            log_prob=logprobs,
+            advantages=advantages_of(played),
+            response_mask=played.agent_mask,
+            loss_agg_mode="seq-mean-token-mean",
+            config=ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1),
+        )
+
+    logprobs = scored(policy, played)
+    loss, metrics = st_ppo(logprobs)
+    assert metrics["actor/ratio_mean_turn"] == pytest.approx(1, abs=1e-4)
+    assert metrics["actor/pg_clipfrac"] == metrics["actor/clipping_bias_norm_logprob"] == 0  # the norm of C
+    assert metrics["actor/stabilizer_divisor"] == 1
+    ours = objective("turn").surrogate(logprobs, played, advantages_of(played)).loss
+    gradients = [torch.autograd.grad(value, logprobs)[0] for value in (loss, ours)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        assert st_ppo(logprobs + 0.5 * played.agent_mask)[1]["actor/clipping_bias_norm_logprob"] > 0
