@@ -161,11 +161,6 @@ plugins_app = typer.Typer(no_args_is_help=True, help="The objectives inside verl
 app.add_typer(plugins_app, name="plugins")
 
 
-@plugins_app.callback()
-def _plugins() -> None:
-    """Makes `check` a subcommand of its own, although it is the only one."""
-
-
 @plugins_app.command("check")
 def check_plugin(host: Annotated[str, typer.Argument(help="verl | trl")]) -> None:
     """Say whether a host library finds its plug-in in a fresh process, and if not why.
@@ -175,6 +170,21 @@ def check_plugin(host: Annotated[str, typer.Argument(help="verl | trl")]) -> Non
     from stppo.plugins import check
 
     typer.echo(check(host))
+
+
+@plugins_app.command("verl-data")
+def verl_data(
+    benchmark: Annotated[str, typer.Argument(help="nq, hotpotqa, ...")],
+    records: Annotated[Path, typer.Argument(help="The benchmark's JSONL file.")],
+    out: Annotated[Path, typer.Argument(help="Parquet file to write.")],
+) -> None:
+    """Write a benchmark's questions in the format of verl's trainer.
+
+    Example: `stppo plugins verl-data nq nq/train.jsonl train.parquet`
+    """
+    from stppo.plugins.verl_search import write_dataset
+
+    typer.echo(f"{write_dataset(benchmark, records, out)} questions, {out}")
 
 
 def main() -> None:

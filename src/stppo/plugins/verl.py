@@ -123,9 +123,7 @@ class TurnPolicyLossConfig(PolicyLossConfig):
     def __post_init__(self) -> None:
         one_of(self, "loss_mode", tuple(POLICY_LOSS_REGISTRY))
         one_of(self, "reading", ("A", "B"))
-        if self.turn_mean not in (None, True, False) or isinstance(
-            self.turn_mean, (int, float)
-        ) != isinstance(self.turn_mean, bool):
+        if not (self.turn_mean is None or isinstance(self.turn_mean, bool)):
             raise ValueError(
                 f"TurnPolicyLossConfig.turn_mean={self.turn_mean!r}: must be true, false or null"
             )
@@ -384,8 +382,7 @@ def grpo_turn_return(
         if size > 1:
             rows = (sizes == size).nonzero().squeeze(1)
             rule = GroupNormalised(group_size=size, returns="turn")
-            width = int(trajectories.lengths[rows].max())
-            advantages[rows, :width] = rule(trajectories.select(rows)).advantages
+            advantages[rows] = rule(trajectories.select(rows)).advantages
     advantages = advantages[:, 2:] * response_mask
     return advantages, advantages
 
