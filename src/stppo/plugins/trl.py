@@ -4,7 +4,7 @@ An existing GRPO script changes in three lines:
 
     from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer
 
-    args = TurnGRPOConfig(output_dir="run", stabilizer="clipping_bias_norm", bias_norm_c0=0.1)
+    args = TurnGRPOConfig(output_dir="run", stabilizer="clipping_bias_norm", bias_norm_c0=2e-3)
     trainer = TurnGRPOTrainer(model=..., args=args, ...)  # everything else as for GRPOTrainer
 
 and trains on one of our worlds with
@@ -79,10 +79,12 @@ class TurnGRPOConfig(GRPOConfig):
     ratio_aggregation: geometric (v1 Eq. 4; TRL's sequence ratio), arithmetic or product over the segment.
     loss_type: TRL's, or turn_mean: as grpo, but every turn of a completion weighs the same. Default grpo.
     stabilizer: none, clipping_bias_norm (divide the gradient, v1 Eq. 7 and 8) or ctn_kl (a penalty, v2).
-    bias_norm_c0, bias_norm_form: constant and form (max, one_plus, floor) of the divisor.
-    bias_norm_estimator: logprob, the norm of C in log-prob space, without another backward pass, or exact, the
-        norm over the parameters, with one (single process only). c0 belongs to an estimator, a batch size and
-        a loss_type: read `stabilizer/clipping_bias_norm_logprob` of a run before choosing it.
+    bias_norm_estimator: logprob, the norm of C in log-prob space, without another backward pass (what it is and how
+        well it tracks ||C|| stands in `stppo.plugins.verl`), or exact, ||C|| itself, with one (single process only).
+    bias_norm_c0: from which norm on the divisor acts. It belongs to an estimator, a batch size, a completion length
+        and a loss_type. exact: 0.1 if not set. logprob: no default; run with stabilizer="none", which logs
+        `stabilizer/clipping_bias_norm_logprob`, and take a fixed share of its median.
+    bias_norm_form: max, one_plus or floor, as in `stppo.objectives.ClippingBiasNorm`.
     ctn_coefficient, ctn_formula, ctn_kl: as in `stppo.objectives.CtnKL`.
 
     Raises ValueError naming the option, also for combinations that cannot work.
@@ -98,8 +100,8 @@ class TurnGRPOConfig(GRPOConfig):
     stabilizer: str = field(
         default="none", metadata={"help": "none, clipping_bias_norm (a divisor) or ctn_kl (a penalty)."}
     )
-    bias_norm_c0: float = field(
-        default=0.1, metadata={"help": "Norm of the clipping bias from which on the divisor acts."}
+    bias_norm_c0: float | None = field(
+        default=None, metadata={"help": "Norm of the clipping bias from which on the divisor acts."}
     )
     bias_norm_form: str = field(
         default="max", metadata={"help": "max(1, n/c0), one_plus (1 + n/c0) or floor (max(n, c0))."}
@@ -114,8 +116,10 @@ class TurnGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
-        self.ratio, self.clip, self.build_stabilizer()  # building them validates the options
         self._refuse_what_cannot_work()
+        if self.bias_norm_c0 is None:
+            self.bias_norm_c0 = 0.1
+        self.ratio, self.clip, self.build_stabilizer()  # building them validates the options
         super().__post_init__()
 
     @property
@@ -170,6 +174,11 @@ class TurnGRPOConfig(GRPOConfig):
             )
         if self.stabilizer != "clipping_bias_norm":
             return
+        if self.bias_norm_estimator == "logprob" and self.bias_norm_c0 is None:
+            raise ValueError(
+                "TurnGRPOConfig.bias_norm_c0 has no default for bias_norm_estimator='logprob': run with "
+                "stabilizer='none', and set a share of the median stabilizer/clipping_bias_norm_logprob, say 1/5"
+            )
         if self.bias_norm_estimator == "logit":
             raise ValueError(
                 "TurnGRPOConfig.bias_norm_estimator='logit' needs the whole distribution of every token, which TRL "
@@ -228,6 +237,9 @@ class TurnGRPOTrainer(GRPOTrainer):
             self.importance_sampling_level = "token"
         if isinstance(self.stabilizer, ClippingBiasNorm):
             self._refuse_unseen_gradients()
+        self._bias_estimator = self.stabilizer.estimator or "logprob"
+        self._clips = self.loss_type in CLIPPING_LOSSES
+        if self._clips:
             self.add_callback(_DivideGradient(self))
         self._reset_bias()
 
@@ -250,7 +262,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         try:
             loss = super()._compute_loss(model, inputs)
             self._log_ratios(self._minibatch)
-            if isinstance(self.stabilizer, ClippingBiasNorm) and self.model.training:
+            if self._clips and self.model.training:
                 self._add_clipping_bias(self._minibatch)
             return loss + self._penalty(self._minibatch)
         finally:
@@ -295,7 +307,7 @@ class TurnGRPOTrainer(GRPOTrainer):
     def _add_clipping_bias(self, batch: _Minibatch) -> None:
         """Collect this micro-batch's part of C, for `_divide_gradient`."""
         bias = self._bare_loss(batch) - self._bare_loss(batch, clipped=False)
-        if self.stabilizer.estimator == "logprob":
+        if self._bias_estimator == "logprob":
             (gradient,) = torch.autograd.grad(bias, batch.scores[0], retain_graph=True)
             # Micro-batches hold different tokens, so their squares add.
             self._bias_square += gradient.double().square().sum().item()
@@ -315,7 +327,7 @@ class TurnGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(self.model, batch.inputs)
 
     def _divide_gradient(self) -> None:
-        if self.stabilizer.estimator == "exact":
+        if self._bias_estimator == "exact":
             norm = math.sqrt(sum(part.double().square().sum().item() for part in self._bias or []))
         else:
             # Processes hold different tokens too, and their gradients are averaged.
@@ -323,8 +335,8 @@ class TurnGRPOTrainer(GRPOTrainer):
             total = self.accelerator.reduce(square, "sum").item()
             norm = math.sqrt(total) / self.accelerator.num_processes
         self._reset_bias()
-        divisor = self.stabilizer.divisor(norm)
-        self._log(f"stabilizer/clipping_bias_norm_{self.stabilizer.estimator}", norm)
+        divisor = self.stabilizer.divisor(norm)  # 1 unless the stabiliser is ClippingBiasNorm
+        self._log(f"stabilizer/clipping_bias_norm_{self._bias_estimator}", norm)
         self._log("stabilizer/divisor", divisor)
         if divisor != 1.0:
             for parameter in self.model.parameters():
@@ -346,7 +358,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         self._log_mean(
             "clip_ratio/out_of_range_token", self.clip.out_of_range(batch.log_ratio.detach().exp()).float()
         )
-        if self.loss_type not in CLIPPING_LOSSES:
+        if not self._clips:
             return
         advantages = batch.inputs["advantages"]
         advantages = (advantages if advantages.dim() > 1 else advantages[:, None]).expand(layout.shape)
