@@ -46,9 +46,11 @@ def assert_one_line_error(result, *parts):
 # ---- help ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["train", "warm-start", "play", "collect", "report"])
+@pytest.mark.parametrize(
+    "command", ["train", "warm-start", "play", "collect", "report", "plugins check", "plugins verl-data"]
+)
 def test_help_shows_an_example(command):
-    shown = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    shown = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert shown.exit_code == 0
     after = shown.output.split("Example", 1)
     assert len(after) == 2 and f"stppo {command} " in after[1]
@@ -56,7 +58,7 @@ def test_help_shows_an_example(command):
 
 def test_help_lists_every_subcommand():
     shown = CliRunner().invoke(cli.app, ["--help"], env={"NO_COLOR": "1"}).output
-    assert all(name in shown for name in ("train", "warm-start", "play", "collect", "report"))
+    assert all(name in shown for name in ("train", "warm-start", "play", "collect", "report", "plugins"))
 
 
 # ---- errors -------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def compose(overrides: list[str] | None = None) -> Config:
 
 
 def _is_group(name: str) -> bool:
-    return name.isidentifier() and (config_dir() / name).is_dir()
+    # configs/cluster holds verl's configs, not a group of ours.
+    return name.isidentifier() and name != "cluster" and (config_dir() / name).is_dir()
 
 
 def _refuse_unknown_key(key: str, overrides: list[str]) -> None:

@@ -44,13 +44,13 @@ The divisor
     and highest of three runs; median of ||C|| / n; median of ||C||:
 
         algorithm      correlation     ||C|| / n   ||C||
-        turn_ppo       0.38 to 0.65    38.4        0.48
-        s_ppo          0.57 to 0.92    39.4        0.46
-        st_ppo         0.29 to 0.54    43.1        0.48
+        turn_ppo       0.38 to 0.65    38.4        0.59
+        s_ppo          0.57 to 0.92    39.4        0.56
+        st_ppo         0.29 to 0.54    43.1        0.54
         so_grpo        0.48 to 0.73    28.2        0.27
 
     It tracks, loosely. To set c0, run some iterations with turn_ppo, which logs `actor/clipping_bias_norm_logprob`,
-    and take a fixed share of its median: about 1/5 is what c0 = 0.1 was for ||C|| in those runs.
+    and take a fixed share of its median: c0 = 0.1 was about 1/5 of ||C|| in those runs of ST-PPO.
 
     verl calls the loss once per micro-batch and adds the gradients. Squares of n add over disjoint micro-batches, so
     each estimates the minibatch's n as its own times sqrt(number of micro-batches), counted in what `loss_agg_mode`

@@ -1,0 +1,95 @@
+"""What plug-ins promise without their hosts: the check command, the entry point, the numbers in their docs."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from stppo import cli, plugins
+
+ROOT = Path(__file__).parents[1]
+VERL = ROOT / "src/stppo/plugins/verl.py"
+
+
+@pytest.fixture
+def check(monkeypatch, capsys):
+    """Run `stppo plugins check HOST`; returns (exit code, stdout, stderr)."""
+
+    def run(host):
+        monkeypatch.setattr(sys, "argv", ["stppo", "plugins", "check", host])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def absent(host):
+    raise PackageNotFoundError(host)
+
+
+@pytest.mark.parametrize("host", plugins.SUPPORTED)
+def test_a_missing_host_is_one_line_with_the_remedy(check, monkeypatch, host):
+    monkeypatch.setattr(plugins, "version", absent)
+    assert check(host) == (1, "", f"error: {host} is not installed; pip install 'stppo[{host}]'\n")
+
+
+def test_an_unsupported_version_is_one_line_with_the_supported_ones(check, monkeypatch):
+    monkeypatch.setattr(plugins, "version", lambda host: "0.8.0")
+    code, out, err = check("verl")
+    assert (code, out) == (1, "") and err.startswith("error: verl 0.8.0 is not supported, verl>=0.9.1,<0.10")
+
+
+def test_an_unknown_host_lists_the_known_ones(check):
+    assert check("openrlhf") == (1, "", "error: openrlhf: unknown host; allowed: verl, trl\n")
+
+
+def test_pinned_extras_are_supported():
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for host, supported in plugins.SUPPORTED.items():
+        (pin,) = (Requirement(line).specifier for line in project["optional-dependencies"][host])
+        assert SpecifierSet(supported).contains(str(pin).removeprefix("=="))
+    assert project["entry-points"]["verl.plugins"] == {"stppo": "stppo.plugins.verl"}
+
+
+def tracking() -> pd.DataFrame:
+    """How the log-prob norm tracked ||C|| in the reference runs of regime A, per algorithm: Pearson correlation of
+    iteration means within each run (lowest, highest), and medians over all iterations in which something clipped."""
+    table = pd.read_parquet(ROOT / "results/reference/laptop/metrics/iterations.parquet")
+    table = table[(table.regime == "A") & (table.clipping_bias_norm > 0)]
+    exact, cheap = "clipping_bias_norm", "clipping_bias_norm_logprob"
+    runs = table.groupby(["algorithm", "seed"])[[exact, cheap]].apply(lambda run: run[exact].corr(run[cheap]))
+    found = runs.groupby("algorithm").agg(["min", "max", "size"])
+    found["ratio"] = (table[exact] / table[cheap]).groupby(table.algorithm).median()
+    found["exact"] = table.groupby("algorithm")[exact].median()
+    return found
+
+
+def test_the_recorded_tracking_is_what_the_verl_plugin_says():
+    text = ast.get_docstring(ast.parse(VERL.read_text(encoding="utf-8")))
+    said = re.findall(r"^ +(\w+) +(-?\d\.\d\d) to (-?\d\.\d\d) +(\d+\.\d) +(\d\.\d\d)$", text, re.MULTILINE)
+    assert [row[0] for row in said] == ["turn_ppo", "s_ppo", "st_ppo", "so_grpo"]
+    found = tracking()
+    for name, low, high, ratio, exact in said:
+        row = found.loc[name]
+        assert row["size"] == 3
+        assert (low, high) == (f"{row['min']:.2f}", f"{row['max']:.2f}")
+        assert (ratio, exact) == (f"{row['ratio']:.1f}", f"{row['exact']:.2f}")
+
+
+def test_cluster_configs_are_no_option_of_ours():
+    from stppo import config
+
+    with pytest.raises(config.ConfigError, match="cluster: unknown key; allowed: "):
+        config.compose(["cluster=verl_search"])
