@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-from transformers import TrainerCallback
+from transformers import GenerationConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from stppo.agent.policy import PolicyConfig, build_policy, score
@@ -681,7 +681,16 @@ def test_a_rollout_plays_the_environment_with_tokens_as_sampled(world, warm, tmp
     assert 0 < sum(output["episode_reward"]) < len(prompts)
 
 
-def test_recorded_log_probs_are_those_that_trl_scores(world, warm, tmp_path):
+@pytest.fixture
+def with_defaults_of_its_own(warm):
+    """As many checkpoints on the hub."""
+    before = warm.generation_config
+    warm.generation_config = GenerationConfig(repetition_penalty=3.0, top_p=0.5, top_k=2, temperature=0.3)
+    yield
+    warm.generation_config = before
+
+
+def test_recorded_log_probs_are_those_that_trl_scores(world, warm, tmp_path, with_defaults_of_its_own):
     prompts, trainer, output = rolled_out(world, warm, tmp_path)
     trainer.temperature = 0.8
     inputs = [{"prompt": prompt} for prompt in prompts]
@@ -724,6 +733,7 @@ def test_an_end_token_ends_a_turn(world, warm, tmp_path):
     [
         (dict(top_p=0.9), "top_p=0.9 samples from another distribution"),
         (dict(top_k=20), "top_k=20 samples from another distribution"),
+        (dict(generation_kwargs={"min_new_tokens": 3}), "samples without generation_kwargs"),
         (dict(mask_truncated_completions=True), "mask_truncated_completions=True would mask every episode"),
         (dict(max_completion_length=7), "max_completion_length=7 is less than one turn"),
     ],

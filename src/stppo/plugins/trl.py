@@ -27,18 +27,21 @@ and trains on one of our worlds with
 | so_grpo, reading A | turn | geometric | clipping_bias_norm | grpo |
 | so_grpo, reading B | turn | arithmetic | ctn_kl | turn_mean |
 
-How it works. TRL's loss reads log-probs and old log-probs only through their difference, the log-ratio, and
-keeps its own log-probs for everything else (KL to the reference, CISPO). So the trainer replaces the old
-log-probs by `log pi - log w`, w the ratio of `stppo.objectives.Ratio`: clip, two-sided clip, loss
-normalisation, entropy mask and bonus, off-policy mask, vLLM correction and metrics remain TRL's code. Turns are
-the runs of ones in `completion_mask * tool_mask`. The KL that TRL adds for beta > 0 is weighted by w where
-`use_bias_correction_kl` is on, as TRL does with its sequence ratio.
+How it works. TRL's loss reads the old log-probs only as part of the log-ratio, and its own log-probs for all else
+(KL to the reference, CISPO). So the trainer replaces the old ones by `log pi - log w`, w the ratio of
+`stppo.objectives.Ratio`: clip, two-sided clip, loss normalisation, entropy mask and bonus, off-policy mask, vLLM
+correction and metrics remain TRL's code. Turns are the runs of ones in `completion_mask * tool_mask`. The KL that
+TRL adds for beta > 0 is weighted by w where `use_bias_correction_kl` is on, as TRL does with its sequence ratio.
 
-The clipping bias needs no second formula either: C is the gradient of TRL's loss with the clip minus that of
-TRL's loss without it, on the same log-probs, whatever the normalisation.
+The clipping bias needs no second formula either: C is the gradient of TRL's loss with the clip minus that of TRL's
+loss without it, on the same log-probs, whatever the normalisation.
 
-Not offered: a critic (TRL has none, hence no PPO credit), turn-level returns, the logit-space norm, and the
-divisor under DeepSpeed, which hides the gradient.
+Not offered: a critic, and with it PPO's credit, since TRL has none; turn-level returns; the logit-space norm; the
+divisor under DeepSpeed, which hides the gradient. `loss_type="dapo"` (TRL's default, ours is grpo) and bnpo weigh
+long completions more. TRL's `tools=` and `environment_factory=` mark their turns by the same mask, but speak in a
+chat template's tool calls instead of our search tags, and need jmespath with transformers before 5.13; TRL calls
+`rollout_func` experimental and warns, which TRL_EXPERIMENTAL_SILENCE=1 turns off. Its `completions/clipped_ratio`
+counts completions that do not end in an end token: here nearly all.
 """
 
 from __future__ import annotations

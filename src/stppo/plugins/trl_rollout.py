@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,7 +69,12 @@ def search_rollout(
         tokens = _Tokens(trainer.processing_class, episodes)
         with (
             torch.no_grad(),
-            unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as policy,
+            unwrap_model_for_generation(
+                trainer.model_wrapped,
+                trainer.accelerator,
+                gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+            ) as policy,
+            _plain_sampling(policy, trainer.processing_class.pad_token_id, environment),
         ):
             running = list(range(len(episodes)))
             while running:
@@ -94,6 +100,23 @@ def search_rollout(
     return rollout
 
 
+@contextmanager
+def _plain_sampling(policy, pad: int, environment: SearchEnvironment) -> Iterator[None]:
+    """Nothing but softmax sampling: checkpoints bring defaults, such as a repetition penalty, that `generate` would
+    put in wherever an option is not given."""
+    before = policy.generation_config
+    policy.generation_config = GenerationConfig(
+        do_sample=True,
+        top_k=0,  # the temperature is the recorder's
+        max_new_tokens=environment.protocol.max_turn_tokens,
+        pad_token_id=pad,
+    )
+    try:
+        yield
+    finally:
+        policy.generation_config = before
+
+
 def _refuse_other_sampling(trainer: GRPOTrainer, environment: SearchEnvironment) -> None:
     wanted = {
         "top_p": (1.0, None),
@@ -107,6 +130,15 @@ def _refuse_other_sampling(trainer: GRPOTrainer, environment: SearchEnvironment)
                 f"search_rollout: {name}={getattr(trainer, name)!r} samples from another distribution than the "
                 f"loss scores: set {name}={allowed[0]}"
             )
+    if trainer.args.generation_kwargs:
+        raise ValueError("search_rollout: samples without generation_kwargs: set generation_kwargs=None")
+    if trainer.use_vllm:
+        raise ValueError("search_rollout: generates with transformers, not with vLLM: set use_vllm=False")
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "search_rollout: processes play different numbers of turns, which sharded weights do not allow: "
+            "run with DDP or in one process"
+        )
     if trainer.mask_truncated_completions:
         raise ValueError(
             "search_rollout: mask_truncated_completions=True would mask every episode, as they end with a closing "
@@ -168,14 +200,6 @@ def _generate_turns(
     sequences = policy.generate(
         input_ids=torch.tensor(padded, device=device),
         attention_mask=torch.tensor(mask, device=device),
-        generation_config=GenerationConfig(
-            do_sample=True,
-            temperature=1.0,  # the recorder has divided by it
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=environment.protocol.max_turn_tokens,
-            pad_token_id=pad,
-        ),
         logits_processor=[recorder],
         stopping_criteria=[end],
     )
