@@ -157,6 +157,16 @@ def test_reading_b_weighs_turns_alike():
     assert_equal(got, ours(batch, Ratio("turn", "arithmetic"), "ctn", "turn_mean"))
 
 
+def test_the_norm_is_of_the_weighted_terms():
+    batch, options = a_batch(), {"turn_mean": True, "c0": 0.01}
+    got = plugged("st_ppo", batch, actor("seq-mean-token-mean", options))
+    expected = ours(batch, Ratio("turn"), "norm", "turn_mean")
+    assert_equal(got, expected)
+    assert got[2]["actor/clipping_bias_norm_logprob"] == pytest.approx(expected[3], rel=1e-12)
+    by_token = plugged("st_ppo", batch, actor("seq-mean-token-mean", {"c0": 0.01}))[2]
+    assert by_token["actor/clipping_bias_norm_logprob"] != pytest.approx(expected[3], rel=0.01)
+
+
 def test_the_penalty_multiplies_means_where_asked():
     batch, options = a_batch(), {"reading": "B", "ctn_formula": "outside", "turn_mean": False}
     got = plugged("so_grpo", batch, actor("seq-mean-token-mean", options, "so_grpo"))
@@ -260,6 +270,12 @@ def test_single_token_holes_are_refused_where_turns_matter():
     plugged("s_ppo", batch, actor(options={}, loss="s_ppo"))  # no turns, no harm
 
 
+def test_rows_are_no_neighbours():
+    batch = a_batch()
+    batch["response_mask"][:] = True  # the last token of a row and the first of the next
+    plugged("st_ppo", batch, actor(options={}))
+
+
 def test_wide_holes_show_in_the_importance_weights():
     batch = a_batch()
     weights = batch["response_mask"].double()
@@ -321,9 +337,8 @@ def test_unequal_micro_batches_recover_the_norm_in_the_root_mean_square():
     assert max(squares) > 1.05 * min(squares)
 
 
-@pytest.mark.parametrize("formula", ["inside"])
-def test_penalties_of_micro_batches_add_up(formula):
-    batch, options = a_batch(), {"reading": "B", "ctn_formula": formula}
+def test_penalties_of_micro_batches_add_up():
+    batch, options = a_batch(), {"reading": "B"}
     whole = plugged("so_ppo", batch, actor("seq-mean-token-mean", options, "so_ppo"))
     config = actor("seq-mean-token-mean", options, "so_ppo", global_batch_size=8, dp_size=1)
     parts = [
