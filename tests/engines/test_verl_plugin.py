@@ -455,7 +455,7 @@ def test_what_the_estimator_refuses(index, config, message):
 
 
 def test_verls_trainer_hands_the_estimator_what_it_needs():
-    # vllm brings its missing dependency cachetools
+    # verl does not require what this imports (cachetools, uvicorn, ...); vllm brings it
     trainer = pytest.importorskip("verl.trainer.ppo.ray_trainer", exc_type=ImportError)
     from verl import DataProto
     from verl.trainer.config import AlgoConfig
