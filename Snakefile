@@ -92,7 +92,7 @@ def notebook_content(name):
         raise WorkflowError(str(error))
     if "stppo.config" not in imported_files(imports):
         return [content_of(notebook), code_hash(imports)]
-    files = sorted(configs.config_dir().rglob("*.yaml"))
+    files = sorted(file for file in configs.config_dir().rglob("*.yaml") if file.parent.name != "cluster")
     settings = {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
     return [content_of(notebook), code_hash([*imports, *TARGETS]), configs.fingerprint(settings)]
 
