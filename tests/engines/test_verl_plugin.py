@@ -222,6 +222,41 @@ def test_null_one_sided_clip_ranges_fall_back_to_clip_ratio():
     assert_equal(plugged("st_ppo", batch, config), plugged("st_ppo", batch, wide), 0)
 
 
+@pytest.mark.parametrize(("loss", "reading"), LOSSES)
+def test_half_precision_log_probs_are_summed_in_single(loss, reading):
+    """Long turns: a bfloat16 sum of ones would stop at 256."""
+    shape = (2, 3000)
+    batch = {
+        "old_log_prob": -normal(shape, 1).abs().bfloat16(),
+        "advantages": normal(shape, 3).float(),
+        "response_mask": torch.ones(shape, dtype=torch.bool),
+    }
+    batch["log_prob"] = batch["old_log_prob"] + normal(shape, 2, 0.3).bfloat16()
+    config = actor("seq-mean-token-mean", {"reading": reading, "c0": 1e-3}, loss)
+    got = plugged(loss, batch, config)
+    single = {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
+    expected = plugged(loss, single, config)
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(got[1], expected[1].bfloat16(), rtol=0, atol=0)
+    assert got[2] == pytest.approx(expected[2], rel=1e-6)
+
+
+def test_a_default_c0_is_warned_of_once(caplog):
+    from stppo.plugins import verl
+
+    verl._warn_of_default_c0.cache_clear()
+    batch = a_batch()
+    for _ in range(2):
+        plugged("st_ppo", batch, actor())
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "policy_loss.c0" in record.message
+    caplog.clear()
+    plugged("turn_ppo", batch, actor(loss="turn_ppo"))
+    plugged("so_ppo", batch, actor(options={"reading": "B"}, loss="so_ppo"))
+    plugged("s_ppo", batch, actor(options={"c0": 1e-3}, loss="s_ppo"))
+    assert not caplog.records
+
+
 # ---- masks --------------------------------------------------------------------------------------
 
 

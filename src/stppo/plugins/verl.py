@@ -8,8 +8,9 @@ verl finds this module by its entry point, by `actor_rollout_ref.model.external_
     +actor_rollout_ref.actor.policy_loss.c0=1.0e-4
 
 trains with it. The second and third line are needed for options alone; verl's own PolicyLossConfig gives their
-defaults. Clip range, loss aggregation and advantages are verl's options (`clip_ratio_low`, `clip_ratio_high`,
-`loss_agg_mode`, `algorithm.adv_estimator`); verl's `clip_ratio_c` (dual clip) is not read.
+defaults, with which the divisor hardly ever acts (c0 = 0.1; the log warns of it). Clip range, loss aggregation and
+advantages are verl's options (`clip_ratio_low`, `clip_ratio_high`, `loss_agg_mode`, `algorithm.adv_estimator`);
+verl's `clip_ratio_c` (dual clip) is not read.
 
     loss_mode        ratio per          divided by the clipping bias    source
     turn_ppo         turn, geometric    no                              v1 Eq. 4
@@ -69,10 +70,11 @@ first); the gradient clip before the divisor. verl's deprecated trainer (`use_v1
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Optional
 
 import numpy as np
@@ -199,6 +201,8 @@ def policy_loss(
     if not isinstance(options, TurnPolicyLossConfig):
         options = TurnPolicyLossConfig(loss_mode=name)
     parts = parts_of(name, options)
+    if parts.stabilizer == ClippingBiasNorm(estimator="logprob"):
+        _warn_of_default_c0(name)
     tensors = {
         "old_log_prob": old_log_prob,
         "advantages": advantages,
@@ -213,6 +217,8 @@ def policy_loss(
     mask, log_prob, old_log_prob, advantages = (
         value[rows] for value in (mask, log_prob, old_log_prob, advantages)
     )
+    # Half precision cannot sum a turn: in bfloat16, 256 + 1 is 256.
+    log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
     layout = Layout.of(mask)
     factor = torch.ones_like(layout.rows, dtype=log_prob.dtype)  # on top of the weights of `loss_agg_mode`
     if rollout_is_weights is not None:
@@ -260,6 +266,17 @@ def policy_loss(
     metrics["actor/stabilizer_divisor"] = divisor
     metrics["actor/ctn_penalty"] = 0.0 if penalty is None else float(penalty.detach())
     return loss, metrics
+
+
+@lru_cache
+def _warn_of_default_c0(name: str) -> None:
+    """Once a process and loss."""
+    logging.getLogger(__name__).warning(
+        "%s: c0=0.1, the default, is far above what the log-prob norm of a large batch reaches, so the divisor stays 1; "
+        "run with turn_ppo, and set actor_rollout_ref.actor.policy_loss.c0 (with _target_=stppo.plugins.verl."
+        "TurnPolicyLossConfig) to a fifth of the median of actor/clipping_bias_norm_logprob",
+        name,
+    )
 
 
 # verl's name -> ours (stppo.objectives.diagnostics); verl averages each over micro-batches and ranks.
