@@ -133,6 +133,14 @@ def test_group_advantages_are_the_limit_of_grpos():
     torch.testing.assert_close(got, advantages[rows], rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_prompt_whose_outcomes_agree_gives_no_group_advantage(normalise):
+    oracle = small_oracle()
+    rewards = torch.full((len(oracle.tree),), 0.3, dtype=torch.float64)  # its mean is 0.3 but for rounding
+    same = Oracle(oracle.tree.with_rewards(rewards), oracle.policy, oracle.behaviour)
+    assert not same.group_advantages(normalise).any()
+
+
 def test_gae_with_exact_values_is_unbiased_for_each_choice():
     oracle = small_oracle()
     for rule, exact in (

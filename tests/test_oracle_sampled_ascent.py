@@ -62,3 +62,18 @@ def test_minibatches_must_divide_the_rollout():
     with pytest.raises(ValueError, match="minibatch_size=5: must divide rollout_size=12"):
         ascend(oracle.tree, oracle.policy, oracle.behaviour, objective(), Oracle.token_advantages, iterations=1,
                updates=1, learning_rate=1.0, rollout_size=12, minibatch_size=5)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"rollout_size": 0}, "rollout_size=0: must be an integer of at least 1"),
+        ({"rollout_size": 4, "minibatch_size": 0}, "minibatch_size=0: must be an integer of at least 1"),
+        ({"minibatch_size": 4}, "minibatch_size=4: needs rollout_size"),
+    ],
+)
+def test_sizes_that_mean_nothing_are_refused(sizes, message):
+    oracle = small_oracle()
+    with pytest.raises(ValueError, match=message):
+        ascend(oracle.tree, oracle.policy, oracle.behaviour, objective(), Oracle.token_advantages, iterations=1,
+               updates=1, learning_rate=1.0, **sizes)  # fmt: skip

@@ -151,9 +151,14 @@ class Oracle:
         total = torch.zeros(self.tree.mdp.n_tokens, dtype=torch.float64).index_add(0, prompts, weight)
         mean = torch.zeros_like(total).index_add(0, prompts, weight * self.tree.rewards) / total
         centred = self.tree.rewards - mean[prompts]
+        # A prompt whose outcomes all agree carries no signal; without this, rounding would invent some.
+        high, low = (
+            torch.zeros_like(total).scatter_reduce(0, prompts, self.tree.rewards, extreme, include_self=False)
+            for extreme in ("amax", "amin")
+        )
+        centred = torch.where((high > low)[prompts], centred, 0.0)
         if normalise:
             variance = torch.zeros_like(total).index_add(0, prompts, weight * centred.square()) / total
-            # A prompt whose outcomes all agree carries no signal.
             centred = torch.where(variance[prompts] > 0, centred / variance[prompts].sqrt(), 0.0)
         return centred[self.layout.rows]
 
