@@ -7,7 +7,7 @@ import pytest
 from stppo import config as configs
 from tests.test_pipeline import planned, snakemake
 
-pytest.importorskip("snakemake_executor_plugin_slurm", reason="needs the plug-in: pip install 'stppo[slurm]'")
+pytest.importorskip("snakemake_executor_plugin_slurm", reason="needs the plug-in: pip install -e '.[slurm]'")
 
 PROFILE = ("--profile", "profiles/slurm", "--config", "preset=smoke")
 GPU = "overrides=+pipeline.resources.gpu=2 +pipeline.resources.mem_mb=32000 +pipeline.resources.runtime=90"

@@ -109,6 +109,9 @@ def test_a_server_that_does_not_answer_is_named(server, tmp_path):
     server.body = b"<html>"
     with pytest.raises(RuntimeError, match="not Search-R1's reply: JSONDecodeError"):
         ask(made, query="q")
+    server.body = b'{"result": [[{"document": {"contents": null}}]]}'
+    with pytest.raises(RuntimeError, match="not Search-R1's reply: AttributeError"):
+        ask(made, query="q")
     server.shutdown()
     server.server_close()
     with pytest.raises(RuntimeError, match="does not answer"):
@@ -153,5 +156,5 @@ def test_questions_are_written_as_verl_scores_them(tmp_path):
 def test_a_benchmark_without_a_reward_in_verl_is_refused(tmp_path):
     from stppo.plugins.verl_search import write_dataset
 
-    with pytest.raises(ValueError, match="medqa: verl has no reward for it"):
+    with pytest.raises(ValueError, match="medqa: verl has no reward for it; allowed are nq, "):
         write_dataset("medqa", tmp_path / "none.jsonl", tmp_path / "out.parquet")

@@ -14,6 +14,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class SearchTool(BaseTool):
             except OSError as error:  # not reachable, or too slow
                 if attempt == self.attempts:
                     raise RuntimeError(f"retrieval server {self.url} does not answer: {error}") from error
-            except (KeyError, IndexError, TypeError, ValueError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, HTTPException) as error:
                 raise RuntimeError(
                     f"retrieval server {self.url}: not Search-R1's reply: {error!r}"
                 ) from error
@@ -98,7 +99,8 @@ def write_dataset(benchmark: str, records: Path, out: Path) -> int:
     """
     if benchmark == "medqa":
         raise ValueError(
-            "medqa: verl has no reward for it; allowed are the seven open question-answering sets"
+            "medqa: verl has no reward for it; allowed are nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique, "
+            "bamboogle"
         )
     questions = read_records(benchmark, records)
     rows = [
