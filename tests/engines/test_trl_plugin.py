@@ -599,6 +599,21 @@ def test_another_trl_is_refused_with_the_range(monkeypatch, found):
         importlib.import_module("stppo.plugins.trl")
 
 
+@pytest.mark.parametrize(
+    ("changes", "warns"),
+    [
+        ({}, True),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, True),
+        ({"num_iterations": 2}, False),
+        ({"steps_per_generation": 2}, False),
+    ],
+)
+def test_one_step_a_batch_is_warned_of_since_ratios_stay_1(world, tmp_path, caplog, changes, warns):
+    trainer_of(TurnGRPOTrainer, TurnGRPOConfig(**options(tmp_path, **changes)), world)
+    said = [record.levelname for record in caplog.records if "every ratio is 1" in record.getMessage()]
+    assert said == ["WARNING"] * warns
+
+
 def test_a_plain_config_is_refused(world, tmp_path):
     with pytest.raises(ValueError, match="args must be a TurnGRPOConfig, got GRPOConfig"):
         trainer_of(TurnGRPOTrainer, GRPOConfig(**options(tmp_path)), world)

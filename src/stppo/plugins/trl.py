@@ -4,7 +4,7 @@ An existing GRPO script changes in three lines:
 
     from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer
 
-    args = TurnGRPOConfig(output_dir="run", stabilizer="clipping_bias_norm", bias_norm_c0=2e-3)
+    args = TurnGRPOConfig(output_dir="run", num_iterations=2, stabilizer="clipping_bias_norm", bias_norm_c0=2e-3)
     trainer = TurnGRPOTrainer(model=..., args=args, ...)  # everything else as for GRPOTrainer
 
 and trains on one of our worlds with
@@ -27,6 +27,10 @@ and trains on one of our worlds with
 | so_grpo, reading A | turn | geometric | clipping_bias_norm | grpo |
 | so_grpo, reading B | turn | arithmetic | ctn_kl | turn_mean |
 
+Ratios differ from 1 only where a batch of completions serves more than one optimiser step, which TRL's defaults do
+not do: set num_iterations=2 or more, or steps_per_generation above gradient_accumulation_steps. Otherwise all rows of
+the table with one loss_type are the same algorithm; the log warns of it.
+
 How it works. TRL's loss reads the old log-probs only as part of the log-ratio, and its own log-probs for all else
 (KL to the reference, CISPO). So the trainer replaces the old ones by `log pi - log w`, w the ratio of
 `stppo.objectives.Ratio`: clip, two-sided clip, loss normalisation, entropy mask and bonus, off-policy mask, vLLM
@@ -46,6 +50,7 @@ counts completions that do not end in an end token: here nearly all.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -242,9 +247,22 @@ class TurnGRPOTrainer(GRPOTrainer):
             self._refuse_unseen_gradients()
         self._bias_estimator = self.stabilizer.estimator or "logprob"
         self._clips = self.loss_type in CLIPPING_LOSSES
+        self._warn_if_on_policy()
         if self._clips:
             self.add_callback(_DivideGradient(self))
         self._reset_bias()
+
+    def _warn_if_on_policy(self) -> None:
+        args = self.args
+        if args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0:
+            logging.getLogger(__name__).warning(
+                "num_iterations=%d with steps_per_generation=%d and gradient_accumulation_steps=%d makes one step from "
+                "each batch of completions: every ratio is 1, and neither clip nor stabiliser ever acts; set "
+                "num_iterations=2 or more, or steps_per_generation above gradient_accumulation_steps",
+                args.num_iterations,
+                args.steps_per_generation,
+                args.gradient_accumulation_steps,
+            )
 
     def _refuse_unseen_gradients(self) -> None:
         if self.is_deepspeed_enabled:
