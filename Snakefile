@@ -42,7 +42,10 @@ if KERNEL not in KernelSpecManager().find_kernel_specs():
 
 # What one training run asks of its machine; a preset that trains on a GPU says so in `pipeline.resources`, and
 # there or by override (+pipeline.resources.gpu=1) any other resource of Snakemake's is named, slurm_partition too.
-TRAIN_RESOURCES = {"mem_mb": 2000, "gpu": 0} | (PIPELINE.get("resources") or {})
+asked = PIPELINE.get("resources") or {}
+if not isinstance(asked, dict):
+    raise WorkflowError(f"pipeline.resources = {asked!r}: must map names to values, as gpu: 1")
+TRAIN_RESOURCES = {"mem_mb": 2000, "gpu": 0} | asked
 for name in ("mem_mb", "gpu"):
     if type(TRAIN_RESOURCES[name]) is not int or TRAIN_RESOURCES[name] < 0:
         raise WorkflowError(
