@@ -251,6 +251,16 @@ def test_lemma_4_2_term_by_term(ratio, aggregation, kind):
     assert min(t.norm() for t in (terms.exact_advantage, terms.advantage_error, terms.clipping_bias)) > 1e-5
 
 
+@pytest.mark.parametrize("ratio", [Ratio("token"), Ratio("turn")], ids=str)
+def test_lemma_4_2_survives_ratios_that_underflow(ratio):
+    oracle = tiny_oracle()
+    theta = oracle.behaviour.clone()
+    theta[0] -= 1e4
+    assert (ratio(oracle.log_ratio(theta), oracle.layout) == 0).any()
+    terms = decompose(oracle, objective(ratio), theta, wrong_critic(oracle))
+    assert terms.residual < 1e-14 and terms.clipping_bias.isfinite().all()
+
+
 @pytest.mark.parametrize("clip_on", ["token", "turn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_lemma_4_2_on_the_larger_tree(kind, clip_on):

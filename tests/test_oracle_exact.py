@@ -141,6 +141,11 @@ def test_a_prompt_whose_outcomes_agree_gives_no_group_advantage(normalise):
     assert not same.group_advantages(normalise).any()
 
 
+def test_whitening_leaves_nothing_of_equal_advantages():
+    oracle = small_oracle()
+    assert not oracle.whiten(torch.full((len(oracle.tree.edges),), 0.3, dtype=torch.float64)).any()
+
+
 def test_gae_with_exact_values_is_unbiased_for_each_choice():
     oracle = small_oracle()
     for rule, exact in (

@@ -342,7 +342,8 @@ def decompose(oracle: Oracle, objective: Objective, theta: Tensor, advantages: T
     ratio, clipped = _terms(oracle, objective, log_ratio, advantages)
     weights = oracle.probabilities[oracle.layout.rows]
     weights = weights * _trajectory_weights(oracle, objective, oracle.probabilities)
-    used = clipped.unclipped_terms / ratio  # what the clip saw: `advantages`, or their turn mean
+    # What the clip saw: `advantages`, or their turn mean. A ratio that underflows has no gradient, whatever it was.
+    used = torch.where(ratio == 0, 0.0, clipped.unclipped_terms / ratio)
 
     def term(credit: Tensor) -> Tensor:
         coefficients = objective.ratio.pullback(log_ratio, ratio, weights * credit, oracle.layout)

@@ -181,6 +181,8 @@ class Oracle:
 
     def whiten(self, advantages: Tensor) -> Tensor:
         """(M,) -> (M,): mean 0 and variance 1 over agent tokens, as whitening does on an infinite batch."""
+        if advantages.max() == advantages.min():  # without this, rounding would be scaled up to variance 1
+            return torch.zeros_like(advantages)
         weight = self.probabilities[self.layout.rows]
         weight = weight / weight.sum()
         centred = advantages - (weight * advantages).sum()
