@@ -20,7 +20,8 @@ verl's `clip_ratio_c` (dual clip) is not read.
     so_ppo, so_grpo  turn, arithmetic   no: clipping-triggered KL       v2, `reading: B`
 
 The equations are v1's as summaries of the paper give them. `so_ppo` and `so_grpo` are one loss: what differs is
-`algorithm.adv_estimator`: `gae`, or `grpo`, or for reading B `grpo_turn_return`, which this module registers.
+`algorithm.adv_estimator`: `gae`, or `grpo`, or for reading B `grpo_turn_return`, which this module registers. (verl's
+driver must know it too: by the entry point or VERL_USE_EXTERNAL_MODULES; `external_lib` reaches the workers.)
 `loss_agg_mode=seq-mean-token-mean` is v1's 1/|y|; with it, reading B has 1/n over turns (`turn_mean`).
 
 Turns
