@@ -20,6 +20,7 @@ RATIOS = [
     Ratio("token"),
     *(Ratio(level, how) for level in ("turn", "sequence") for how in ("geometric", "arithmetic", "product")),
 ]
+KINDS = ("tabular", "neural")  # of policies
 CLIPS = {"clipped": Clip(), "unclipped": Clip(math.inf, math.inf)}
 STABILIZERS = [
     NoStabilizer(),
@@ -112,3 +113,17 @@ def loss_weight(oracle, row, token, aggregation):
 def all_terms():
     """Every ratio with every loss aggregation."""
     return list(product(RATIOS, ("trajectory_mean", "token_mean", "turn_mean")))
+
+
+def numerical_gradient(function, theta, step=1e-6):
+    """Central differences, one parameter at a time."""
+    out = torch.zeros_like(theta)
+    for i in range(len(theta)):
+        shift = torch.zeros_like(theta)
+        shift[i] = step
+        out[i] = (function(theta + shift) - function(theta - shift)) / (2 * step)
+    return out
+
+
+def close(got, expected, tolerance=1e-12):
+    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)

@@ -4,8 +4,7 @@ import pytest
 
 from stppo.objectives import ClippingBiasNorm, NoStabilizer, Ratio
 from stppo.oracle import Oracle, ascend, surrogate_gradient
-from tests.oracle_cases import objective, small_oracle
-from tests.test_oracle_exact import close
+from tests.oracle_cases import close, objective, small_oracle
 
 
 def run(oracle, its, **options):

@@ -10,11 +10,14 @@ from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, NoStabilizer, Ratio,
 from stppo.oracle import UNCLIPPED, decompose, estimators, expected_surrogate, surrogate_gradient
 from tests.oracle_cases import (
     CLIPS,
+    KINDS,
     RATIOS,
     STABILIZERS,
     all_terms,
+    close,
     loss_weight,
     moved,
+    numerical_gradient,
     objective,
     ratio_and_gradient,
     segments,
@@ -22,7 +25,6 @@ from tests.oracle_cases import (
     tiny_oracle,
     wrong_critic,
 )
-from tests.test_oracle_exact import KINDS, close, numerical_gradient
 
 
 def production(oracle, its, theta, advantages, rows):

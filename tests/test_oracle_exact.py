@@ -6,23 +6,7 @@ from scipy import stats
 
 from stppo.objectives import BatchBaseline, GroupNormalised, TokenGAE, TurnReturnMinusValue
 from stppo.oracle import NeuralSoftmax, Oracle, TabularSoftmax, TokenMDP
-from tests.oracle_cases import moved, small_oracle, tiny_oracle
-
-KINDS = ("tabular", "neural")
-
-
-def numerical_gradient(function, theta, step=1e-6):
-    """Central differences, one parameter at a time."""
-    out = torch.zeros_like(theta)
-    for i in range(len(theta)):
-        shift = torch.zeros_like(theta)
-        shift[i] = step
-        out[i] = (function(theta + shift) - function(theta - shift)) / (2 * step)
-    return out
-
-
-def close(got, expected, tolerance=1e-12):
-    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+from tests.oracle_cases import KINDS, close, moved, numerical_gradient, small_oracle, tiny_oracle
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,8 +5,7 @@ import torch
 
 from stppo.oracle import Oracle, ascend, expected_surrogate, surrogate_gradient
 from stppo.oracle.ascent import _batches
-from tests.oracle_cases import STABILIZERS, all_terms, moved, objective, small_oracle, wrong_critic
-from tests.test_oracle_exact import close
+from tests.oracle_cases import STABILIZERS, all_terms, close, moved, objective, small_oracle, wrong_critic
 
 
 @pytest.mark.parametrize("stabilizer", STABILIZERS, ids=str)
