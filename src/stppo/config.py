@@ -223,24 +223,31 @@ def fingerprint(section: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """One training run of a preset's pipeline: the overrides that make it and its composed config."""
+    """One training run of a preset's pipeline: the overrides that make it and, when asked, its composed config."""
 
     regime: str
-    algorithm: str
+    algorithm: str  # or the name of an arm of `pipeline.arms`
     seed: int
     overrides: tuple[str, ...]
-    config: Config
 
     @property
     def name(self) -> str:
         return f"{self.regime}/{self.algorithm}/seed{self.seed}"
 
+    @functools.cached_property
+    def config(self) -> Config:
+        return compose(list(self.overrides))
+
 
 def planned_runs(preset: str, overrides: list[str] | None = None) -> list[PlannedRun]:
-    """Every run that `snakemake all --config preset=...` trains, in a fixed order.
+    """Every run that `snakemake all --config preset=...` trains, in a fixed order: all runs of a regime's first
+    seed come before those of its second, so that an interrupted pipeline leaves whole replicates.
 
-    Extra overrides apply to all of them. Raises ConfigError for an unknown preset, and for an override of
-    what tells the runs apart.
+    A regime has `training`, `algorithms`, `seeds` and, optionally, `overrides`. An algorithm is a file of
+    `configs/algorithm` or an arm: a name in `pipeline.arms` with the overrides that make it, which is then also
+    the recorded `algorithm.name`. `pipeline.replicates` maps a seed to further overrides (its world, its warm
+    start), so that one number tells a replicate. Extra overrides apply to all runs. Raises ConfigError for an
+    unknown preset, and for an override of what tells the runs apart.
     """
     for override in overrides or []:
         if (key := override.partition("=")[0].lstrip("+~")) in ("preset", "training", "algorithm", "seed"):
@@ -249,20 +256,27 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
                 "pipeline.regimes.NAME.algorithms=[...], .seeds=[...] and .training=..."
             )
     base = compose([f"preset={preset}", *(overrides or [])])
-    if not base.get("pipeline"):
+    pipeline = base.get("pipeline")
+    if not pipeline:
         raise ConfigError(f"preset={preset} has no section `pipeline.regimes`, so there is nothing to train")
     # Which runs there are is no part of any of them.
     shared = [override for override in overrides or [] if not override.lstrip("+~").startswith("pipeline.")]
+    arms, replicates = pipeline.get("arms") or {}, pipeline.get("replicates") or {}
     runs = []
-    for regime, plan in base["pipeline"]["regimes"].items():
-        for algorithm, seed in itertools.product(plan["algorithms"], plan["seeds"]):
+    for regime, plan in pipeline["regimes"].items():
+        for seed, algorithm in itertools.product(plan["seeds"], plan["algorithms"]):
+            arm = arms.get(algorithm)
             chosen = [
                 f"preset={preset}",
                 f"training={plan['training']}",
                 f"training.regime={regime}",
-                f"algorithm={algorithm}",
+                *([f"algorithm={algorithm}"] if arm is None else [*arm, f"algorithm.name={algorithm}"]),
                 f"seed={seed}",
+                *(plan.get("overrides") or []),
+                *(replicates.get(seed) or replicates.get(str(seed)) or []),
                 *shared,
             ]
-            runs.append(PlannedRun(regime, algorithm, seed, tuple(chosen), compose(chosen)))
+            runs.append(
+                PlannedRun(regime, algorithm, seed, tuple(part.replace("{seed}", str(seed)) for part in chosen))
+            )
     return runs
