@@ -25,10 +25,11 @@ class PolicyConfig:
 
     `pretrained` (a folder or hub name) overrides the sizes. Embeddings are untied by default: engines
     that reload weights between steps silently keep stale output weights when they are tied.
+    `gpt2` has learned positions (no more than `max_positions`), no grouped keys (kv_heads equals heads), no dropout.
     """
 
     name: str
-    family: Literal["qwen2", "llama"] = "qwen2"
+    family: Literal["qwen2", "llama", "gpt2"] = "qwen2"
     pretrained: str | None = None
     hidden_size: int = Field(64, gt=0)
     layers: int = Field(2, gt=0)
@@ -44,6 +45,10 @@ class PolicyConfig:
                 f"policy.heads={self.heads} must divide hidden_size={self.hidden_size} and be a multiple of "
                 f"kv_heads={self.kv_heads}"
             )
+        if self.family == "gpt2" and self.kv_heads != self.heads:
+            raise ValueError(
+                f"policy.kv_heads={self.kv_heads} must equal heads={self.heads}: gpt2 groups no keys"
+            )
 
 
 def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -53,14 +58,21 @@ def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Pr
     """
     if config.pretrained is not None:
         return load_policy(config.pretrained)
+    if config.family == "gpt2":
+        own = {
+            "n_inner": config.intermediate_size,
+            # A token's log-prob must not depend on the pass that computes it.
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        }
+    else:
+        own = {"num_key_value_heads": config.kv_heads, "intermediate_size": config.intermediate_size}
     shape = AutoConfig.for_model(
         config.family,
+        **own,
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        intermediate_size=config.intermediate_size,
         max_position_embeddings=config.max_positions,
         tie_word_embeddings=config.tie_word_embeddings,
         pad_token_id=tokenizer.pad_token_id,
