@@ -28,18 +28,27 @@ class Turn:
 
 @dataclass(eq=False)
 class Episode:
-    """One question being played. `answer` is None until (unless) the agent answers; `reward` is terminal."""
+    """One question being played. `answer` is None until (unless) the agent answers; `reward` is terminal.
+
+    `given` holds the documents shown in the prompt, if any.
+    """
 
     question: Question
     prompt: str
+    given: tuple[Document, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     done: bool = False
     reward: float = 0.0
     answer: str | None = None
 
     @property
+    def latest_documents(self) -> tuple[Document, ...]:
+        """What the latest turn retrieved; before the first turn, what the prompt shows."""
+        return self.turns[-1].documents if self.turns else self.given
+
+    @property
     def n_searches(self) -> int:
-        """Searches that were carried out."""
+        """Searches of the agent that were carried out."""
         return sum(turn.action.kind == "search" and turn.observation is not None for turn in self.turns)
 
     @property
@@ -51,24 +60,39 @@ class Episode:
 class SearchEnvironment:
     """Answers agent turns.
 
-    The first `protocol.turn_budget` turns get an observation: retrieved text after a search, the corrective
+    The first `turns_with_observation` turns get an observation: retrieved text after a search, the corrective
     message after an invalid turn. The generation after them must answer: a search or an invalid turn there
     ends the episode with reward 0. An answer always ends it.
 
     reward: "em" or "f1".
+    retrieve_first: spend the first of the `turn_budget` searches on the question itself, before the agent's first
+    turn, and show the result in the prompt. With a budget of 1 an episode is a single turn, which must answer.
     """
 
     protocol: Protocol
     retriever: Retriever
     top_k: int
     reward: str = "em"
+    retrieve_first: bool = False
 
     def __post_init__(self) -> None:
         whole_number(self, "top_k")
         one_of(self, "reward", REWARDS)
+        if not isinstance(self.retrieve_first, bool):
+            raise ValueError(f"retrieve_first must be true or false, got {self.retrieve_first!r}")
+
+    @property
+    def turns_with_observation(self) -> int:
+        """Agent turns that get an observation; the one after them must answer."""
+        return self.protocol.turn_budget - self.retrieve_first
 
     def start(self, question: Question) -> Episode:
-        return Episode(question, self.protocol.prompt(question.text))
+        prompt = self.protocol.prompt(question.text)
+        if not self.retrieve_first:
+            return Episode(question, prompt)
+        ((*found,),) = self.retriever.search([question.text], self.top_k)
+        documents = tuple(document for document, _ in found)
+        return Episode(question, f"{prompt} {self.protocol.information(documents)}", documents)
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[str | None]:
         """Give each episode its next agent turn; returns the observations, None where the episode is done.
@@ -81,7 +105,7 @@ class SearchEnvironment:
         if any(episode.done for episode in episodes):
             raise ValueError("an episode that is done takes no further turn")
         actions = [parse_turn(text) for text in texts]
-        last = [len(episode.turns) >= self.protocol.turn_budget for episode in episodes]
+        last = [len(episode.turns) >= self.turns_with_observation for episode in episodes]
         queries = [
             action.content
             for action, final in zip(actions, last, strict=True)

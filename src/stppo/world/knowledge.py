@@ -56,6 +56,8 @@ class SyntheticWorld:
     neighbour_share: probability that a fact's object shares a name part with the document's entity.
     hop_shares: shares of 1-, 2-, … hop questions, summing to 1.
     turn_budget: searches before the last generation; at least the number of hops.
+    retrieve_first: the environment makes the first of these searches itself, with the question as the query, and shows
+        the result in the prompt (with turn_budget 1: episodes of one turn).
     think_probability: how often a scripted turn starts with a thought.
     cache_dir: where the retriever keeps its index (None: in memory; it is built in milliseconds).
 
@@ -78,6 +80,7 @@ class SyntheticWorld:
     max_turn_tokens: int = 16
     think_probability: float = 0.8
     reward: str = "em"
+    retrieve_first: bool = False
     cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -127,7 +130,11 @@ class SyntheticWorld:
             max_turn_tokens=self.max_turn_tokens,
         )
         return SearchEnvironment(
-            protocol, BM25Retriever(self.documents, self.cache_dir), self.top_k, self.reward
+            protocol,
+            BM25Retriever(self.documents, self.cache_dir),
+            self.top_k,
+            self.reward,
+            self.retrieve_first,
         )
 
     @property
@@ -276,7 +283,8 @@ class SyntheticWorld:
     def scripted_agent(
         self, question: Question, rng: random.Random, noise: DemonstrationNoise | None = None
     ) -> SyntheticReader:
-        return SyntheticReader(question, rng, self.relations, self.turn_budget, self.think_probability, noise)
+        searches = self.environment.turns_with_observation
+        return SyntheticReader(question, rng, self.relations, searches, self.think_probability, noise)
 
 
 def _apportion(total: int, shares: Sequence[float]) -> list[int]:

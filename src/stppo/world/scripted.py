@@ -88,7 +88,7 @@ class SyntheticReader:
 
     def _read(self, episode: Episode) -> list[str]:
         """Follow the chain through the latest document; returns the entities it names."""
-        documents = episode.turns[-1].documents if episode.turns else ()
+        documents = episode.latest_documents
         seen: list[str] = []
         self._missed = bool(documents)
         self._fact = ""
@@ -103,6 +103,8 @@ class SyntheticReader:
                 self._entity = self._rng.choice(others) if wrong else copied
                 self._missed = False
                 self._fact = f"{relation} {self._entity}"
+                if len(documents) > 1:  # say which one states it
+                    self._fact = f"{subject} {self._fact}"
         return seen
 
     def _happens(self, probability: float) -> bool:
