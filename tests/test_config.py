@@ -207,6 +207,53 @@ def test_planned_runs_are_what_their_names_say():
         assert configs.compose(list(run.overrides)) == run.config
 
 
+@pytest.fixture
+def study_like(copied_configs):
+    """A preset with an arm, replicates, a second entry of one regime, and what an override may refer to."""
+
+    def plan(**entries):
+        regimes = "".join(f"\n    {name}: {text}" for name, text in entries.items())
+        (copied_configs / "preset" / "small.yaml").write_text(
+            "# @package _global_\npreset: small\npipeline:\n"
+            "  arms: {wide_ppo: [algorithm=turn_ppo, algorithm.objective.clip.epsilon_high=0.4]}\n"
+            "  replicates: {7: [world.seed=3, warm_start_seed=30], 8: [world.seed=4, warm_start_seed=40]}\n"
+            f"  regimes:{regimes}\n"
+        )
+        return configs.planned_runs("small")
+
+    return plan
+
+
+def test_arms_replicates_and_entries_of_one_regime(study_like):
+    runs = study_like(
+        A="{training: regime_a, algorithms: [token_ppo, wide_ppo], seeds: [7, 8]}",
+        A_LATER="{regime: A, training: regime_a, algorithms: [grpo], seeds: [8], overrides: [training.epochs=2]}",
+    )
+    assert [run.name for run in runs] == [
+        *("A/token_ppo/seed7", "A/wide_ppo/seed7", "A/token_ppo/seed8", "A/wide_ppo/seed8"),
+        "A/grpo/seed8",
+    ], "a seed's runs stay together"
+    token, wide, later = runs[0].config, runs[3].config, runs[4].config
+    assert (token["world"]["seed"], token["warm_start_seed"]) == (3, 30)
+    assert (wide["world"]["seed"], wide["warm_start_seed"]) == (4, 40)
+    assert wide["algorithm"]["name"] == "wide_ppo"
+    assert wide["algorithm"]["objective"]["clip"]["epsilon_high"] == 0.4
+    assert (later["training"]["regime"], later["training"]["epochs"]) == ("A", 2)
+
+
+def test_overrides_may_name_the_seed_and_the_one_after_it(study_like):
+    runs = study_like(
+        A="{training: regime_a, algorithms: [token_ppo], seeds: [7, 8], overrides: ['world.cache_dir={seed}-{next_seed}']}"
+    )
+    assert [run.config["world"]["cache_dir"] for run in runs] == ["7-8", "8-7"]
+
+
+def test_run_that_is_planned_twice_is_refused(study_like):
+    entry = "{regime: A, training: regime_a, algorithms: [token_ppo], seeds: [7]}"
+    with pytest.raises(ConfigError, match="TWICE: the run A/token_ppo/seed7 is planned twice"):
+        study_like(ONCE=entry, TWICE=entry)
+
+
 def test_override_applies_to_all_runs_of_a_pipeline():
     runs = configs.planned_runs("smoke", ["training.iterations=3"])
     assert {run.config["training"]["iterations"] for run in runs} == {3}

@@ -149,6 +149,8 @@ def test_whitening_is_over_agent_tokens_and_before_pooling(rule):
     close(white.advantages[batch.agent_mask], (on - on.mean()) / (on.var() + 1e-8).sqrt())
     assert white.raw_std == raw.raw_std
     close(white.returns, raw.returns)  # the critic's targets stay in units of reward
+    centred = rule(whiten=False, center=True)(batch, values)
+    close(centred.advantages[batch.agent_mask], on - on.mean())
     for pooling in ("turn_mean", "turn_sum"):
         pooled = rule(whiten=True, pooling=pooling)(batch, values)
         for i in range(len(batch)):

@@ -243,11 +243,13 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
     """Every run that `snakemake all --config preset=...` trains, in a fixed order: all runs of a regime's first
     seed come before those of its second, so that an interrupted pipeline leaves whole replicates.
 
-    A regime has `training`, `algorithms`, `seeds` and, optionally, `overrides`. An algorithm is a file of
-    `configs/algorithm` or an arm: a name in `pipeline.arms` with the overrides that make it, which is then also
-    the recorded `algorithm.name`. `pipeline.replicates` maps a seed to further overrides (its world, its warm
-    start), so that one number tells a replicate. Extra overrides apply to all runs. Raises ConfigError for an
-    unknown preset, and for an override of what tells the runs apart.
+    A regime has `training`, `algorithms`, `seeds` and, optionally, `overrides` and the `regime` to record where
+    several entries make up one. An algorithm is a file of `configs/algorithm` or an arm: a name in
+    `pipeline.arms` with the overrides that make it, which is then also the recorded `algorithm.name`.
+    `pipeline.replicates` maps a seed to further overrides (its world, its warm start), so that one number tells
+    a replicate. In overrides {seed} stands for the run's seed and {next_seed} for the one after it, cyclically.
+    Extra overrides apply to all runs. Raises ConfigError for an unknown preset, for an override of what tells
+    the runs apart, and for a run that is planned twice.
     """
     for override in overrides or []:
         if (key := override.partition("=")[0].lstrip("+~")) in ("preset", "training", "algorithm", "seed"):
@@ -262,9 +264,10 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
     # Which runs there are is no part of any of them.
     shared = [override for override in overrides or [] if not override.lstrip("+~").startswith("pipeline.")]
     arms, replicates = pipeline.get("arms") or {}, pipeline.get("replicates") or {}
-    runs = []
-    for regime, plan in pipeline["regimes"].items():
-        for seed, algorithm in itertools.product(plan["seeds"], plan["algorithms"]):
+    runs: dict[str, PlannedRun] = {}
+    for entry, plan in pipeline["regimes"].items():
+        regime, seeds = plan.get("regime", entry), plan["seeds"]
+        for (place, seed), algorithm in itertools.product(enumerate(seeds), plan["algorithms"]):
             arm = arms.get(algorithm)
             chosen = [
                 f"preset={preset}",
@@ -276,7 +279,11 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
                 *(replicates.get(seed) or replicates.get(str(seed)) or []),
                 *shared,
             ]
-            runs.append(
-                PlannedRun(regime, algorithm, seed, tuple(part.replace("{seed}", str(seed)) for part in chosen))
-            )
-    return runs
+            named = {"{seed}": str(seed), "{next_seed}": str(seeds[(place + 1) % len(seeds)])}
+            for name, value in named.items():
+                chosen = [override.replace(name, value) for override in chosen]
+            run = PlannedRun(regime, algorithm, seed, tuple(chosen))
+            if run.name in runs:
+                raise ConfigError(f"pipeline.regimes.{entry}: the run {run.name} is planned twice")
+            runs[run.name] = run
+    return list(runs.values())

@@ -35,12 +35,13 @@ class CreditRule(ABC):
     """Base of all credits: subclasses give `_raw`, and set `needs_critic` where they read a critic's values.
 
     whiten: shift and scale advantages to mean 0, variance 1 over all agent tokens of the iteration, before
-    pooling (verl's masked_whiten, the baseline stack's choice). pooling: keep advantages per token, or give
-    every token of a turn the mean or the sum of its turn.
+    pooling (verl's masked_whiten, the baseline stack's choice). center: shift alone; `whiten` includes it.
+    pooling: keep advantages per token, or give every token of a turn the mean or the sum of its turn.
     """
 
     pooling: str = "token"
     whiten: bool = True
+    center: bool = False
 
     needs_critic: ClassVar[bool] = False
     group_size: ClassVar[int] = 1
@@ -65,8 +66,10 @@ class CreditRule(ABC):
             values = layout.gather(values.detach())
         advantages, targets, trained = self._raw(trajectories, layout, values)
         spread = advantages.std(correction=min(1, len(advantages) - 1))
+        if self.center or self.whiten:
+            advantages = advantages - advantages.mean()
         if self.whiten:
-            advantages = (advantages - advantages.mean()) * (spread.square() + 1e-8).rsqrt()
+            advantages = advantages * (spread.square() + 1e-8).rsqrt()
         if self.pooling == "turn_mean":
             advantages = layout.turn_mean(advantages)[layout.turns]
         elif self.pooling == "turn_sum":
