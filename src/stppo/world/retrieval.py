@@ -1,4 +1,4 @@
-"""Retrieval over a fixed set of documents: BM25 (bm25s, Lucene variant), index cached on disk."""
+"""Documents, the corpus in Search-R1's JSONL, and BM25 over it (bm25s, Lucene variant)."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,11 +16,15 @@ from pathlib import Path
 import bm25s
 import numpy as np
 
+from stppo.world.bm25_search import Postings, best_documents
+
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for DEBUG and would print at every index
 
 _WORD = re.compile(r"\w+")
 _QUERY_CACHE = 65_536  # queries; roll-outs repeat the same few thousand
 _MANIFEST = "manifest.json"
+_TITLE_WORDS = 8  # of a passage without a title
+UNTITLED = ("error", "first_words")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,11 @@ class Document:
     id: str
     title: str
     text: str
+
+    @property
+    def contents(self) -> str:
+        """Search-R1's form: title in quotes, newline, text."""
+        return f'"{self.title}"\n{self.text}'
 
 
 def words(text: str) -> list[str]:
@@ -48,8 +57,22 @@ class BM25Retriever:
     def __init__(self, documents: Sequence[Document], cache_dir: str | Path | None = None) -> None:
         if not documents:
             raise ValueError("corpus is empty: BM25 needs at least one document")
-        self.documents = tuple(documents)
-        self._index = self._build() if cache_dir is None else self._cached(Path(cache_dir))
+        self.documents: Sequence[Document] = tuple(documents)
+        index = self._build() if cache_dir is None else self._cached(Path(cache_dir))
+        self._use(index.vocab_dict, Postings.of(index))
+
+    @classmethod
+    def over(
+        cls, documents: Sequence[Document], vocabulary: Mapping[str, int], postings: Postings
+    ) -> "BM25Retriever":
+        """A retriever over an index that exists; the documents may be read from disk as they are asked for."""
+        retriever = cls.__new__(cls)
+        retriever.documents = documents
+        retriever._use(vocabulary, postings)
+        return retriever
+
+    def _use(self, vocabulary: Mapping[str, int], postings: Postings) -> None:
+        self._vocabulary, self._postings = vocabulary, postings
         self._ranked = lru_cache(maxsize=_QUERY_CACHE)(self._rank)
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[tuple[Document, float]]]:
@@ -59,20 +82,15 @@ class BM25Retriever:
         """
         if top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {top_k}")
-        return [list(self._ranked(query, top_k)) for query in queries]
+        return [[(self.documents[i], score) for i, score in self._ranked(query, top_k)] for query in queries]
 
-    def _rank(self, query: str, top_k: int) -> tuple[tuple[Document, float], ...]:
-        vocabulary = self._index.vocab_dict
-        ids = [vocabulary[word] for word in words(query) if word in vocabulary]
-        if not ids:
+    def _rank(self, query: str, top_k: int) -> tuple[tuple[int, float], ...]:
+        found = [self._vocabulary.get(word) for word in words(query)]
+        terms = [term for term in found if term is not None]
+        if not terms:
             return ()
-        scores = self._index.get_scores_from_ids(ids)
-        # bm25s's own top-k leaves the order of ties open, so select by threshold and sort stably.
-        k = min(top_k, len(scores))
-        threshold = np.partition(scores, -k)[-k]
-        candidates = np.flatnonzero((scores >= threshold) & (scores > 0))
-        best = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
-        return tuple((self.documents[i], float(scores[i])) for i in best)
+        documents, scores = best_documents(self._postings, terms, top_k)
+        return tuple(zip(documents.tolist(), scores.tolist(), strict=True))
 
     def _build(self) -> bm25s.BM25:
         vocabulary: dict[str, int] = {}
@@ -145,10 +163,12 @@ def _checksums(folder: Path) -> dict[str, str]:
     }
 
 
-def read_jsonl(path: str | Path) -> Iterable[tuple[int, dict]]:
-    """(line number from 1, object) of each line that is not blank; ValueError names file and line."""
+def _objects(path: str | Path) -> Iterator[tuple[int, int, dict]]:
+    """(line number from 1, byte offset, object) of each line that is not blank; ValueError names file and line."""
+    offset = 0
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
+            start, offset = offset, offset + len(line)
             if not line.strip():
                 continue
             try:
@@ -161,26 +181,82 @@ def read_jsonl(path: str | Path) -> Iterable[tuple[int, dict]]:
                 raise ValueError(f"{path} line {number}: not UTF-8 text") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path} line {number}: expected a JSON object, got {type(record).__name__}")
-            yield number, record
+            yield number, start, record
 
 
-def read_corpus(path: str | Path) -> list[Document]:
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
+    """(line number from 1, object) of each line that is not blank; ValueError names file and line."""
+    return ((number, record) for number, _, record in _objects(path))
+
+
+def parse_document(record: dict, untitled: str = "error") -> Document:
+    """A corpus entry {"id", "contents"}, contents = title (quoted or not), newline, text.
+
+    untitled: "error" refuses contents without a title; "first_words" takes the passage's first words as its title.
+    ValueError says what is wrong.
+    """
+    contents = record.get("contents")
+    if "id" not in record or not isinstance(contents, str) or not contents.strip():
+        raise ValueError('needs "id" and a text "contents" (quoted title, newline, text)')
+    title, newline, text = contents.partition("\n")
+    if len(title) >= 2 and title.startswith('"') and title.endswith('"'):
+        title = title[1:-1]
+    if not newline or not title.strip():
+        if untitled != "first_words":
+            raise ValueError(
+                'no title in "contents" (wanted: quoted title, newline, text); '
+                "untitled=first_words takes the first words of such a passage"
+            )
+        text = contents if not newline else text
+        title = " ".join(text.split()[:_TITLE_WORDS])
+    return Document(str(record["id"]), title, text)
+
+
+def scan_corpus(path: str | Path, untitled: str = "error") -> Iterator[tuple[int, Document]]:
+    """(byte offset, document) of each entry of a Search-R1 corpus, one at a time; errors as `read_corpus`."""
+    if untitled not in UNTITLED:
+        raise ValueError(f"untitled must be one of {', '.join(UNTITLED)}, got {untitled!r}")
+    number = 0
+    for number, offset, record in _objects(path):
+        try:
+            yield offset, parse_document(record, untitled)
+        except ValueError as error:
+            raise ValueError(f"{path} line {number}: {error}") from error
+    if not number:
+        raise ValueError(f"{path}: corpus is empty")
+
+
+def read_corpus(path: str | Path, untitled: str = "error") -> list[Document]:
     """Documents of a Search-R1 corpus: JSONL of {"id", "contents"}, contents = quoted title, newline, text.
 
-    FileNotFoundError where there is no such file; ValueError names file and line of a malformed entry,
-    or the file where it holds no document.
+    untitled: as in `parse_document`. FileNotFoundError where there is no such file; ValueError names file and line
+    of a malformed entry, or the file where it holds no document.
     """
-    documents = []
-    for number, record in read_jsonl(path):
-        contents = record.get("contents")
-        if "id" not in record or not isinstance(contents, str) or not contents.strip():
+    return [document for _, document in scan_corpus(path, untitled)]
+
+
+class CorpusFile(Sequence[Document]):
+    """A corpus that stays on disk: each document is read when it is asked for, so it costs no memory.
+
+    offsets: (documents + 1,) where each entry begins, then the file's size; of `scan_corpus`.
+    """
+
+    def __init__(self, path: str | Path, offsets: np.ndarray, untitled: str = "error") -> None:
+        self.path, self._offsets, self._untitled = Path(path), offsets, untitled
+        self._file = open(path, "rb")  # noqa: SIM115 (open as long as the corpus is)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, i: int) -> Document:
+        """ValueError names the file where the entry is no longer what was indexed."""
+        start, end = int(self._offsets[i]), int(self._offsets[i + 1])
+        line = os.pread(
+            self._file.fileno(), end - start, start
+        )  # no shared position: threads may read at once
+        try:
+            return parse_document(json.loads(line), self._untitled)
+        except (ValueError, AttributeError) as error:
             raise ValueError(
-                f'{path} line {number}: needs "id" and a text "contents" (quoted title, newline, text)'
-            )
-        title, _, text = contents.partition("\n")
-        if len(title) >= 2 and title.startswith('"') and title.endswith('"'):
-            title = title[1:-1]
-        documents.append(Document(str(record["id"]), title, text))
-    if not documents:
-        raise ValueError(f"{path}: corpus is empty")
-    return documents
+                f"{self.path}: entry {i} changed since it was indexed; index it again"
+            ) from error

@@ -1,0 +1,94 @@
+"""The best documents of a sparse index without scoring all of them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import bm25s
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Postings:
+    """A bm25s index as arrays: term t scores `data[indptr[t]:indptr[t+1]]` in the documents `indices[...]`, ascending.
+
+    data: (postings,) float32, positive; indices: (postings,) int32; indptr: (terms + 1,) int64.
+    maxima: (terms,) float32, the largest score of each term.
+    """
+
+    data: np.ndarray
+    indices: np.ndarray
+    indptr: np.ndarray
+    maxima: np.ndarray
+    n_documents: int
+
+    @classmethod
+    def of(cls, index: bm25s.BM25, maxima: np.ndarray | None = None) -> "Postings":
+        """The arrays of a bm25s index, still memory-mapped where they are; every term must occur somewhere."""
+        names = ("data", "indices", "indptr")
+        data, indices, indptr = (np.asarray(index.scores[name]) for name in names)
+        if maxima is None:
+            maxima = np.maximum.reduceat(data, indptr[:-1])
+        return cls(data, indices, indptr, maxima, int(index.scores["num_docs"]))
+
+    def slice(self, term: int) -> slice:
+        return slice(int(self.indptr[term]), int(self.indptr[term + 1]))
+
+
+def best_documents(postings: Postings, terms: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k documents with the largest sum of their terms' scores, best first, ties by number; fewer if fewer match.
+
+    terms: of the query, in its order, repeated as there. Returns document numbers and float32 scores, which are
+    bit for bit those of `bm25s.BM25.get_scores_from_ids`.
+
+    MaxScore (Turtle and Flood 1995): terms are taken by their largest score. Once k documents have more than all
+    terms left could give together, no new document can enter, and the postings of the terms left, which are the
+    long ones, are only looked up for the documents already found.
+    """
+    counts = Counter(terms)
+    order = sorted(counts, key=lambda term: -counts[term] * float(postings.maxima[term]))
+    bounds = [counts[term] * float(postings.maxima[term]) for term in order]
+    left = np.cumsum([0.0, *bounds[::-1]])[::-1]  # left[i]: what the terms from the i-th on could add
+    slack = 1e-5 * left[0]  # float32 sums depend on their order; the final scores are summed in the query's
+    scores = np.zeros(postings.n_documents, np.float32)  # pages that nothing touches cost nothing
+
+    threshold, touched, taken = 0.0, [], 0
+    while taken < len(order) and threshold <= left[taken] + slack:
+        where = postings.slice(order[taken])
+        documents = postings.indices[where]
+        scores[documents] += np.float32(counts[order[taken]]) * postings.data[where]
+        touched.append(documents)
+        threshold = max(threshold, _kth_largest(scores[documents], k))
+        taken += 1
+
+    if sum(map(len, touched)) * 4 < len(scores):
+        candidates = np.unique(np.concatenate(touched))
+    else:
+        candidates = np.flatnonzero(scores)
+    for term, rest in zip(order[taken:], left[taken:], strict=False):
+        candidates = candidates[scores[candidates] + rest + slack >= threshold]
+        found, values = _lookup(postings, term, candidates)
+        scores[candidates[found]] += np.float32(counts[term]) * values
+        threshold = max(threshold, _kth_largest(scores[candidates], k))
+    candidates = candidates[scores[candidates] + slack >= threshold]
+
+    exact = np.zeros(len(candidates), np.float32)
+    for term in terms:
+        found, values = _lookup(postings, term, candidates)
+        exact[found] += values
+    best = np.argsort(-exact, kind="stable")[:k]
+    return candidates[best], exact[best]
+
+
+def _kth_largest(values: np.ndarray, k: int) -> float:
+    """0 where there are fewer than k."""
+    return float(np.partition(values, -k)[-k]) if len(values) >= k else 0.0
+
+
+def _lookup(postings: Postings, term: int, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of the documents hold the term (positions in `documents`), and its scores there."""
+    where = postings.slice(term)
+    holders = postings.indices[where]
+    at = np.searchsorted(holders, documents)
+    found = np.flatnonzero(holders[np.minimum(at, len(holders) - 1)] == documents)
+    return found, postings.data[where][at[found]]
