@@ -129,9 +129,16 @@ rule warm_start:
         "stppo warm-start {params.overrides} --out $(dirname {output}) > {log} 2>&1"
 
 
+def divisors_of(run):
+    """The run whose divisors a placebo replays must be there first."""
+    source = run.config["training"]["divisors"]["from_run"]
+    return f"{source}/updates.parquet" if source else []
+
+
 rule train:
     input:
-        lambda wildcards: f"{RESULTS}/warm_start/{warm_start_of(RUNS[wildcards.run])}/warm_start.json",
+        start=lambda wildcards: f"{RESULTS}/warm_start/{warm_start_of(RUNS[wildcards.run])}/warm_start.json",
+        divisors=lambda wildcards: divisors_of(RUNS[wildcards.run]),
     output:
         notebook=f"{RESULTS}/runs/{{run}}/10-train.ipynb",
         record=f"{RESULTS}/runs/{{run}}/run.json",
@@ -150,7 +157,7 @@ rule train:
     shell:
         "papermill notebooks/10-train.ipynb {output.notebook} -k {KERNEL} --cwd . --no-progress-bar"
         " -r overrides {params.overrides} -r run_dir $(dirname {output.record})"
-        " -r warm_start_dir $(dirname {input}) > {log} 2>&1"
+        " -r warm_start_dir $(dirname {input.start}) > {log} 2>&1"
 
 
 rule collect:

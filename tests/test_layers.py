@@ -24,9 +24,10 @@ ALLOWED = {
     "analysis": {"schema", "files"},
     "oracle": {"objectives", "trajectories"},
     "plugins": {"objectives", "trajectories", "world"},
+    "plan": {"config"},
     "axes": {"config", "objectives", "trajectories", "analysis"},
     "cli": {
-        *("axes", "agent", "config", "settings", "schema", "files", "training", "analysis", "plugins"),
+        *("axes", "agent", "config", "plan", "settings", "schema", "files", "training", "analysis", "plugins"),
         *FLOOR,
     },
 }

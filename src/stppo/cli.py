@@ -102,6 +102,24 @@ def warm_start_command(
     typer.echo(json.dumps(record))
 
 
+@app.command("plan")
+def plan_command(overrides: Overrides = None) -> None:
+    """Say which runs a preset's pipeline has and about what they cost, without training any.
+
+    Example: `stppo plan preset=study`
+    """
+    from stppo.plan import plan
+
+    chosen = overrides or []
+    presets = [o.partition("=")[2] for o in chosen if o.partition("=")[0] == "preset"] or ["laptop"]
+    groups = plan(presets[-1], [o for o in chosen if o.partition("=")[0] != "preset"])
+    width = max(len(g.algorithm) for g in groups)
+    for g in groups:
+        typer.echo(f"{g.regime:<14}{g.algorithm:<{width}}{g.runs:>5} runs{g.hours:>8.2f} h")
+    runs, hours = sum(g.runs for g in groups), sum(g.hours for g in groups)
+    typer.echo(f"{runs} runs, about {hours:.1f} hours of one core (warm starts not counted)")
+
+
 @app.command()
 def play(
     overrides: Overrides = None,

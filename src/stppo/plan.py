@@ -1,0 +1,55 @@
+"""What a preset would train and about how long it takes, before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stppo.config import Config, planned_runs
+
+# Seconds on one core of the machine of results/reference/benchmarks.md (policy tiny, world synthetic), per
+# iteration of 128 trajectories: roll-out and scoring; a pass of the critic; a pass of the actor; the factor of
+# an exact clipping-bias norm; one evaluation of 256 questions; one trajectory of a Monte-Carlo continuation.
+ROLL_OUT, CRITIC_PASS, ACTOR_PASS, EXACT_NORM, EVALUATION, CONTINUATION = 0.33, 0.17, 0.2, 1.35, 0.4, 0.0017
+TURNS = 3.5  # of a trajectory, where continuations start
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """The runs of one arm in one regime; hours are those of one core."""
+
+    regime: str
+    algorithm: str
+    runs: int
+    hours: float
+
+
+def seconds(config: Config) -> float:
+    """Rough seconds of one core that a run takes; another policy or world than tiny and synthetic differs."""
+    training, evaluation = config["training"], config["evaluation"]
+    objective = config["algorithm"]["objective"]
+    scale = training["trajectories_per_iteration"] / 128
+    actor = training["epochs"] * ACTOR_PASS
+    if objective["stabilizer"].get("estimator") == "exact":
+        actor *= EXACT_NORM
+    iteration = ROLL_OUT + actor
+    if "group_size" not in objective["credit"]:
+        if training["values"] == "monte_carlo":
+            iteration += 128 * TURNS * training["monte_carlo_continuations"] * CONTINUATION
+        else:
+            iteration += training["critic_epochs"] * CRITIC_PASS
+    iteration *= scale
+    iteration += EVALUATION / evaluation["every"] * evaluation["questions"] / 256
+    if evaluation["value_error_every"]:
+        played = evaluation["value_states"] * evaluation["value_continuations"]
+        iteration += played * CONTINUATION / evaluation["value_error_every"]
+    return training["iterations"] * iteration
+
+
+def plan(preset: str, overrides: list[str] | None = None) -> list[PlannedGroup]:
+    """The runs of a preset's pipeline by regime and arm, in planned order; ConfigError as in `planned_runs`."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for run in planned_runs(preset, overrides):
+        cost = groups.setdefault((run.regime, run.algorithm), [])
+        # A replicate is another seed of the same work: compose the first alone.
+        cost.append(cost[0] if cost else seconds(run.config))
+    return [PlannedGroup(*name, len(cost), sum(cost) / 3600) for name, cost in groups.items()]

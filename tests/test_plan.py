@@ -1,0 +1,40 @@
+"""The table of what a preset would train and cost."""
+
+import json
+from pathlib import Path
+
+from stppo import config as configs
+from stppo.plan import plan, seconds
+
+
+def cost(*overrides):
+    return seconds(configs.compose(list(overrides)))
+
+
+def test_every_planned_run_is_counted_once():
+    groups = plan("laptop")
+    runs = configs.planned_runs("laptop")
+    assert sum(group.runs for group in groups) == len(runs)
+    assert {(g.regime, g.algorithm) for g in groups} == {(r.regime, r.algorithm) for r in runs}
+
+
+def test_cost_grows_with_what_a_run_does():
+    base = cost("algorithm=token_ppo")
+    assert cost("algorithm=token_ppo", "training.epochs=4") < base
+    assert cost("algorithm=s_ppo") > base > cost("algorithm=grpo")
+    assert cost("algorithm=token_ppo", "training.critic_epochs=8") > base
+    assert cost("algorithm=token_ppo", "training.values=monte_carlo") > 2 * base
+    assert cost("algorithm=token_ppo", "evaluation.value_error_every=8") > base
+    assert cost("algorithm=grpo", "training.values=monte_carlo") == cost("algorithm=grpo"), (
+        "no critic, no values"
+    )
+
+
+def test_predicted_laptop_time_is_near_what_was_recorded():
+    """Against the wall times of the committed reference, two runs side by side: not off by half."""
+    records = json.loads(
+        (Path(__file__).parents[1] / "results/reference/laptop/metrics/runs.json").read_text()
+    )
+    recorded = sum(record["wall_seconds"] for record in records) / 3600
+    predicted = sum(group.hours for group in plan("laptop"))
+    assert 0.5 < predicted / recorded < 2
