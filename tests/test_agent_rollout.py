@@ -122,6 +122,43 @@ def test_every_token_enters_the_cache_at_most_once_and_finished_lanes_leave(sett
     assert lanes[0] == 24 and lanes[-1] < 24
 
 
+def agent_tokens(batch) -> list[list[int]]:
+    return [row[mask].tolist() for row, mask in zip(batch.tokens, batch.agent_mask, strict=True)]
+
+
+@pytest.mark.parametrize("other_policy", [False, True])
+def test_trajectory_whose_tokens_are_all_forced_is_the_same(other_policy, setting, rollout):
+    world, policy, sampler = setting
+    batch, questions = rollout.trajectories, [episode.question for episode in rollout.episodes]
+    if other_policy:
+        policy = copy.deepcopy(policy)
+        torch.nn.init.normal_(policy.lm_head.weight, std=0.1)
+    again = sampler.collect(policy, questions, torch.Generator().manual_seed(2), forced=agent_tokens(batch))
+    for name, value in again.trajectories.state_dict().items():
+        if name != "behaviour_logprobs":
+            assert torch.equal(value, getattr(batch, name)), name
+    assert [e.turns for e in again.episodes] == [e.turns for e in rollout.episodes]
+    with torch.no_grad():
+        expected = score(policy, batch).logprobs
+    torch.testing.assert_close(again.trajectories.behaviour_logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_forced_start_is_continued_lane_by_lane(setting, rollout):
+    """Prefixes of different lengths, some within a turn; where they end, the policy goes on by itself."""
+    world, policy, sampler = setting
+    batch, questions = rollout.trajectories, [episode.question for episode in rollout.episodes]
+    forced = [ids[: 5 * row % (len(ids) + 1)] for row, ids in enumerate(agent_tokens(batch))]
+    assert len({len(ids) for ids in forced}) > 5
+    played = sampler.collect(policy, questions, torch.Generator(), greedy=True, forced=forced).trajectories
+    assert all(ids[: len(start)] == start for ids, start in zip(agent_tokens(played), forced, strict=True))
+    with torch.no_grad():
+        best = policy(input_ids=played.tokens).logits[:, :-1].argmax(-1)
+    number = played.agent_mask.cumsum(1)
+    own = played.agent_mask & (number > torch.tensor([len(ids) for ids in forced])[:, None])
+    assert own.any(1).sum() > 12
+    assert torch.equal(best[own[:, 1:]], played.tokens[own])
+
+
 def test_reward_sits_on_the_last_agent_token(rollout):
     batch = rollout.trajectories
     rewards = torch.tensor([float(e.reward) for e in rollout.episodes])

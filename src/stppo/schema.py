@@ -141,7 +141,7 @@ UPDATE_COLUMNS: dict[str, str] = {
     "clipping_bias_norm": f"L2 norm of C, the gradient that clipping removed; {_WATCHED}",
     "clipping_bias_norm_logprob": "estimate of the same in log-probability space, no second backward pass",
     "clipping_bias_norm_logit": "estimate of the same in logit space, no second backward pass",
-    "stabilizer_divisor": "number the gradient was divided by; 1 without stabiliser",
+    "stabilizer_divisor": "number the gradient was divided by; 1 where nothing divides it",
     "update_norm": "L2 norm of the parameter change that the optimiser made",
     "clip_fraction": "clipped agent tokens / agent tokens, sign-aware: the term takes the clipped branch",
     "clip_fraction_high": "share of agent tokens clipped above: advantage > 0 and ratio > 1 + epsilon_high",
@@ -166,11 +166,16 @@ UPDATE_COLUMNS: dict[str, str] = {
     "advantage_raw_std": "standard deviation of the iteration's advantages before whitening and pooling",
     "critic_loss": "half the mean squared error of the critic; NaN without critic",
     "critic_explained_variance": "1 - Var(return - V) / Var(return); NaN without critic or without reward variance",
+    "critic_value_rmse": "root mean squared error of the critic's values that the iteration's credit reads against "
+    "Monte-Carlo values of the policy that sampled its batch, at starts of turns, Monte-Carlo noise subtracted; units "
+    "of reward; NaN where not measured (evaluation.value_error_every) and without critic",
+    "true_value_std": "standard deviation of those Monte-Carlo values over the same states, noise subtracted; NaN "
+    "where not measured and where the noise leaves no variance",
     "staleness_iterations": "iterations between sampling the batch and training on it",
     "staleness_updates": "optimiser updates made since the batch was sampled",
     "learning_rate": "learning rate of the actor",
     "seconds_rollout": "seconds the iteration spent sampling",
-    "seconds_scoring": "seconds the iteration spent on critic values and other scoring passes",
+    "seconds_scoring": "seconds the iteration spent on critic values, Monte-Carlo values and other scoring passes",
     "seconds_critic": "seconds the iteration spent training the critic; 0 without critic",
     "seconds_update": "seconds of this update",
     "tokens_rollout": "agent tokens sampled in the iteration",

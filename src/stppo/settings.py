@@ -49,8 +49,24 @@ class WarmStartConfig(Section):
         return noise
 
 
+class DivisorsConfig(Section):
+    """Placebo stabiliser: divide the gradient by what another run divided its own by (see `training.controls`)."""
+
+    from_run: str | None
+    shuffle: bool
+
+    @model_validator(mode="after")
+    def _shuffle_has_something(self) -> "DivisorsConfig":
+        if self.shuffle and self.from_run is None:
+            raise ValueError(
+                "training.divisors.shuffle=true shuffles the divisors of training.divisors.from_run; "
+                "give that run's folder"
+            )
+        return self
+
+
 class TrainingConfig(Section):
-    """One regime: how off-policy, how long, with which steps."""
+    """One regime: how off-policy, how long, with which steps, and the controls of a study."""
 
     regime: str
     iterations: int = Field(gt=0)
@@ -70,6 +86,10 @@ class TrainingConfig(Section):
     bias_norm_every: int = Field(gt=0)
     length_chunks: int = Field(gt=0)
     checkpoint_every: int = Field(gt=0)
+    target_kl: float | None = Field(gt=0)
+    divisors: DivisorsConfig
+    values: Literal["critic", "monte_carlo"]
+    monte_carlo_continuations: int = Field(gt=0)
 
     @model_validator(mode="after")
     def _minibatches_divide(self) -> "TrainingConfig":
@@ -82,11 +102,14 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Fixed held-out questions; `every` and `greedy_every` count iterations."""
+    """Fixed held-out questions, and how wrong the critic is; all that ends in `every` counts iterations."""
 
     every: int = Field(gt=0)
     greedy_every: int = Field(gt=0)
     questions: int = Field(gt=0)
+    value_error_every: int = Field(ge=0)
+    value_states: int = Field(gt=1)
+    value_continuations: int = Field(gt=1)
 
 
 class RunConfig(Section):

@@ -87,25 +87,35 @@ class TorchRollout:
         group_ids: list[int] | None = None,
         greedy: bool = False,
         policy_updates: int = 0,
+        forced: list[list[int]] | None = None,
     ) -> Rollout:
         """Play each question once (repeat a question, with its group id, to sample a group).
 
         Behaviour log-probs are those of the distribution sampled from: at `temperature`, full vocabulary.
         Under `greedy` the argmax is taken and log-probs are those of temperature 1.
+        forced: for each question the first agent tokens of its trajectory, turn after turn; they are taken
+        instead of sampled ones while they last (and recorded like them), which continues a trajectory.
         """
         group_ids = list(range(len(questions))) if group_ids is None else group_ids
+        forced = [[]] * len(questions) if forced is None else forced
         parts, episodes = [], []
         for start in range(0, len(questions), self.config.batch_size):
             stop = start + self.config.batch_size
             part, played = self._collect(
-                policy, questions[start:stop], group_ids[start:stop], generator, greedy, policy_updates
+                policy,
+                questions[start:stop],
+                group_ids[start:stop],
+                generator,
+                greedy,
+                policy_updates,
+                forced[start:stop],
             )
             parts.append(part)
             episodes += played
         return Rollout(Trajectories.cat(parts), episodes)
 
     def _collect(
-        self, policy, questions, group_ids, generator, greedy, policy_updates
+        self, policy, questions, group_ids, generator, greedy, policy_updates, forced
     ) -> tuple[Trajectories, list[Episode]]:
         n, limit = len(questions), self.config.max_tokens
         device = policy.device
@@ -114,6 +124,9 @@ class TorchRollout:
         agent_mask = torch.zeros(n, limit, dtype=torch.bool)
         logprobs = torch.zeros(n, limit)
         lengths = torch.zeros(n, dtype=torch.long)
+        # -1 where a lane has no forced token (left): always in the last column.
+        forced = pad_sequence([torch.tensor([*ids, -1]) for ids in forced], True, -1)
+        emitted = torch.zeros(n, dtype=torch.long)
 
         lanes = torch.arange(n)
         pending = [torch.tensor(self.encode(episode.prompt)) for episode in episodes]
@@ -135,13 +148,15 @@ class TorchRollout:
             start = lengths[lanes].clone()
             turn = torch.zeros(len(lanes), 0, dtype=torch.long)
             for step in range(self.environment.protocol.max_turn_tokens):
-                sampled, logprob = self._sample(logits, generator, greedy)
+                given = forced[lanes, emitted[lanes].clamp(max=forced.shape[1] - 1)]
+                sampled, logprob = self._sample(logits, generator, greedy, given)
                 turn = torch.cat([turn, sampled[:, None]], 1)
                 rows, columns = lanes[open_lanes], lengths[lanes[open_lanes]]
                 tokens[rows, columns] = sampled[open_lanes]
                 logprobs[rows, columns] = logprob[open_lanes]
                 agent_mask[rows, columns] = True
                 lengths[rows] += 1
+                emitted[rows] += 1
                 # A closed lane keeps its newest token out of the cache: it leads the next prefill.
                 open_lanes &= ~self.turn_end(sampled, turn, open_lanes)
                 if step + 1 == self.environment.protocol.max_turn_tokens or not open_lanes.any():
@@ -154,7 +169,10 @@ class TorchRollout:
             tokens, lengths, agent_mask, logprobs, group_ids, policy_updates, episodes
         ), episodes
 
-    def _sample(self, logits: Tensor, generator: torch.Generator, greedy: bool) -> tuple[Tensor, Tensor]:
+    def _sample(
+        self, logits: Tensor, generator: torch.Generator, greedy: bool, given: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Next tokens (n,) and their log-probs; `given` (n,) overrides what is drawn where it is not -1."""
         log_probs = torch.log_softmax(logits.float().cpu() / (1.0 if greedy else self.config.temperature), -1)
         if not torch.isfinite(log_probs).any(1).all():
             raise FloatingPointError("non-finite logits in a roll-out")
@@ -162,6 +180,7 @@ class TorchRollout:
             sampled = log_probs.argmax(-1)
         else:
             sampled = torch.multinomial(log_probs.exp(), 1, generator=generator).squeeze(1)
+        sampled = torch.where(given < 0, sampled, given)
         return sampled, log_probs.gather(1, sampled[:, None]).squeeze(1)
 
     def _environment_turn(self, episodes, lanes, start, tokens, lengths):

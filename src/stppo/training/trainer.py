@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ from tqdm.auto import tqdm
 
 from stppo.agent.critic import Critic, explained_variance
 from stppo.agent.policy import load_policy, score
-from stppo.agent.rollout_torch import TorchRollout, at_temperature_one
+from stppo.agent.rollout_torch import Rollout, TorchRollout, at_temperature_one
 from stppo.analysis.provenance import config_targets, environment
-from stppo.config import Config, build, code_of, fingerprint, run_section, validate
+from stppo.config import Config, ConfigError, build, code_of, fingerprint, validate
 from stppo.files import write_atomically
 from stppo.objectives import Objective, Surrogate, estimated_bias_norms
 from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUNNING
 from stppo.training.checkpoint import CHECKPOINT_FILE, load_checkpoint, save_checkpoint, set_aside
+from stppo.training.controls import ReplayedDivisors, generator_for, identity
 from stppo.training.metrics import (
     evaluate,
     peak_memory_mb,
@@ -37,6 +38,7 @@ from stppo.training.metrics import (
     write_sample,
     write_tables,
 )
+from stppo.training.monte_carlo import TrueValues, true_values
 from stppo.training.warm_start import evaluation_questions, load_warm_start, made_for
 from stppo.trajectories import Trajectories
 
@@ -60,6 +62,7 @@ class QueuedBatch:
     trajectories: Trajectories
     metrics: dict[str, float]
     iteration: int  # iterations done when it was sampled
+    truth: TrueValues | None  # values of the policy that sampled it, where they are asked for
 
 
 def global_norm(tensors: list[Tensor]) -> float:
@@ -93,6 +96,11 @@ class Trainer:
         self.settings = validate(config)
         self.on_iteration, self.progress = on_iteration, progress
         self.objective: Objective = build(config["algorithm"]["objective"], "algorithm.objective")
+        training = self.settings.training
+        self.divisors = None
+        if training.divisors.from_run is not None:
+            self.divisors = ReplayedDivisors(training, self.objective, self.settings.seed)
+        self._check_values()
         self.world = build(config["world"], "world")
         tokenizer = self.world.tokenizer
         self.sampler = TorchRollout(self.world.environment, tokenizer, self.settings.rollout)
@@ -112,10 +120,10 @@ class Trainer:
             )
         self.reference = load_policy(warm_start_dir).requires_grad_(False)
         self.parameters = list(self.policy.parameters())
-        training = self.settings.training
         make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[training.optimizer]
         self.optimizer = make(self.parameters, lr=training.learning_rate)
-        self.critic = Critic(self.policy) if self.objective.credit.needs_critic else None
+        learns_values = self.objective.credit.needs_critic and training.values == "critic"
+        self.critic = Critic(self.policy) if learns_values else None
         if self.critic is not None:
             self.critic_optimizer = torch.optim.Adam(
                 self.critic.parameters(), lr=training.critic_learning_rate
@@ -128,7 +136,8 @@ class Trainer:
         self.evaluation_rows: list[dict[str, float]] = []
         self.seconds_before = 0.0
         self.code_hash = code_of("stppo.training.trainer", *config_targets(config))
-        self.fingerprint = fingerprint([run_section(config), weights, self.code_hash])
+        self.identity = identity(config, self.divisors)
+        self.fingerprint = fingerprint([self.identity, weights, self.code_hash])
 
     # ---- the loop -------------------------------------------------------------------------------
 
@@ -191,14 +200,18 @@ class Trainer:
         shared = dict(queued.metrics)
         began = time.perf_counter()
         with torch.no_grad():
-            values = self.critic(batch, training.length_chunks) if self.critic is not None else None
+            values = self._values(queued)
             reference = score(self.reference, batch, self.sampler.config.temperature, training.length_chunks)
         credit = self.objective.credit(batch, values)
         shared["advantage_raw_std"] = float(credit.raw_std)
-        shared["seconds_scoring"] = time.perf_counter() - began
+        shared["seconds_scoring"] += time.perf_counter() - began
         shared["critic_loss"] = shared["critic_explained_variance"] = math.nan
+        shared["critic_value_rmse"] = shared["true_value_std"] = math.nan
         began = time.perf_counter()
         if self.critic is not None:
+            if queued.truth is not None:
+                error = queued.truth.error(values, batch.layout)
+                shared["critic_value_rmse"], shared["true_value_std"] = error
             shared["critic_explained_variance"] = explained_variance(
                 values, credit.returns, credit.value_mask
             )
@@ -206,19 +219,12 @@ class Trainer:
         shared["seconds_critic"] = time.perf_counter() - began if self.critic is not None else 0.0
         shared["staleness_iterations"] = self.iteration - queued.iteration
         self.iteration += 1
-        size = training.trajectories_per_iteration // training.minibatches
-        for epoch in range(training.epochs):
-            order = torch.randperm(len(batch.lengths), generator=self.generator)
-            for minibatch, rows in enumerate(order.split(size)):
-                self.update_rows.append(
-                    shared | {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
-                )
-                self._update_policy(
-                    self.update_rows[-1],
-                    batch.select(rows),
-                    credit.advantages[rows],
-                    reference.logprobs[rows],
-                )
+        for epoch, minibatch, rows in self._minibatches():
+            row = shared | {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
+            self.update_rows.append(row)
+            self._update_policy(row, batch.select(rows), credit.advantages[rows], reference.logprobs[rows])
+            if training.target_kl is not None and row["kl_behaviour_k3"] > training.target_kl:
+                break
         if self.iteration % self.settings.evaluation.every == 0 or self.iteration == training.iterations:
             self._evaluate()
         if self._queue_is_short():
@@ -226,6 +232,15 @@ class Trainer:
         if self.iteration % training.checkpoint_every == 0 and self.iteration < training.iterations:
             self._write(RUNNING)
             save_checkpoint(self.run_dir / CHECKPOINT_FILE, self.fingerprint, self._state())
+
+    def _minibatches(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Epoch, minibatch and its rows; an epoch that is not reached draws no random numbers."""
+        training = self.settings.training
+        size = training.trajectories_per_iteration // training.minibatches
+        for epoch in range(training.epochs):
+            order = torch.randperm(training.trajectories_per_iteration, generator=self.generator)
+            for minibatch, rows in enumerate(order.split(size)):
+                yield epoch, minibatch, rows
 
     def _queue_is_short(self) -> bool:
         """Whether another batch must be sampled: no more than the remaining iterations will train on."""
@@ -248,7 +263,46 @@ class Trainer:
             self.policy, questions, self.generator, groups, policy_updates=self.update
         )
         metrics = rollout_metrics(rollout, time.perf_counter() - began)
-        return QueuedBatch(rollout.trajectories, metrics, self.iteration)
+        began = time.perf_counter()
+        truth = self._true_values(rollout)
+        metrics["seconds_scoring"] = time.perf_counter() - began
+        return QueuedBatch(rollout.trajectories, metrics, self.iteration, truth)
+
+    # ---- values ---------------------------------------------------------------------------------
+
+    def _check_values(self) -> None:
+        """Raise ConfigError where Monte-Carlo values would not be the values that the credit means."""
+        credit, training = self.objective.credit, self.settings.training
+        if training.values == "monte_carlo" and not credit.needs_critic:
+            raise ConfigError(
+                f"training.values = 'monte_carlo': the credit {type(credit).__name__} reads no values; use 'critic'"
+            )
+        measured = training.values == "monte_carlo" or self.settings.evaluation.value_error_every
+        if measured and getattr(credit, "gamma", 1.0) != 1.0:
+            raise ConfigError(
+                f"algorithm.objective.credit.gamma = {credit.gamma}: Monte-Carlo values are undiscounted; set gamma "
+                "to 1, or training.values to critic and evaluation.value_error_every to 0"
+            )
+
+    def _true_values(self, rollout: Rollout) -> TrueValues | None:
+        """Monte-Carlo values of the current policy on a batch that it has just sampled, from a generator of their
+        own: at all starts of turns as the credit's values, or at some of them to measure the critic by."""
+        training, evaluation = self.settings.training, self.settings.evaluation
+        iteration = self.iteration + len(self.queue) + 1  # that will train on this batch
+        n, n_turns = training.monte_carlo_continuations, None
+        if training.values == "critic":
+            every = evaluation.value_error_every
+            if self.critic is None or not every or iteration % every:
+                return None
+            n, n_turns = evaluation.value_continuations, evaluation.value_states
+        generator = generator_for("true values", self.settings.seed, iteration)
+        return true_values(self.sampler, self.policy, rollout, n, generator, n_turns)
+
+    def _values(self, queued: QueuedBatch) -> Tensor | None:
+        """(B, T) values that the credit reads; None where it reads none."""
+        if self.critic is not None:
+            return self.critic(queued.trajectories, self.settings.training.length_chunks)
+        return None if queued.truth is None else queued.truth.per_token(queued.trajectories)
 
     # ---- updates --------------------------------------------------------------------------------
 
@@ -289,7 +343,9 @@ class Trainer:
 
         row |= self._bias_norms(surrogate, scores)
         divisor = 1.0
-        if stabilizer.estimator is not None:
+        if self.divisors is not None:
+            divisor = self.divisors(row["iteration"], row["epoch"], row["minibatch"])
+        elif stabilizer.estimator is not None:
             divisor = stabilizer.divisor(row[BIAS_NORM_COLUMNS[stabilizer.estimator]])
         self._require_finite(torch.tensor(divisor), "stabilizer divisor")
         row["ppo_gradient_norm"] = math.nan
@@ -402,7 +458,7 @@ class Trainer:
             "world_seed": self.config["world"].get("seed"),
             "policy": self.settings.policy.name,
             "policy_parameters": sum(p.numel() for p in self.parameters),
-            "config_fingerprint": fingerprint(run_section(self.config)),
+            "config_fingerprint": fingerprint(self.identity),
             "code_hash": self.code_hash,
             **self.environment,
             "started": self.started,
@@ -431,7 +487,10 @@ class Trainer:
             "critic_optimizer": self.critic and self.critic_optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "question_order": self.question_order,
-            "queue": [(q.trajectories.state_dict(), q.metrics, q.iteration) for q in self.queue],
+            "queue": [
+                (q.trajectories.state_dict(), q.metrics, q.iteration, q.truth and vars(q.truth))
+                for q in self.queue
+            ],
             "update_rows": self.update_rows,
             "evaluation_rows": self.evaluation_rows,
             "started": self.started,
@@ -461,8 +520,8 @@ class Trainer:
         self.generator.set_state(state["generator"])
         self.question_order = state["question_order"]
         self.queue = deque(
-            QueuedBatch(Trajectories.from_state_dict(t), metrics, iteration)
-            for t, metrics, iteration in state["queue"]
+            QueuedBatch(Trajectories.from_state_dict(t), metrics, iteration, truth and TrueValues(**truth))
+            for t, metrics, iteration, truth in state["queue"]
         )
         self.update_rows, self.evaluation_rows = state["update_rows"], state["evaluation_rows"]
         self.started, self.seconds_before = state["started"], state["seconds"]

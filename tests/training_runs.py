@@ -1,0 +1,36 @@
+"""Short training runs and what they recorded, for the tests of the trainer."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from stppo.schema import TIMING_COLUMNS
+from stppo.training.trainer import Trainer
+
+
+def run(config, folder, start, **options):
+    return Trainer(config, folder, start, progress=False).train(**options)
+
+
+def interrupted(config, folder, start, after: int = 2) -> None:
+    """A run that is stopped after some iterations and leaves its checkpoint."""
+
+    def stop(trainer):
+        if trainer.iteration == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(config, folder, start, on_iteration=stop, progress=False).train()
+    assert (folder / "checkpoint.pt").exists()
+
+
+def tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    return tuple(pd.read_parquet(folder / f"{name}.parquet") for name in ("updates", "evaluations"))
+
+
+def assert_same_metrics(left: Path, right: Path, but: tuple[str, ...] = ()) -> None:
+    """Bit for bit, timings and the columns `but` aside."""
+    for a, b in zip(tables(left), tables(right), strict=True):
+        ignored = [column for column in (*TIMING_COLUMNS, *but) if column in a]
+        pd.testing.assert_frame_equal(a.drop(columns=ignored), b.drop(columns=ignored), check_exact=True)
