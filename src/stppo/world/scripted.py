@@ -103,7 +103,7 @@ class SyntheticReader:
                 self._entity = self._rng.choice(others) if wrong else copied
                 self._missed = False
                 self._fact = f"{relation} {self._entity}"
-                if len(documents) > 1:  # say which one states it
+                if not episode.turns:  # read in the prompt: no search of the agent has named it
                     self._fact = f"{subject} {self._fact}"
         return seen
 
