@@ -82,29 +82,30 @@ def test_single_turn_answers_stand_in_the_prompt_among_others(seed):
         )
 
 
-def test_single_turn_demonstrations_are_one_turn_of_ten_tokens(single_turn):
+def test_single_turn_demonstrations_are_one_turn_of_fourteen_tokens(single_turn):
     clean, noisy = (
         play(single_turn, single_turn.questions("train"), random.Random(0), n) for n in (None, NOISE)
     )
     for episodes in (clean, noisy):
         assert {len(episode.turns) for episode in episodes} == {1}
-        assert 9 < fmean(len(episode.turns[0].text.split()) for episode in episodes) < 12
+        assert 12 < fmean(len(episode.turns[0].text.split()) for episode in episodes) < 16
         assert max(len(episode.turns[0].text.split()) for episode in episodes) <= single_turn.max_turn_tokens
     assert score(clean) > 0.97
     assert 0.7 < score(noisy) < 0.9
     assert all(episode.turns[0].action.kind == "answer" for episode in clean)
 
 
-def test_a_thought_on_the_prompt_names_the_entity_it_reads_about(single_turn):
+def test_a_thought_on_the_prompt_reads_aloud_up_to_the_fact(single_turn):
     rng, thoughts = random.Random(2), 0
     for question in single_turn.questions("test")[:50]:
         relation, entity = question.text.removesuffix(" ?").split(" of ")
         episode = single_turn.environment.start(question)
         turn = single_turn.scripted_agent(question, rng).act(episode)
         if turn.startswith("<think>") and episode.given[0].title == entity:
-            assert turn.startswith(
-                f"<think> {entity} {relation} {single_turn.facts[entity][relation]} </think>"
-            )
+            read, said = turn.removeprefix("<think> ").split(" </think> ")
+            assert episode.given[0].text.startswith(read)
+            assert read.endswith(f"{relation} {single_turn.facts[entity][relation]}")
+            assert said == f"<answer> {single_turn.facts[entity][relation]} </answer>"
             thoughts += 1
     assert thoughts > 20
 
@@ -143,6 +144,12 @@ def test_without_it_the_prompt_shows_nothing():
 def test_retrieve_first_is_a_truth_value(value):
     with pytest.raises(ValueError, match="^retrieve_first must be true or false, got "):
         SyntheticWorld(retrieve_first=value)
+
+
+def test_single_turn_answers_cannot_be_remembered(single_turn):
+    """No fact that a test question asks for is the answer to a training question."""
+    asked = [{question.id for question in single_turn.questions(split)} for split in ("train", "test")]
+    assert not asked[0] & asked[1] and all(question.hops == 1 for question in single_turn.questions("test"))
 
 
 def test_long_horizon_has_many_more_turns_and_tokens(long_horizon):

@@ -1,5 +1,6 @@
 """Agents without learning: they prove the environment and write the demonstrations of the warm start."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,8 +104,9 @@ class SyntheticReader:
                 self._entity = self._rng.choice(others) if wrong else copied
                 self._missed = False
                 self._fact = f"{relation} {self._entity}"
-                if not episode.turns:  # read in the prompt: no search of the agent has named it
-                    self._fact = f"{subject} {self._fact}"
+                if not episode.turns:  # read the prompt's document aloud, up to the fact that is wanted
+                    last = [*facts.values()].index(self._entity) + 1
+                    self._fact = " ".join([subject, *itertools.chain(*[*facts.items()][:last])])
         return seen
 
     def _happens(self, probability: float) -> bool:
