@@ -1,7 +1,5 @@
 """Roll-out against scoring, the cache, the ends of turns, and what is recorded."""
 
-import copy
-
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -11,7 +9,8 @@ from stppo import config as configs
 from stppo.agent import rollout_torch
 from stppo.agent.critic import Critic, explained_variance
 from stppo.agent.policy import load_policy, score
-from stppo.agent.rollout_torch import RolloutConfig, TorchRollout, TurnEnd
+from stppo.agent.rollout import RolloutConfig, TurnEnd
+from stppo.agent.rollout_torch import TorchRollout
 from stppo.trajectories import Trajectories
 
 
@@ -169,11 +168,11 @@ def test_reward_sits_on_the_last_agent_token(rollout):
 
 def test_turn_that_never_closes_is_cut_at_the_limit_and_corrected(setting):
     world, policy, sampler = setting
-    babbling = copy.deepcopy(policy)
-    torch.nn.init.normal_(babbling.lm_head.weight)
-    played = sampler.collect(babbling, world.questions("train")[:8], torch.Generator().manual_seed(1))
-    lengths = played.trajectories.turn_ids[played.trajectories.agent_mask]
-    assert max(len(lengths[lengths == k]) for k in range(4)) == 8 * world.max_turn_tokens
+    word, turns = world.tokenizer.convert_tokens_to_ids("mentor"), world.turn_budget + 1
+    babble = [[word] * (turns * world.max_turn_tokens)] * 8
+    played = sampler.collect(policy, world.questions("train")[:8], torch.Generator(), forced=babble)
+    assert (played.trajectories.layout.turn_lengths == world.max_turn_tokens).all()
+    assert (played.trajectories.n_turns == turns).all()
     first = [episode.turns[0] for episode in played.episodes]
     assert all(turn.action.kind == "invalid" for turn in first)
     assert all(turn.observation == world.environment.protocol.correction for turn in first)

@@ -15,7 +15,7 @@ import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -125,9 +125,13 @@ def validate(config: Config) -> RunConfig:
     return run
 
 
+# Where pydantic puts the form of a section that has several: rollout's is its engine.
+_FORMS = {(1, "torch"), (1, "vllm")}
+
+
 def _problem(model: Any, item: Any) -> str:
     """One of pydantic's errors as `key = value: what is wrong`; of a whole section the key alone."""
-    key = ".".join(str(part) for part in item["loc"])
+    key = ".".join(str(part) for i, part in enumerate(item["loc"]) if (i, part) not in _FORMS)
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{key}: unknown key; allowed: {_allowed_keys(model, item['loc'])}"
@@ -139,8 +143,10 @@ def _problem(model: Any, item: Any) -> str:
 
 def _allowed_keys(model: Any, location: tuple) -> str:
     for part in location[:-1]:
-        field = model.model_fields[part] if hasattr(model, "model_fields") else None
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
         model = field.annotation if field is not None else model
+        forms = {form.engine: form for form in get_args(model) if hasattr(form, "engine")}
+        model = forms.get(part, model)
     names = getattr(model, "model_fields", None) or getattr(model, "__pydantic_fields__", {})
     return ", ".join(names)
 

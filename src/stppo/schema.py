@@ -175,11 +175,19 @@ UPDATE_COLUMNS: dict[str, str] = {
     "staleness_updates": "optimiser updates made since the batch was sampled",
     "learning_rate": "learning rate of the actor",
     "seconds_rollout": "seconds the iteration spent sampling",
+    "seconds_sync": "seconds of these spent handing weights to the sampling engine and checking it; NaN in PyTorch",
     "seconds_scoring": "seconds the iteration spent on critic values, Monte-Carlo values and other scoring passes",
     "seconds_critic": "seconds the iteration spent training the critic; 0 without critic",
     "seconds_update": "seconds of this update",
     "tokens_rollout": "agent tokens sampled in the iteration",
     "tokens_per_second": "agent tokens sampled per second of roll-out",
+    "prefix_cache_hit_rate": "share of prompt tokens that the sampling engine had cached from earlier turns; NaN in "
+    "PyTorch",
+    "mismatch_mean": "mean |difference| between the log-probs that trainer and sampling engine give to the sampled "
+    "tokens, nats; like all mismatch columns NaN where both are one",
+    "mismatch_max": "largest such difference over the agent tokens of the batch",
+    "mismatch_kl": "KL(engine || trainer) by k3 = r - 1 - log r, r = pi_trainer / pi_engine",
+    "mismatch_effective_sample_size": "of the trajectories' product ratios r, as share of the batch",
 }
 
 # One row per evaluation on the fixed held-out questions.
@@ -197,9 +205,20 @@ EVALUATION_COLUMNS: dict[str, str] = {
     "seconds": "seconds the evaluation took",
 }
 
+# Update columns that only a sampling engine beside the trainer (vLLM) fills.
+ENGINE_COLUMNS: tuple[str, ...] = (
+    "seconds_sync",
+    "prefix_cache_hit_rate",
+    "mismatch_mean",
+    "mismatch_max",
+    "mismatch_kl",
+    "mismatch_effective_sample_size",
+)
+
 # Columns that say how long something took: never the same twice, so left out of comparisons of two runs.
 TIMING_COLUMNS: tuple[str, ...] = (
     "seconds_rollout",
+    "seconds_sync",
     "seconds_scoring",
     "seconds_critic",
     "seconds_update",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from stppo.agent.policy import PolicyConfig
-from stppo.agent.rollout_torch import RolloutConfig
+from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig
 from stppo.world.scripted import DemonstrationNoise
 
 
@@ -120,7 +120,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig
     world: dict[str, Any]
     policy: PolicyConfig
-    rollout: RolloutConfig
+    rollout: RolloutConfig | VLLMRolloutConfig = Field(discriminator="engine")
     warm_start: WarmStartConfig
     training: TrainingConfig
     evaluation: EvaluationConfig

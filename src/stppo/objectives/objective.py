@@ -62,21 +62,29 @@ class Objective:
                 "use clip_on='token'"
             )
 
-    def surrogate(self, logprobs: Tensor, batch: Trajectories, advantages: Tensor) -> Surrogate:
+    def surrogate(
+        self, logprobs: Tensor, batch: Trajectories, advantages: Tensor, weights: Tensor | None = None
+    ) -> Surrogate:
         """Surrogate of a minibatch.
 
         logprobs (B, T): log pi_theta(token t | tokens before t) in nats, with graph; advantages (B, T) from
-        `credit`. Only entries at agent tokens are read. Overflow and NaN are passed on, never masked.
+        `credit`; weights (B, T): constant factors of the terms, such as truncated importance weights against the
+        engine that sampled. Only entries at agent tokens are read. Overflow and NaN are passed on, never masked.
         """
         layout = batch.layout
         behaviour = layout.gather(batch.behaviour_logprobs)
         log_ratio = layout.gather(logprobs) - behaviour
-        return self.evaluate(log_ratio, layout.gather(advantages), layout)
+        factors = None if weights is None else layout.gather(weights)
+        return self.evaluate(log_ratio, layout.gather(advantages), layout, factors)
 
-    def evaluate(self, log_ratio: Tensor, advantages: Tensor, layout: Layout) -> Surrogate:
-        """The same from (N,) token log-ratios (with graph) and advantages, for callers with a mask alone."""
+    def evaluate(
+        self, log_ratio: Tensor, advantages: Tensor, layout: Layout, factors: Tensor | None = None
+    ) -> Surrogate:
+        """The same from (N,) token log-ratios (with graph), advantages and weights, for callers with a mask alone."""
         advantages = advantages.detach().to(log_ratio.dtype)
         weights = _weights(layout, self.loss_aggregation, log_ratio.dtype)
+        if factors is not None:
+            weights = weights * factors.detach().to(log_ratio.dtype)
         ratio = self.ratio(log_ratio, layout)
         clipped = self.clip(ratio, advantages, layout)
         ppo_loss = -(weights * clipped.terms).sum()

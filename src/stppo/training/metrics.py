@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from stppo.agent.rollout_torch import Rollout, TorchRollout
+from stppo.agent.rollout import Rollout, Sampler
 from stppo.files import write_atomically, write_json
 from stppo.schema import (
     EVALUATION_COLUMNS,
@@ -51,11 +51,12 @@ def rollout_metrics(rollout: Rollout, seconds: float) -> dict[str, float]:
         "seconds_rollout": seconds,
         "tokens_rollout": agent_tokens,
         "tokens_per_second": agent_tokens / seconds,
+        **rollout.metrics,
     }
 
 
 def evaluate(
-    sampler: TorchRollout, policy: PreTrainedModel, questions: list[Question], greedy: bool, seed: int
+    sampler: Sampler, policy: PreTrainedModel, questions: list[Question], greedy: bool, seed: int
 ) -> tuple[dict[str, float], Rollout]:
     """One evaluation row (without iteration and update); its own generator leaves training's untouched."""
     began = time.perf_counter()
@@ -92,7 +93,7 @@ def write_record(run_dir: Path, record: dict[str, Any]) -> None:
     write_json(run_dir / RUN_FILE, record)
 
 
-def write_sample(run_dir: Path, sampler: TorchRollout, rollout: Rollout, n: int = 3) -> None:
+def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int = 3) -> None:
     """The first n trajectories of a roll-out, token by token, for the viewer."""
     batch, records = rollout.trajectories, []
     for row, episode in enumerate(rollout.episodes[:n]):

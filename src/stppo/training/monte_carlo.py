@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stppo.agent.rollout_torch import Rollout, TorchRollout
+from stppo.agent.rollout import Rollout, Sampler
 from stppo.trajectories import Layout, Trajectories
 
 
@@ -51,7 +51,7 @@ class TrueValues:
 
 
 def true_values(
-    sampler: TorchRollout,
+    sampler: Sampler,
     policy: PreTrainedModel,
     rollout: Rollout,
     n: int,

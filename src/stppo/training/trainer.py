@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from stppo.agent.critic import Critic, explained_variance
 from stppo.agent.policy import load_policy, score
-from stppo.agent.rollout_torch import Rollout, TorchRollout, at_temperature_one
+from stppo.agent.rollout import Rollout, make_rollout
 from stppo.analysis.provenance import config_targets, environment
 from stppo.config import Config, ConfigError, build, code_of, fingerprint, validate
 from stppo.files import write_atomically
@@ -63,6 +63,7 @@ class QueuedBatch:
     metrics: dict[str, float]
     iteration: int  # iterations done when it was sampled
     truth: TrueValues | None  # values of the policy that sampled it, where they are asked for
+    weights: Tensor | None  # (B, T) of the surrogate's terms, where the roll-out corrects for its engine
 
 
 def global_norm(tensors: list[Tensor]) -> float:
@@ -103,10 +104,6 @@ class Trainer:
         self._check_values()
         self.world = build(config["world"], "world")
         tokenizer = self.world.tokenizer
-        self.sampler = TorchRollout(self.world.environment, tokenizer, self.settings.rollout)
-        self.evaluator = TorchRollout(
-            self.world.environment, tokenizer, at_temperature_one(self.settings.rollout)
-        )
         self.train_questions = self.world.questions("train")
         self.evaluation_questions = evaluation_questions(self.world, self.settings.evaluation.questions)
 
@@ -118,6 +115,8 @@ class Trainer:
                 f"warm start {warm_start_dir} was made for another world or policy; make one for this config with "
                 "`stppo warm-start`"
             )
+        self.sampler = make_rollout(self.world.environment, tokenizer, self.settings.rollout, self.policy)
+        self.evaluator = self.sampler.for_evaluation()
         self.reference = load_policy(warm_start_dir).requires_grad_(False)
         self.parameters = list(self.policy.parameters())
         make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[training.optimizer]
@@ -222,7 +221,10 @@ class Trainer:
         for epoch, minibatch, rows in self._minibatches():
             row = shared | {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
             self.update_rows.append(row)
-            self._update_policy(row, batch.select(rows), credit.advantages[rows], reference.logprobs[rows])
+            weights = None if queued.weights is None else queued.weights[rows]
+            self._update_policy(
+                row, batch.select(rows), credit.advantages[rows], reference.logprobs[rows], weights
+            )
             if training.target_kl is not None and row["kl_behaviour_k3"] > training.target_kl:
                 break
         if self.iteration % self.settings.evaluation.every == 0 or self.iteration == training.iterations:
@@ -266,7 +268,7 @@ class Trainer:
         began = time.perf_counter()
         truth = self._true_values(rollout)
         metrics["seconds_scoring"] = time.perf_counter() - began
-        return QueuedBatch(rollout.trajectories, metrics, self.iteration, truth)
+        return QueuedBatch(rollout.trajectories, metrics, self.iteration, truth, rollout.weights)
 
     # ---- values ---------------------------------------------------------------------------------
 
@@ -307,13 +309,19 @@ class Trainer:
     # ---- updates --------------------------------------------------------------------------------
 
     def _update_policy(
-        self, row: dict[str, float], batch: Trajectories, advantages: Tensor, reference: Tensor
+        self,
+        row: dict[str, float],
+        batch: Trajectories,
+        advantages: Tensor,
+        reference: Tensor,
+        weights: Tensor | None,
     ) -> None:
         """One optimiser step; fills `row` as it goes, so that a non-finite stop keeps what it measured."""
         began = time.perf_counter()
         training, stabilizer = self.settings.training, self.objective.stabilizer
         width = batch.tokens.shape[1]
         advantages, reference = advantages[:, :width], reference[:, :width]
+        weights = None if weights is None else weights[:, :width]
         self.update += 1
         row |= {
             "update": self.update,
@@ -327,7 +335,7 @@ class Trainer:
             training.length_chunks,
             entropy_gradient=training.entropy_coefficient > 0,
         )
-        surrogate = self.objective.surrogate(scores.logprobs, batch, advantages)
+        surrogate = self.objective.surrogate(scores.logprobs, batch, advantages, weights)
         row |= surrogate.diagnostics
         mask = batch.agent_mask
         log_ratio = (reference - scores.logprobs)[mask]
@@ -488,7 +496,7 @@ class Trainer:
             "generator": self.generator.get_state(),
             "question_order": self.question_order,
             "queue": [
-                (q.trajectories.state_dict(), q.metrics, q.iteration, q.truth and vars(q.truth))
+                (q.trajectories.state_dict(), q.metrics, q.iteration, q.truth and vars(q.truth), q.weights)
                 for q in self.queue
             ],
             "update_rows": self.update_rows,
@@ -520,8 +528,10 @@ class Trainer:
         self.generator.set_state(state["generator"])
         self.question_order = state["question_order"]
         self.queue = deque(
-            QueuedBatch(Trajectories.from_state_dict(t), metrics, iteration, truth and TrueValues(**truth))
-            for t, metrics, iteration, truth in state["queue"]
+            QueuedBatch(
+                Trajectories.from_state_dict(t), metrics, iteration, truth and TrueValues(**truth), weights
+            )
+            for t, metrics, iteration, truth, weights in state["queue"]
         )
         self.update_rows, self.evaluation_rows = state["update_rows"], state["evaluation_rows"]
         self.started, self.seconds_before = state["started"], state["seconds"]

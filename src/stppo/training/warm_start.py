@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.agent.policy import build_policy, load_policy, score
-from stppo.agent.rollout_torch import TorchRollout, at_temperature_one
+from stppo.agent.rollout import make_rollout, prompt_ids
 from stppo.config import Config, build, fingerprint, validate, warm_start_dir
 from stppo.files import write_json
 from stppo.training.metrics import evaluate
@@ -34,7 +34,7 @@ def encode_episode(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> tupl
     def ids(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    tokens = ids(episode.prompt)
+    tokens = prompt_ids(tokenizer, episode.prompt)
     mask = [False] * len(tokens)
     for turn in episode.turns:
         emitted, observed = ids(turn.text), ids(turn.observation or "")
@@ -89,7 +89,7 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
 
     policy = build_policy(run.policy, tokenizer)
     optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
-    sampler = TorchRollout(world.environment, tokenizer, at_temperature_one(run.rollout))
+    sampler = make_rollout(world.environment, tokenizer, run.rollout, policy).for_evaluation()
     held_out = world.questions("validation")
     evaluated = evaluation_questions(world, run.evaluation.questions)
     history = []

@@ -1,0 +1,53 @@
+"""The sampling engine against the trainer: the same weights, other kernels, other log-probs.
+
+pi_trainer and pi_engine are the probabilities that both give to the tokens that the engine sampled.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stppo.agent.policy import score
+from stppo.agent.weights import without_adapters
+from stppo.trajectories import Trajectories
+
+_ROWS_SCORED = 16
+
+
+def mismatch(trainer: Tensor, batch: Trajectories, engine: Tensor) -> dict[str, float]:
+    """How far log-probs (B, T) in nats of trainer and engine lie apart; only agent tokens are read.
+
+    mismatch_mean, mismatch_max: of the absolute difference over tokens. mismatch_kl: KL(engine || trainer) by the
+    estimator k3 = r - 1 - log r with r = pi_trainer / pi_engine. mismatch_effective_sample_size: of the
+    trajectories' product ratios, as share of the batch.
+    """
+    layout = batch.layout
+    log_ratio = (layout.gather(trainer) - layout.gather(engine)).double()
+    log_weights = layout.row_sum(log_ratio)
+    size = (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp()
+    return {
+        "mismatch_mean": float(log_ratio.abs().mean()),
+        "mismatch_max": float(log_ratio.abs().max()),
+        "mismatch_kl": float((log_ratio.expm1() - log_ratio).mean()),
+        "mismatch_effective_sample_size": float(size / len(batch)),
+    }
+
+
+def truncated_weights(trainer: Tensor, batch: Trajectories, engine: Tensor, cap: float) -> Tensor:
+    """(B, T) min(pi_trainer / pi_engine, cap) on agent tokens, 0 elsewhere, without gradient.
+
+    Truncated importance sampling of the engine's tokens; log-probs (B, T) in nats.
+    """
+    layout = batch.layout
+    ratio = (layout.gather(trainer) - layout.gather(engine)).detach().exp()
+    return layout.scatter(ratio.clamp(max=cap))
+
+
+def trainer_logprobs(policy: PreTrainedModel, batch: Trajectories, temperature: float) -> Tensor:
+    """(B, T) log-probs of the agent tokens by PyTorch, in a few rows at a time; on the CPU."""
+    found = torch.zeros_like(batch.behaviour_logprobs)
+    for rows in torch.argsort(batch.lengths).split(_ROWS_SCORED):
+        part = batch.select(rows)
+        scores = score(without_adapters(policy), part.to(policy.device), temperature)
+        found[rows, : part.tokens.shape[1]] = scores.logprobs.to(found)
+    return found

