@@ -1,5 +1,7 @@
 """Roll-out against scoring, the cache, the ends of turns, and what is recorded."""
 
+import copy
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
