@@ -132,7 +132,7 @@ rule warm_start:
 def divisors_of(run):
     """The run whose divisors a placebo replays must be there first."""
     source = run.config["training"]["divisors"]["from_run"]
-    return f"{source}/updates.parquet" if source else []
+    return [f"{source}/run.json", f"{source}/updates.parquet"] if source else []
 
 
 rule train:
