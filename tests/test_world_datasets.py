@@ -1,236 +1,382 @@
+"""Records from JSONL, JSON, Parquet, Arrow, saved folders, and folders laid out like sets of the hub."""
+
 import json
-import random
+import logging
 
+import datasets
 import pytest
+from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetNotFoundError
 
-from stppo.world.datasets import BENCHMARKS, BenchmarkWorld, read_records
-from stppo.world.environment import SearchEnvironment
-from stppo.world.protocol import Protocol, Question
-from stppo.world.retrieval import BM25Retriever, Document
-from stppo.world.scripted import (
-    DemonstrationNoise,
-    GoldTitleSearcher,
-    paragraph_key,
-    play_summary,
-    recall_at_k,
-)
+from stppo.world.datasets import HUB, Reading, Records, locate, read_records
+from stppo.world.records import BENCHMARKS, SCHEMAS
 from tests.sample_data import DATA, real_data
 
-HOTPOT = {
-    "_id": "h1",
-    "question": "Is Oslo larger than Bergen?",
-    "answer": "yes",
-    "supporting_facts": [["Oslo", 0], ["Bergen", 1], ["Oslo", 1]],
-    "context": [
-        ["Oslo", ["Oslo is a city.", " It is large."]],
-        ["Rome", ["Rome."]],
-        ["Bergen", ["A town.", "Rain."]],
-    ],
-}
-MUSIQUE = {
-    "id": "m1",
-    "question": "q?",
-    "answer": "NRK",
-    "answer_aliases": ["Norwegian Broadcasting", "NRK"],
-    "paragraphs": [
-        {"idx": 0, "title": "A", "paragraph_text": "a", "is_supporting": False},
-        {"idx": 1, "title": "B", "paragraph_text": "b", "is_supporting": True},
-    ],
-}
-MEDQA = {
-    "question": "Which one?",
-    "answer": "Plague",
-    "options": {"B": "Plague", "A": "Flu"},
-    "answer_idx": "B",
-}
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def write(path, *records):
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "record", "expected"),
-    [
-        ("nq", {"question": "q?", "answer": ["a", "b", "a"]}, Question("nq-1", "q?", ("a", "b"))),
-        ("triviaqa", {"id": "t", "question": "q?", "golden_answers": ["1999-01-01"]}, Question("t", "q?", ("1999-01-01",))),
-        ("popqa", {"id": 0, "question": "q?", "possible_answers": '["a", "b"]'}, Question("0", "q?", ("a", "b"))),
-        ("popqa", {"id": 1, "question": "q?", "possible_answers": "[a] b"}, Question("1", "q?", ("[a] b",))),
-        ("bamboogle", {"Question": "q?", "Answer": "George VI\n"}, Question("bamboogle-1", "q?", ("George VI",))),
-        ("medqa", MEDQA, Question("medqa-1", "Options: (A) Flu (B) Plague. Which one?", ("Plague",))),
-        ("musique", MUSIQUE, Question("m1", "q?", ("NRK", "Norwegian Broadcasting"), (("B", "b"),), 1)),
-    ],
-)  # fmt: skip
-def test_each_schema_becomes_a_question(tmp_path, benchmark, record, expected):
-    assert read_records(benchmark, write(tmp_path / "records.jsonl", record)) == [expected]
+def nq(*answers, start=0):
+    return [{"question": f"q{i}?", "answer": [answer]} for i, answer in enumerate(answers, start)]
 
 
-@pytest.mark.parametrize("benchmark", ["hotpotqa", "2wikimultihopqa"])
-def test_gold_paragraphs_are_those_of_the_supporting_facts(tmp_path, benchmark):
-    (question,) = read_records(benchmark, write(tmp_path / "records.jsonl", HOTPOT))
-    assert question.answers == ("yes",) and question.hops == 2
-    assert [(title, " ".join(text.split())) for title, text in question.gold_paragraphs] == [
-        ("Oslo", "Oslo is a city. It is large."),
-        ("Bergen", "A town. Rain."),
-    ]
+def texts(questions):
+    return [question.text for question in questions]
 
 
-def test_paragraphs_are_the_same_whatever_their_white_space():
-    assert paragraph_key("Oslo ", "A city. In\nNorway.") == paragraph_key("Oslo", "A  city.In Norway.")
-    assert paragraph_key("Oslo", "a") != paragraph_key("Oslo", "b") != paragraph_key("Bergen", "b")
+# ---- one set of questions from every kind of file ----
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "record", "problem"),
-    [
-        ("nq", {"question": "q?", "answer": []}, "record 2: question nq-2: no answer"),
-        ("nq", {"question": "q?", "answer": [" "]}, "record 2: question nq-2: no answer"),
-        ("nq", {"question": "q?"}, "record 2: question nq-2: no answer"),
-        ("nq", {"question": " ", "answer": ["a"]}, "record 2: question nq-2: text is empty"),
-        ("nq", {"question": 3, "answer": ["a"]}, "record 2: not a nq record"),
-        ("triviaqa", {"question": "q?", "answer": ["a"]}, "record 1: not a triviaqa record, it has no field 'golden_ans"),
-    ],
-)  # fmt: skip
-def test_a_bad_record_is_named(tmp_path, benchmark, record, problem):
-    path = write(tmp_path / "records.jsonl", {"question": "q?", "answer": ["a"]}, record)
-    with pytest.raises(ValueError) as error:
-        read_records(benchmark, path)
-    assert str(error.value).startswith(f"{path} {problem}") and "\n" not in str(error.value)
+@real_data
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_real_records_are_the_same_questions_in_every_format(tmp_path, benchmark, streaming):
+    source = DATA / benchmark / "records.jsonl"
+    records = [json.loads(line) for line in source.read_text().splitlines()]
+    wanted = read_records(benchmark, source)
+    table = Dataset.from_list(records, on_mixed_types="use_json")
+    table.to_parquet(tmp_path / "records.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    DatasetDict(train=table.select([0]), validation=table).save_to_disk(tmp_path / "dict")
+    (tmp_path / "records.json").write_text(json.dumps(records, indent=1))
+    write(tmp_path / "hub" / "dev.jsonl", *records)
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    for place in (
+        arrow,
+        *(tmp_path / n for n in ("records.parquet", "saved", "dict", "records.json", "hub")),
+    ):
+        assert read_records(benchmark, place, "test", Reading(streaming=streaming)) == wanted, place
+    assert read_records(benchmark, tmp_path / "dict", "train") == wanted[:1]
 
 
-def test_a_malformed_line_is_named_with_its_number(tmp_path):
-    path = write(tmp_path / "records.jsonl", {"question": "q?", "answer": ["a"]})
-    path.write_text(path.read_text() + '\n{"question": "q?", "answer": ["a"]\n')
-    with pytest.raises(ValueError, match="records.jsonl line 3: not valid JSON") as error:
-        read_records("nq", path)
-    assert "\n" not in str(error.value)
-
-
-def test_a_file_without_records_and_an_unknown_benchmark_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no records"):
-        read_records("nq", write(tmp_path / "records.jsonl"))
-    with pytest.raises(ValueError, match="benchmark must be one of nq, .*medqa, got 'squad'"):
-        read_records("squad", tmp_path / "records.jsonl")
+def flashrag_metadata(benchmark, record):
+    """What FlashRAG keeps of a real record besides question and answers."""
+    metadata = {}
+    if benchmark in ("hotpotqa", "2wikimultihopqa"):
+        sentences = "sentences" if benchmark == "hotpotqa" else "content"
+        context, facts = record["context"], record["supporting_facts"]
+        metadata = {
+            "context": {"title": [t for t, _ in context], sentences: [s for _, s in context]},
+            "supporting_facts": {"title": [t for t, _ in facts], "sent_id": [i for _, i in facts]},
+        }
+    elif benchmark == "musique":
+        supporting = [p for p in record["paragraphs"] if p["is_supporting"]]
+        steps = [{"question": "", "support_paragraph": paragraph} for paragraph in supporting]
+        metadata = {"answerable": True, "question_decomposition": steps}
+    return metadata
 
 
 @pytest.fixture
-def files(tmp_path):
-    corpus = [
-        {"id": str(i), "contents": f'"{title}"\n{" ".join(sentences)}'}
-        for i, (title, sentences) in enumerate(HOTPOT["context"])
-    ]
-    return {
-        "benchmark": "hotpotqa",
-        "records": write(tmp_path / "records.jsonl", HOTPOT),
-        "corpus": write(tmp_path / "corpus.jsonl", *corpus),
+def hub(tmp_path):
+    """A folder laid out like FlashRAG's set on the hub, with the real records; it is read as the hub's files are."""
+    lines = ["---", "configs:"]
+    for benchmark in BENCHMARKS:
+        if benchmark == "medqa":
+            continue
+        split = HUB[benchmark][0].test
+        lines += [f"- config_name: {benchmark}", "  data_files:"]
+        for name in dict.fromkeys(["train", split]):
+            lines += [f"  - split: {name}", f"    path: {benchmark}/{name}.jsonl"]
+        questions = read_records(benchmark, DATA / benchmark / "records.jsonl")
+        raw = [json.loads(line) for line in (DATA / benchmark / "records.jsonl").read_text().splitlines()]
+        records = [
+            {
+                "id": q.id,
+                "question": q.text,
+                "golden_answers": list(q.answers),
+                "metadata": flashrag_metadata(benchmark, record),
+            }
+            for q, record in zip(questions, raw, strict=True)
+        ]
+        if not any(record["metadata"] for record in records):
+            for record in records:
+                del record["metadata"]
+        write(tmp_path / "hub" / benchmark / "train.jsonl", *records[:20])
+        write(tmp_path / "hub" / benchmark / f"{split}.jsonl", *records)
+    (tmp_path / "hub" / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return tmp_path / "hub"
+
+
+@real_data
+def test_flashrag_and_original_schemas_give_the_same_questions(hub):
+    for benchmark in BENCHMARKS:
+        if benchmark == "medqa":
+            continue
+        original = read_records(benchmark, DATA / benchmark / "records.jsonl")
+        for streaming in (False, True):
+            assert read_records(benchmark, hub, "test", Reading(streaming=streaming)) == original, benchmark
+        assert read_records(benchmark, hub, "train") == original[:20]
+        found = locate(benchmark, hub)
+        assert (found.config, found.train, found.test) == (benchmark, "train", HUB[benchmark][0].test)
+
+
+def test_dates_that_a_json_column_turns_into_time_stamps_are_read_back(tmp_path):
+    answers = ["1999-01-01", "2001-12-31T10:30:00"]
+    rows = [{"question": f"q{i}?", "golden_answers": [answer]} for i, answer in enumerate(answers)]
+    for row in rows:
+        write(tmp_path / row["question"][:2] / "test.jsonl", row)
+        (q,) = read_records("nq", tmp_path / row["question"][:2])
+        assert q.answers == tuple(row["golden_answers"])
+
+
+def test_the_sets_of_the_hub_are_known_by_name():
+    assert set(HUB) == set(SCHEMAS)
+    assert {names[0].name for name, names in HUB.items() if name not in ("medqa", "nq_hotpotqa")} == {
+        "RUC-NLPIR/FlashRAG_datasets"
     }
 
 
-def test_benchmark_world_plays_its_records(files, tmp_path):
-    world = BenchmarkWorld(**files, cache_dir=tmp_path / "cache")
-    assert world.tokenizer is None
-    assert play_summary(world, world.questions("test"), random.Random(0)) == {
-        "n": 1, "em": 1.0, "f1": 1.0, "recall_at_3": 1.0, "searches_per_question": 2.0,
-    }  # fmt: skip
-    assert any((tmp_path / "cache").iterdir())
+# ---- which split is what ----
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "names", "train", "test"),
+    [
+        ("nq", ["train", "dev", "test"], "train", "test"),
+        ("hotpotqa", ["train", "dev", "test"], "train", "dev"),  # no answers are published for its test split
+        ("musique", ["train", "validation"], "train", "validation"),
+        ("bamboogle", ["test"], "test", "test"),
+        ("nq", ["train"], "train", "train"),
+    ],
+)
+def test_splits_of_a_folder(tmp_path, benchmark, names, train, test):
+    (tmp_path / "dict").mkdir()
+    (tmp_path / "dict" / "dataset_dict.json").write_text(json.dumps({"splits": names}))
+    found = locate(benchmark, tmp_path / "dict")
+    assert (found.train, found.test, found.is_pool) == (train, test, train == test)
+    assert locate("nq", write(tmp_path / "x.jsonl", *nq("a"))) == Records(
+        "nq", str(tmp_path / "x.jsonl"), None
+    )
+
+
+def test_names_of_the_hub_bring_their_configuration(monkeypatch):
+    asked = []
+
+    def splits(name, config):
+        asked.append((name, config))
+        return ["train", "validation", "test"]
+
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["default"])
+    monkeypatch.setattr(datasets, "get_dataset_split_names", splits)
+    assert locate("triviaqa").test == "test"
+    assert locate("triviaqa", "mandarjoshi/trivia_qa").test == "validation"
+    assert locate("triviaqa", "mandarjoshi/trivia_qa:rc").config == "rc"
+    assert locate("medqa", "someone/medqa").test == "test"
+    assert asked == [
+        ("RUC-NLPIR/FlashRAG_datasets", "triviaqa"),
+        ("mandarjoshi/trivia_qa", "rc.nocontext"),
+        ("mandarjoshi/trivia_qa", "rc"),
+        ("someone/medqa", "default"),
+    ]
+
+
+# ---- samples ----
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_limit_takes_a_seeded_sample(tmp_path, streaming):
+    rows = nq(*map(str, range(50)))
+    path = write(tmp_path / "a.jsonl", *rows)
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+
+    def read(place, **options):
+        return read_records("nq", place, "test", Reading(streaming=streaming, **options))
+
+    sample = read(path, limit=10, seed=1)
+    assert len(set(texts(sample))) == 10 and texts(sample) != texts(read(path))[:10]
+    assert read(path, limit=10, seed=1) == sample != read(path, limit=10, seed=2)
+    assert all(q.id == f"nq-{int(q.text[1:-1]) + 1}" for q in sample)  # numbered as in the file
+    assert read(path, limit=99, seed=1) != read(path) and len(read(path, limit=99)) == 50
+    near = read(path, limit=10, seed=1, shuffle_buffer=5)
+    assert max(int(q.text[1:-1]) for q in near) < 15  # nothing further on was read
+    assert texts(read(tmp_path / "a.parquet", limit=10, seed=1)) == texts(sample)
+
+
+def test_streaming_reads_no_further_than_it_must(tmp_path):
+    path = write(tmp_path / "a.jsonl", *nq(*map(str, range(20))))
+    path.write_text(path.read_text() + "no JSON\n")
+    assert len(read_records("nq", path, "test", Reading(limit=5, shuffle_buffer=1))) == 5
+    with pytest.raises(ValueError, match="line 21: not valid JSON"):
+        read_records("nq", path)
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"benchmark": "squad"}, "benchmark must be one of nq, .*, got 'squad'"),
-        ({"records": None}, "records is not given: set world.records=FILE"),
-        ({"corpus": None}, "corpus is not given: set world.corpus=FILE"),
-        ({"top_k": 0}, "top_k must"),
-        ({"turn_budget": 0}, "turn_budget must"),
-        ({"max_information_words": 0}, "max_information_words must"),
-        ({"reward": "bleu"}, "reward must be one of em, f1"),
+        ({"limit": 0}, "limit must be a whole number of at least 1"),
+        ({"shuffle_buffer": 0}, "shuffle_buffer must"),
+        ({"seed": -1}, "seed must"),
+        ({"unanswerable": "keep"}, "unanswerable must be one of skip, error, got 'keep'"),
+        ({"no_answer": "keep"}, "no_answer must be one of skip, error, got 'keep'"),
     ],
 )
-def test_wrong_values_name_the_field(files, options, problem):
+def test_reading_names_the_wrong_field(options, problem):
     with pytest.raises(ValueError, match=f"^{problem}"):
-        BenchmarkWorld(**files | options)
+        Reading(**options)
 
 
-@pytest.mark.parametrize("field", ["records", "corpus"])
-def test_missing_files_are_named(files, field):
-    with pytest.raises(FileNotFoundError, match=f"^{field}: no file nowhere.jsonl"):
-        BenchmarkWorld(**files | {field: "nowhere.jsonl"})
+# ---- records that cannot be scored ----
+
+UNANSWERABLE = {
+    "id": "m0",
+    "question": "q?",
+    "answer": "x",
+    "answer_aliases": [],
+    "paragraphs": [],
+    "answerable": False,
+}
 
 
-def test_benchmark_has_one_split_and_no_demonstrations(files):
-    world = BenchmarkWorld(**files)
-    with pytest.raises(ValueError, match="only the split test, got 'train'"):
-        world.questions("train")
-    with pytest.raises(ValueError, match="noise"):
-        world.scripted_agent(world.questions("test")[0], random.Random(0), DemonstrationNoise())
+def test_unanswerable_questions_are_left_out_and_counted(tmp_path, caplog):
+    path = write(
+        tmp_path / "a.jsonl", UNANSWERABLE, UNANSWERABLE | {"id": "m1", "answerable": True}, UNANSWERABLE
+    )
+    with caplog.at_level(logging.WARNING):
+        assert [q.id for q in read_records("musique", path)] == ["m1"]
+    assert f"{path}: left out 2 of 3 records, marked as unanswerable" in caplog.text
+    with pytest.raises(
+        ValueError, match=f"^{path} record 1: question m0: marked .*; unanswerable=skip leaves it out$"
+    ):
+        read_records("musique", path, "test", Reading(unanswerable="error"))
 
 
-CITIES = [
-    Document("0", "Oslo", "city of  kings"),
-    Document("1", "Bergen", "rainy city"),
-    Document("2", "Oslo", "other"),
-]
+def test_records_without_gold_answer_are_named_or_left_out_and_counted(tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl", *nq("a"), {"question": "q", "answer": []})
+    with pytest.raises(
+        ValueError, match=f"^{path} record 2: question nq-2: no answer; no_answer=skip leaves it out$"
+    ):
+        read_records("nq", path)
+    with caplog.at_level(logging.WARNING):
+        assert texts(read_records("nq", path, "test", Reading(no_answer="skip"))) == ["q0?"]
+    assert f"{path}: left out 1 of 2 records, without gold answer" in caplog.text
+    with pytest.raises(ValueError, match="b.jsonl: no records but .*'without gold answer': 1"):
+        read_records(
+            "nq",
+            write(tmp_path / "b.jsonl", {"question": "q", "answer": []}),
+            "test",
+            Reading(no_answer="skip"),
+        )
 
 
-def searched(question, top_k=1, turn_budget=4):
-    environment = SearchEnvironment(Protocol(turn_budget=turn_budget), BM25Retriever(CITIES), top_k)
-    episode = environment.start(question)
-    agent = GoldTitleSearcher(question, turn_budget)
-    while not episode.done:
-        environment.step([episode], [agent.act(episode)])
-    return episode
+# ---- files that are wrong ----
+
+
+def test_a_bad_record_is_named(tmp_path):
+    path = write(tmp_path / "records.jsonl", *nq("a"), {"question": "q?"})
+    with pytest.raises(ValueError) as error:
+        read_records("nq", path)
+    assert str(error.value).startswith(
+        f"{path} record 2: not a nq record: it has the fields question; wanted"
+    )
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_another_benchmark_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="record 1: not a hotpotqa record: it has the fields question, answer;"
+    ):
+        read_records("hotpotqa", write(tmp_path / "nq.jsonl", *nq("a")))
+
+
+def test_truncated_files_are_named_with_their_line(tmp_path):
+    cut = write(tmp_path / "a.jsonl", *nq("a", "b"))
+    cut.write_text(cut.read_text()[:-20])
+    with pytest.raises(ValueError, match=f"^{cut} line 2: not valid JSON .*column") as error:
+        read_records("nq", cut)
+    assert "\n" not in str(error.value)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    cut.rename(folder / "train.jsonl")
+    with pytest.raises(ValueError, match=f"^{folder}/train.jsonl line 2: not valid JSON"):
+        read_records("nq", folder)
+    whole = tmp_path / "a.json"
+    whole.write_text(json.dumps(nq("a", "b"), indent=1)[:-12])
+    with pytest.raises(ValueError, match=f"^{whole} line 11: not valid JSON"):
+        read_records("nq", whole)
+    lines = write(tmp_path / "lines.json", *nq("a", "b"))  # JSONL by another name
+    assert len(read_records("nq", lines)) == 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_damaged_table_is_named(tmp_path, kind, streaming):
+    table, path = Dataset.from_list(nq(*"abcdef")), tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        table.to_parquet(path)
+    else:
+        table.save_to_disk(tmp_path / "saved")
+        path.write_bytes(next((tmp_path / "saved").glob("*.arrow")).read_bytes())
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match=f"^{path}: cannot be read .*cut off.*get it again$") as error:
+        read_records("nq", path, "test", Reading(streaming=streaming))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("answers", "gold", "top_k", "expected"),
+    ("name", "content", "problem"),
     [
-        (("absent", "The rainy!"), (("Bergen", "rainy city"),), 1, "The rainy!"),
-        (("rain",), (("Bergen", "rainy city"),), 1, "unknown"),  # whole words only
-        (("kings",), (("Bergen", "rainy city"),), 1, "unknown"),  # not retrieved
-        (("yes",), (("Oslo", "city of kings"), ("Bergen", "rainy city")), 2, "yes"),
-        (("no",), (("Oslo", "other"), ("Bergen", "sunny city")), 3, "unknown"),  # same title, other text
-        (("yes",), (), 3, "unknown"),  # no gold paragraph proves nothing
+        ("a.jsonl", "", "a.jsonl: no records$"),
+        ("a.json", "[]", "a.json: no records$"),
+        ("a.json", "[1]", "a.json: expected a list of JSON objects"),
+        ("a.csv", "question,answer", "a.csv: records are read from .jsonl, .json, .parquet, .arrow"),
     ],
 )
-def test_searcher_answers_only_what_retrieval_supports(answers, gold, top_k, expected):
-    assert searched(Question("q", "Bergen?", answers, gold), top_k).answer == expected
+def test_files_without_records_are_refused(tmp_path, name, content, problem):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=problem):
+        read_records("nq", tmp_path / name)
 
 
-def test_searcher_keeps_to_the_turn_budget_and_searches_each_title_once():
-    gold = (("Oslo", "city of kings"), ("Oslo", "other"), ("Bergen", "rainy city"))
-    question = Question("q", "q?", ("rainy",), gold)
-    assert [turn.action.content for turn in searched(question).turns] == ["Oslo", "Bergen", "rainy"]
-    assert [turn.action.content for turn in searched(question, turn_budget=1).turns] == ["Oslo", "unknown"]
+def test_an_unknown_benchmark_and_an_empty_folder_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="benchmark must be one of nq, .*medqa, got 'squad'"):
+        read_records("squad", tmp_path)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: cannot be read"):
+        read_records("nq", tmp_path)
 
 
-def test_recall_is_the_mean_share_of_gold_paragraphs():
-    environment = SearchEnvironment(Protocol(), BM25Retriever(CITIES), 1)
-    half = Question("a", "Bergen", ("x",), (("Bergen", "rainy  city"), ("Oslo", "other")))
-    none = Question("b", "zzz", ("x",), (("Oslo", "city of kings"),))
-    unjudged = Question("c", "Oslo", ("x",))
-    assert recall_at_k(environment, [half, none, unjudged], 3) == pytest.approx(0.25)
-    assert recall_at_k(environment, [unjudged], 3) is None
+@pytest.mark.parametrize("place", ["nowhere.jsonl", "/no/where", "./no", "no/such/folder", "folder"])
+def test_a_place_that_is_neither_file_nor_name_is_refused(place):
+    with pytest.raises(FileNotFoundError, match=f"^records: no file {place} .a name on the hub has the form"):
+        locate("nq", place)
 
 
-@real_data
-@pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_real_records_are_read(benchmark):
-    questions = read_records(benchmark, DATA / benchmark / "records.jsonl")
-    assert len(questions) == (125 if benchmark == "bamboogle" else 200)
-    assert len({question.id for question in questions}) == len(questions)
+# ---- the hub out of reach ----
 
 
-@real_data
-@pytest.mark.parametrize(("benchmark", "em", "recall"), [
-    ("hotpotqa", 0.95, 0.6), ("2wikimultihopqa", 0.9, 0.6), ("musique", 0.8, 0.35),
-])  # fmt: skip
-def test_real_records_are_played(benchmark, em, recall):
-    world = BenchmarkWorld(benchmark, DATA / benchmark / "records.jsonl", DATA / "corpus.jsonl")
-    questions = world.questions("test")
-    corpus = {paragraph_key(d.title, d.text) for d in world.environment.retriever.documents}
-    assert all(paragraph_key(*paragraph) in corpus for q in questions for paragraph in q.gold_paragraphs)
-    summary = play_summary(world, questions, random.Random(0))
-    assert summary["n"] == 200 and summary["em"] >= em and summary["recall_at_3"] >= recall
-    assert summary["f1"] >= summary["em"] and 2 <= summary["searches_per_question"] <= 4
+def advice(name, benchmark):
+    return f"{name} --repo-type dataset --local-dir DIR` .*gated.*hf auth login.*world.records={{{benchmark}: DIR}}$"
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(None, "RUC-NLPIR/FlashRAG_datasets"), ("someone/nq", "someone/nq")]
+)
+def test_without_network_one_line_says_how_to_get_the_set(monkeypatch, place, name):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=f"^{name}: nq cannot be read.*{advice(name, 'nq')}") as error:
+        read_records("nq", place)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "raised", [DatasetNotFoundError("Dataset 'a/b' is a gated dataset on the Hub.\nVisit."), OSError("reset")]
+)
+def test_a_gated_set_and_a_lost_connection_say_so(monkeypatch, raised):
+    def fail(*args, **kwargs):
+        raise raised
+
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["default"])
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: ["test"])
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    problem = str(raised).splitlines()[0]
+    with pytest.raises(FileNotFoundError, match=f"^a/b: .*{problem}.*{advice('a/b', 'medqa')}") as error:
+        read_records("medqa", "a/b")
+    assert "\n" not in str(error.value)

@@ -1,11 +1,14 @@
 """Where questions, documents and rewards come from: the synthetic world, the benchmarks, and scripted players."""
 
-from stppo.world.datasets import BENCHMARKS, BenchmarkWorld, read_records
+from stppo.world.benchmark_world import BenchmarkWorld
+from stppo.world.datasets import read_records
+from stppo.world.encoding import DialogueEncoder
 from stppo.world.environment import Episode, SearchEnvironment, Turn
 from stppo.world.knowledge import SyntheticWorld
 from stppo.world.protocol import Action, Protocol, Question, parse_turn
+from stppo.world.records import BENCHMARKS
 from stppo.world.retrieval import BM25Retriever, Document, read_corpus
-from stppo.world.rewards import exact_match, f1, normalise_answer
+from stppo.world.rewards import exact_match, f1, mean_by_source, normalise_answer, score, search_r1_em
 from stppo.world.scripted import DemonstrationNoise, play, play_summary
 
 __all__ = [
@@ -14,6 +17,7 @@ __all__ = [
     "BM25Retriever",
     "BenchmarkWorld",
     "DemonstrationNoise",
+    "DialogueEncoder",
     "Document",
     "Episode",
     "Protocol",
@@ -23,10 +27,13 @@ __all__ = [
     "Turn",
     "exact_match",
     "f1",
+    "mean_by_source",
     "normalise_answer",
     "parse_turn",
     "play",
     "play_summary",
     "read_corpus",
     "read_records",
+    "score",
+    "search_r1_em",
 ]

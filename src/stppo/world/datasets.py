@@ -1,181 +1,287 @@
-"""Benchmarks: real records of eight question-answering sets, played against a corpus in Search-R1's JSONL."""
+"""Benchmark records by `datasets`: from the hub, a folder, or a JSONL, JSON, Parquet or Arrow file."""
 
 import json
-import random
-from collections.abc import Callable
-from contextlib import suppress
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stppo.world.checks import one_of, whole_number
-from stppo.world.environment import REWARDS, SearchEnvironment
-from stppo.world.protocol import Protocol, Question
-from stppo.world.retrieval import BM25Retriever, read_corpus, read_jsonl
-from stppo.world.scripted import DemonstrationNoise, GoldTitleSearcher
+from stppo.world.protocol import Question
+from stppo.world.records import BENCHMARKS, SCHEMAS, NoGoldAnswer, Unanswerable, question_from
+from stppo.world.retrieval import read_jsonl
 
-Record = dict[str, Any]
-Paragraphs = tuple[tuple[str, str], ...]
-Parsed = tuple[str, list[str], Paragraphs]  # question, answers, gold paragraphs
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
+log = logging.getLogger(__name__)
 
-def _strings(value: Any) -> list[str]:
-    """A value, a list of values, or a list written inside a string (PopQA), as strings; None gives none."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(json.JSONDecodeError):  # an answer may merely start with a bracket
-            value = json.loads(value)
-    values = value if isinstance(value, list) else [value]
-    return [str(v).strip() for v in values if v is not None and str(v).strip()]
+FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
+FILES = (".jsonl", ".json", ".parquet", ".arrow")
+_SKIP_OR_ERROR = ("skip", "error")
 
 
-def _nq(record: Record) -> Parsed:
-    return record["question"], _strings(record["answer"]), ()
+@dataclass(frozen=True)
+class HubSet:
+    """A data set of the hub: name, configuration, and the split that has published answers to evaluate on."""
+
+    name: str
+    config: str | None
+    test: str
 
 
-def _triviaqa(record: Record) -> Parsed:
-    return record["question"], _strings(record["golden_answers"]), ()
-
-
-def _popqa(record: Record) -> Parsed:
-    return record["question"], _strings(record["possible_answers"]), ()
-
-
-def _bamboogle(record: Record) -> Parsed:
-    return record["Question"], _strings(record["Answer"]), ()
-
-
-def _medqa(record: Record) -> Parsed:
-    options = " ".join(f"({letter}) {text}" for letter, text in sorted(record["options"].items()))
-    return f"Options: {options}. {record['question']}", _strings(record["answer"]), ()
-
-
-def _hotpotqa(record: Record) -> Parsed:
-    """HotpotQA and 2WikiMultiHopQA: `context` and `supporting_facts` refer to each other by title."""
-    gold = {title for title, _ in record["supporting_facts"]}
-    paragraphs = tuple(
-        (title, " ".join(sentences)) for title, sentences in record["context"] if title in gold
-    )
-    return record["question"], _strings(record["answer"]), paragraphs
-
-
-def _musique(record: Record) -> Parsed:
-    paragraphs = tuple((p["title"], p["paragraph_text"]) for p in record["paragraphs"] if p["is_supporting"])
-    return record["question"], _strings(record["answer"]) + _strings(record["answer_aliases"]), paragraphs
-
-
-_READERS: dict[str, Callable[[Record], Parsed]] = {
-    "nq": _nq,
-    "triviaqa": _triviaqa,
-    "popqa": _popqa,
-    "hotpotqa": _hotpotqa,
-    "2wikimultihopqa": _hotpotqa,
-    "musique": _musique,
-    "bamboogle": _bamboogle,
-    "medqa": _medqa,
+# The first of each is the default: FlashRAG's copies, which Search-R1 uses; then the original.
+HUB: dict[str, tuple[HubSet, ...]] = {
+    "nq": (
+        HubSet(FLASHRAG, "nq", "test"),
+        HubSet("google-research-datasets/nq_open", "nq_open", "validation"),
+    ),
+    "triviaqa": (
+        HubSet(FLASHRAG, "triviaqa", "test"),
+        HubSet("mandarjoshi/trivia_qa", "rc.nocontext", "validation"),
+    ),
+    "popqa": (HubSet(FLASHRAG, "popqa", "test"), HubSet("akariasai/PopQA", None, "test")),
+    "hotpotqa": (
+        HubSet(FLASHRAG, "hotpotqa", "dev"),
+        HubSet("hotpotqa/hotpot_qa", "distractor", "validation"),
+    ),
+    "2wikimultihopqa": (
+        HubSet(FLASHRAG, "2wikimultihopqa", "dev"),
+        HubSet("framolfese/2WikiMultihopQA", None, "validation"),
+    ),
+    "musique": (HubSet(FLASHRAG, "musique", "dev"), HubSet("dgslibisey/MuSiQue", None, "validation")),
+    "bamboogle": (HubSet(FLASHRAG, "bamboogle", "test"), HubSet("chiayewken/bamboogle", None, "test")),
+    "medqa": (HubSet("GBaker/MedQA-USMLE-4-options", None, "test"),),
+    "nq_hotpotqa": (HubSet("PeterJinGo/nq_hotpotqa_train", None, "test"),),
 }
-BENCHMARKS = tuple(_READERS)
+_UNPUBLISHED_TEST = ("hotpotqa", "2wikimultihopqa", "musique")  # their test splits have no answers
 
 
-def read_records(benchmark: str, path: str | Path) -> list[Question]:
-    """The questions of a JSONL file in the benchmark's own schema (TriviaQA: FlashRAG's), read with `datasets`.
+@dataclass(frozen=True)
+class Reading:
+    """How records are read.
 
-    FileNotFoundError where there is no such file; ValueError names file and line of a line that is not JSON,
-    file and record (counted from 1) of one that lacks a field, its question or its answer.
+    streaming: read records as they are needed instead of downloading and caching a whole hub set or Parquet file first.
+    limit: take this many records, from a shuffle of `shuffle_buffer` records at a time with `seed`; None takes all,
+    in their order.
+    unanswerable: what to do with questions marked so; no_answer: with records without gold answer. "skip" leaves them
+    out and logs their number.
     """
-    if benchmark not in _READERS:
-        raise ValueError(f"benchmark must be one of {', '.join(BENCHMARKS)}, got {benchmark!r}")
-    lines = [record for _, record in read_jsonl(path)]
-    if not lines:
-        raise ValueError(f"{path}: no records")
 
-    from datasets import Dataset
+    streaming: bool = False
+    limit: int | None = None
+    seed: int = 0
+    shuffle_buffer: int = 10_000
+    unanswerable: str = "skip"
+    no_answer: str = "error"
 
-    # Not load_dataset("json"): it names no line of a broken file and turns dates such as "1999-01-01" into time stamps.
-    records = Dataset.from_list(lines, on_mixed_types="use_json")
-    questions = []
-    for number, record in enumerate(records, start=1):
-        try:
-            text, answers, paragraphs = _READERS[benchmark](record)
-            name = str(record.get("_id", record.get("id", f"{benchmark}-{number}")))
-            unique = tuple(dict.fromkeys(answers))
-            questions.append(Question(name, text or "", unique, paragraphs, max(1, len(paragraphs))))
-        except KeyError as error:
-            raise ValueError(
-                f"{path} record {number}: not a {benchmark} record, it has no field {error}"
-            ) from error
-        except (AttributeError, TypeError) as error:
-            raise ValueError(f"{path} record {number}: not a {benchmark} record ({error})") from error
-        except ValueError as error:
-            raise ValueError(f"{path} record {number}: {error}") from error
-    return questions
+    def __post_init__(self) -> None:
+        if self.limit is not None:
+            whole_number(self, "limit")
+        whole_number(self, "shuffle_buffer")
+        whole_number(self, "seed", at_least=0)
+        one_of(self, "unanswerable", _SKIP_OR_ERROR)
+        one_of(self, "no_answer", _SKIP_OR_ERROR)
 
 
-@dataclass(frozen=True, eq=False)
-class BenchmarkWorld:
-    """Real questions over a real corpus; the questions of `records` are all "test" questions.
+@dataclass(frozen=True)
+class Records:
+    """Where a benchmark's records are: a local file or folder, or a set of the hub, and the splits for each use.
 
-    benchmark: one of `BENCHMARKS`.
-    records: its JSONL file; corpus: Search-R1 JSONL.
-    turn_budget: turns that get an observation before the last generation.
-    max_information_words: retrieved text is cut to this many words.
-    cache_dir: where the BM25 index is kept (None: in memory).
-
-    ValueError names the field that is wrong; missing or malformed files as in `read_records` and `read_corpus`.
+    Equal splits (None in a file) mean one pool, which whoever both trains and evaluates on it must divide.
     """
 
     benchmark: str
-    records: str | Path | None = None
-    corpus: str | Path | None = None
-    top_k: int = 3
-    turn_budget: int = 4
-    max_information_words: int = 350
-    max_turn_tokens: int = 500
-    reward: str = "em"
-    cache_dir: str | Path | None = None
+    path: str
+    config: str | None = None
+    train: str | None = None
+    test: str | None = None
 
-    tokenizer = None  # the language model brings its own
+    @property
+    def is_pool(self) -> bool:
+        return self.train == self.test
 
-    def __post_init__(self) -> None:
-        one_of(self, "benchmark", BENCHMARKS)
-        one_of(self, "reward", REWARDS)
-        whole_number(self, "top_k")
-        for field in ("records", "corpus"):
-            path = getattr(self, field)
-            if not path:
-                raise ValueError(f"{field} is not given: set world.{field}=FILE (JSONL)")
-            if not Path(path).is_file():
-                raise FileNotFoundError(f"{field}: no file {path}")
-        _ = self._protocol  # validates its fields
 
-    @cached_property
-    def _protocol(self) -> Protocol:
-        return Protocol(
-            turn_budget=self.turn_budget,
-            max_information_words=self.max_information_words,
-            max_turn_tokens=self.max_turn_tokens,
+def check_place(benchmark: str, place: str | Path | None, field: str = "records") -> None:
+    """FileNotFoundError or ValueError, naming `field`, where `place` can be neither local nor a name on the hub."""
+    if benchmark not in SCHEMAS:
+        raise ValueError(f"benchmark must be one of {', '.join(BENCHMARKS)}, got {benchmark!r}")
+    if place is None or Path(place).exists():
+        return
+    name = str(place)
+    if Path(name).suffix in FILES or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise FileNotFoundError(
+            f"{field}: no file {name} (a name on the hub has the form OWNER/NAME or OWNER/NAME:CONFIG)"
         )
 
-    @cached_property
-    def environment(self) -> SearchEnvironment:
-        retriever = BM25Retriever(read_corpus(self.corpus), self.cache_dir)
-        return SearchEnvironment(self._protocol, retriever, self.top_k, self.reward)
 
-    def questions(self, split: str) -> list[Question]:
-        """All records for "test"; ValueError for any other split."""
-        if split != "test":
-            raise ValueError(f"a benchmark has only the split test, got {split!r}")
-        return list(self._questions)
+def locate(benchmark: str, place: str | Path | None = None) -> Records:
+    """Find out what is at `place`: a file, a folder, OWNER/NAME or OWNER/NAME:CONFIG of the hub, None for its default.
 
-    @cached_property
-    def _questions(self) -> tuple[Question, ...]:
-        return tuple(read_records(self.benchmark, self.records))
+    A folder is what `save_to_disk` writes, or one that `load_dataset` reads, such as a downloaded hub set. Errors as in
+    `check_place`; where the hub cannot be read, FileNotFoundError says how to get the set.
+    """
+    check_place(benchmark, place)
+    path, config, known = str(place or ""), None, None
+    if not place:
+        known = HUB[benchmark][0]
+        path, config = known.name, known.config
+    elif Path(path).is_file():
+        return Records(benchmark, path)
+    elif not Path(path).is_dir():
+        path, _, config = path.partition(":")
+        known = next((hub for hub in HUB[benchmark] if hub.name == path), None)
+        config = config or (known.config if known else None)
+    with _explained(benchmark, path):
+        config, splits = _splits(benchmark, path, config)
+    if known and known.test in splits:
+        test = known.test
+    else:
+        held_out = ["test", "dev", "validation"]
+        preferred = held_out[::-1] if benchmark in _UNPUBLISHED_TEST else held_out
+        test = next((name for name in preferred if name in splits), splits[0])
+    return Records(benchmark, path, config, "train" if "train" in splits else test, test)
 
-    def scripted_agent(
-        self, question: Question, rng: random.Random, noise: DemonstrationNoise | None = None
-    ) -> GoldTitleSearcher:
-        if noise is not None:
+
+def _splits(benchmark: str, path: str, config: str | None) -> tuple[str | None, list[str]]:
+    """The configuration to read and its splits."""
+    from datasets import get_dataset_config_names, get_dataset_split_names
+
+    saved = Path(path, "dataset_dict.json")
+    if saved.is_file():
+        return None, json.loads(saved.read_text())["splits"]
+    if Path(path, "state.json").is_file():
+        return None, ["all"]
+    if config is None:
+        names = get_dataset_config_names(path)
+        config = benchmark if benchmark in names else names[0]
+    return config, get_dataset_split_names(path, config)
+
+
+def read_records(
+    benchmark: str,
+    place: str | Path | None = None,
+    split: str = "test",
+    reading: Reading = Reading(),
+) -> list[Question]:
+    """The questions of a benchmark, in its own schema or FlashRAG's, for the use "train" or "test".
+
+    place: as in `locate`; a file has no splits and gives all its records.
+    ValueError names file and line of a line that is not JSON, file and record (counted from 1) of one that is not
+    the benchmark's or lacks question or answer, and a file that is damaged; FileNotFoundError says how to get a missing set.
+    """
+    return read_questions(locate(benchmark, place), split, reading)
+
+
+def read_questions(records: Records, split: str, reading: Reading) -> list[Question]:
+    """`read_records` of what `locate` found."""
+    questions, left_out = [], Counter()
+    for number, record in _read(records, split, reading):
+        try:
+            questions.append(question_from(record, records.benchmark, number))
+        except Unanswerable as error:
+            left_out["marked as unanswerable"] += 1
+            if reading.unanswerable == "error":
+                raise ValueError(
+                    f"{records.path} record {number}: {error}; unanswerable=skip leaves it out"
+                ) from error
+        except NoGoldAnswer as error:
+            left_out["without gold answer"] += 1
+            if reading.no_answer == "error":
+                raise ValueError(
+                    f"{records.path} record {number}: {error}; no_answer=skip leaves it out"
+                ) from error
+        except ValueError as error:
+            raise ValueError(f"{records.path} record {number}: {error}") from error
+    for reason, count in left_out.items():
+        log.warning("%s: left out %d of %d records, %s", records.path, count, count + len(questions), reason)
+    if not questions:
+        raise ValueError(f"{records.path}: no records" + (f" but {dict(left_out)}" if left_out else ""))
+    return questions
+
+
+def _read(records: Records, split: str, reading: Reading) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 1, record) in the order of `Reading`."""
+    with _explained(records.benchmark, records.path):
+        stream = _open(records, split, reading).map(_numbered, with_indices=True)
+        if reading.limit is not None:
+            stream = stream.shuffle(seed=reading.seed, buffer_size=reading.shuffle_buffer).take(reading.limit)
+        for row in stream:
+            yield row["number"], row["record"]
+
+
+def _numbered(record: dict[str, Any], index: int) -> dict[str, Any]:
+    return {"number": index + 1, "record": record}
+
+
+def _open(records: Records, split: str, reading: Reading) -> "IterableDataset":
+    from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+
+    path = Path(records.path)
+    name = records.train if split == "train" else records.test
+    if path.suffix in (".jsonl", ".json") and path.is_file():
+        # Not load_dataset("json"): it names no line of a broken file and turns dates such as "1999-01-01" into time stamps.
+        return IterableDataset.from_generator(_json_records, gen_kwargs={"path": str(path)})
+    if path.suffix == ".parquet" and path.is_file():
+        found = load_dataset("parquet", data_files=str(path), split="train", streaming=reading.streaming)
+    elif path.suffix == ".arrow" and path.is_file():
+        found = Dataset.from_file(str(path))
+    elif path.is_file():
+        raise ValueError(f"{path}: records are read from {', '.join(FILES)}, or a folder")
+    elif (path / "state.json").is_file():
+        found = load_from_disk(str(path))
+    elif (path / "dataset_dict.json").is_file():
+        found = load_from_disk(str(path / name))
+    else:
+        found = load_dataset(records.path, records.config, split=name, streaming=reading.streaming)
+    return found.to_iterable_dataset() if isinstance(found, Dataset) else found
+
+
+@contextmanager
+def _explained(benchmark: str, path: str) -> Iterator[None]:
+    """Turns what `datasets` raises into one line that says what to do; what JSON files raise is that already."""
+    from datasets.exceptions import DatasetsError
+    from httpx import HTTPError
+
+    try:
+        yield
+    except (DatasetsError, HTTPError, OSError, RuntimeError, ValueError) as error:
+        local = Path(path)
+        if local.suffix in (".jsonl", ".json"):
+            raise
+        problem = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
+        if local.exists():
+            for file in local.rglob("*.jsonl"):
+                for _ in read_jsonl(file):  # names the line where one was cut off
+                    pass
             raise ValueError(
-                "noise is for demonstrations in the synthetic world; the gold-title searcher takes none"
-            )
-        return GoldTitleSearcher(question, self.turn_budget)
+                f"{path}: cannot be read ({problem}); if it was cut off on its way, get it again"
+            ) from error
+        raise FileNotFoundError(
+            f"{path}: {benchmark} cannot be read from the hub ({problem}). Get it where there is network with `hf download "
+            f"{path} --repo-type dataset --local-dir DIR` (a gated set asks for `hf auth login` first), then set "
+            f"world.records={{{benchmark}: DIR}}"
+        ) from error
+
+
+def _json_records(path: str) -> Iterable[dict[str, Any]]:
+    """Objects of JSONL, of one JSON array, or of TriviaQA's release, an object whose field `Data` is an array."""
+    if path.endswith(".json"):
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            whole = json.loads(text)
+        except json.JSONDecodeError as error:
+            if text.lstrip().startswith("["):
+                raise ValueError(
+                    f"{path} line {error.lineno}: not valid JSON ({error.msg}, column {error.colno})"
+                ) from error
+        else:
+            whole = whole.get("Data", [whole]) if isinstance(whole, dict) else whole
+            if not (isinstance(whole, list) and all(isinstance(record, dict) for record in whole)):
+                raise ValueError(f"{path}: expected a list of JSON objects")
+            yield from whole
+            return
+    yield from (record for _, record in read_jsonl(path))

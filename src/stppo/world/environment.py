@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from typing import Protocol as TypingProtocol
 
 from stppo.world.checks import one_of, whole_number
-from stppo.world.protocol import Action, Protocol, Question, parse_turn
+from stppo.world.protocol import Action, Protocol, Question
 from stppo.world.retrieval import Document
-from stppo.world.rewards import exact_match, f1
-
-REWARDS = {"em": exact_match, "f1": f1}
+from stppo.world.rewards import MEASURES, score
 
 
 class Retriever(TypingProtocol):
@@ -77,7 +75,7 @@ class SearchEnvironment:
 
     def __post_init__(self) -> None:
         whole_number(self, "top_k")
-        one_of(self, "reward", REWARDS)
+        one_of(self, "reward", MEASURES)
         if not isinstance(self.retrieve_first, bool):
             raise ValueError(f"retrieve_first must be true or false, got {self.retrieve_first!r}")
 
@@ -104,7 +102,7 @@ class SearchEnvironment:
             raise ValueError(f"{len(episodes)} episodes but {len(texts)} turns")
         if any(episode.done for episode in episodes):
             raise ValueError("an episode that is done takes no further turn")
-        actions = [parse_turn(text) for text in texts]
+        actions = [self.protocol.parse(text) for text in texts]
         last = [len(episode.turns) >= self.turns_with_observation for episode in episodes]
         queries = [
             action.content
@@ -118,7 +116,7 @@ class SearchEnvironment:
             observation, documents = None, ()
             if action.kind == "answer":
                 episode.answer = action.content
-                episode.reward = REWARDS[self.reward](action.content, episode.question.answers)
+                episode.reward = score(episode.question, action.content, self.reward)
             elif not final and action.kind == "search":
                 documents = tuple(document for document, _ in next(found))
                 observation = self.protocol.information(documents)

@@ -7,17 +7,21 @@ returns retrieved text between information tags. All texts are this project's ow
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import TYPE_CHECKING, Literal
 
-from stppo.world.checks import whole_number
+from stppo.world.checks import one_of, whole_number
 
 if TYPE_CHECKING:
     from stppo.world.retrieval import Document
 
 TAGS = ("think", "search", "information", "answer")
 _TAG = re.compile(rf"<(/?)({'|'.join(TAGS)})>")
-# Wider than what `parse_turn` accepts, so that nothing resembling a tag survives in retrieved text.
+# Wider than what is parsed, so that nothing resembling a tag survives in retrieved text.
 _TAG_LIKE = re.compile(rf"<\s*(/?)\s*({'|'.join(TAGS)})\s*>", re.IGNORECASE)
+_CONTROL_TOKEN = re.compile(r"<([|｜])([^<>|｜]*)\1>")  # of chat models: <|im_end|>, <|eot_id|>, <｜User｜>
+_INFORMATION = re.compile(r"</?information>")
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 
 SEARCH_R1_PROMPT = (
     "Answer the question below. Whenever you learn something new, first reason about it between <think> and "
@@ -34,19 +38,31 @@ SEARCH_R1_CORRECTION = (
 
 @dataclass(frozen=True)
 class Question:
-    """One question with every accepted answer; `gold_paragraphs` holds (title, text) pairs where known."""
+    """One question with every accepted answer.
+
+    gold_paragraphs: (title, text) pairs where known.
+    source: the benchmark it comes from, "" in the synthetic world.
+    options: texts of a multiple-choice question's options A, B, ...; `answers` then holds the correct one's text and
+    its letter, in this order, and `rewards.score` says which replies name it.
+    """
 
     id: str
     text: str
     answers: tuple[str, ...]
     gold_paragraphs: tuple[tuple[str, str], ...] = ()
     hops: int = 1
+    source: str = ""
+    options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.text.strip():
             raise ValueError(f"question {self.id}: text is empty")
         if not any(answer.strip() for answer in self.answers):
             raise ValueError(f"question {self.id}: no answer")
+        if self.options and self.answers not in zip(self.options, ascii_uppercase, strict=False):
+            raise ValueError(
+                f"question {self.id}: answers {self.answers} are not the text and the letter of an option"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,13 +116,33 @@ def parse_turn(text: str) -> Action:
     return Action(kind, content)
 
 
+def parse_search_r1(text: str) -> Action:
+    """Read one turn as Search-R1 does: its first complete <search> or <answer> block, whatever stands around it.
+
+    Stricter than Search-R1 in two things: an <information> tag of the agent's own and an empty block are `invalid`
+    (there, the first passes and the second searches or answers the empty string). Never raises.
+    """
+    if _INFORMATION.search(text):
+        return _invalid("<information> is written by the environment alone")
+    match = _ACTION.search(text)
+    if match is None:
+        return _invalid("no complete <search> or <answer>")
+    content = match[2].strip()
+    return Action(match[1], content) if content else _invalid(f"empty <{match[1]}>")
+
+
 def _invalid(reason: str) -> Action:
     return Action("invalid", reason=reason)
 
 
+PARSERS = {"strict": parse_turn, "search_r1": parse_search_r1}
+
+
 def neutralise_tags(text: str) -> str:
-    """Turn every protocol tag into bracketed text (`<search>` → `[search]`), which no parser takes for an action."""
-    return _TAG_LIKE.sub(lambda match: f"[{match[1]}{match[2]}]", text)
+    """Turn every protocol tag and chat control token into bracketed text (`<search>` → `[search]`, `<|im_end|>` →
+    `[|im_end|]`), which no parser takes for an action and no tokenizer for the end of a message."""
+    text = _TAG_LIKE.sub(lambda match: f"[{match[1]}{match[2]}]", text)
+    return _CONTROL_TOKEN.sub(lambda match: f"[{match[1]}{match[2]}{match[1]}]", text)
 
 
 @dataclass(frozen=True)
@@ -121,8 +157,10 @@ class Protocol:
     correction: the observation after an invalid turn.
     no_result: stands in place of documents where the search found none.
     turn_budget: turns that get an observation; the generation after them must answer.
+    parsing: "strict" (`parse_turn`) or "search_r1" (`parse_search_r1`, for pretrained models).
     max_information_words: retrieved text is cut to this many white-space separated words.
-    max_turn_tokens: most tokens a turn may have; the roll-out enforces it (the environment sees no tokens).
+    max_turn_tokens, max_observation_tokens, max_start_tokens: most tokens of a turn, of an observation (which is cut)
+    and of the prompt. Roll-outs enforce them, through `encoding.DialogueEncoder`: the environment sees no tokens.
     """
 
     prompt_template: str = SEARCH_R1_PROMPT
@@ -132,14 +170,28 @@ class Protocol:
     correction: str = SEARCH_R1_CORRECTION
     no_result: str = "No document matches this query."
     turn_budget: int = 4
+    parsing: str = "strict"
     max_information_words: int = 350
     max_turn_tokens: int = 500
+    max_observation_tokens: int = 500
+    max_start_tokens: int = 2048
 
     def __post_init__(self) -> None:
-        whole_number(self, "turn_budget", "max_information_words", "max_turn_tokens")
+        limits = ("max_information_words", "max_turn_tokens", "max_observation_tokens", "max_start_tokens")
+        whole_number(self, "turn_budget", *limits)
+        one_of(self, "parsing", PARSERS)
         for name, field in (("prompt_template", "{question}"), ("information_template", "{documents}")):
             if field not in getattr(self, name):
                 raise ValueError(f"{name} must contain {field}")
+
+    def parse(self, text: str) -> Action:
+        """What an agent turn (its text alone, without the prompt) asks for; never raises."""
+        return PARSERS[self.parsing](text)
+
+    @property
+    def closing_text(self) -> str:
+        """What stands after the documents of an observation; no cut may remove it."""
+        return self.information_template.partition("{documents}")[2]
 
     @property
     def stop_strings(self) -> tuple[str, str]:

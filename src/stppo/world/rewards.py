@@ -1,24 +1,46 @@
-"""Exact match and F1 as in the SQuAD and HotpotQA evaluation scripts."""
+"""Exact match and F1 as in the SQuAD and HotpotQA evaluation scripts, choices, and Search-R1's own scoring."""
 
 import re
 import string
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stppo.world.environment import Episode
+    from stppo.world.protocol import Question
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CATEGORICAL = ("yes", "no", "noanswer")
+_LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
+_LABELLED = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[.):])[.:]?\s*(.+)", re.DOTALL)
+_DECIMAL = re.compile(r"(?<=\d)\.(?=\d)")  # 1.5 is not 15
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def normalise_answer(text: str) -> str:
     """Lower case, without ASCII punctuation and English articles, single spaces (SQuAD)."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(_ARTICLES.sub(" ", _plain(text)).split())
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().translate(_PUNCTUATION).split())
+
+
+def _key(text: str) -> str:
+    """Normalised, except where nothing would be left: else a reply of "the" would match the answer "The The"."""
+    return normalise_answer(text) or text.strip().lower()
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """1 where the normalised prediction equals one of the normalised answers, else 0."""
-    normalised = normalise_answer(prediction)
-    return float(any(normalised == normalise_answer(answer) for answer in answers))
+    """1 where the normalised prediction equals one of the normalised answers, else 0.
+
+    Texts of which normalisation leaves nothing ("The The", "A", "!!!") are compared as they are, in lower case.
+    """
+    key = _key(prediction)
+    return float(any(key == _key(answer) for answer in answers))
 
 
 def f1(prediction: str, answers: Sequence[str]) -> float:
@@ -26,9 +48,7 @@ def f1(prediction: str, answers: Sequence[str]) -> float:
 
     As in HotpotQA's evaluation, yes / no / noanswer on either side score only where both sides are equal.
     """
-    return max(
-        (_f1(normalise_answer(prediction), normalise_answer(answer)) for answer in answers), default=0.0
-    )
+    return max((_f1(_key(prediction), _key(answer)) for answer in answers), default=0.0)
 
 
 def _f1(prediction: str, answer: str) -> float:
@@ -42,3 +62,73 @@ def _f1(prediction: str, answer: str) -> float:
         return 0.0
     precision, recall = shared / len(predicted), shared / len(gold)
     return 2 * precision * recall / (precision + recall)
+
+
+MEASURES = {"em": exact_match, "f1": f1}
+
+
+def score(question: "Question", reply: str | None, measure: str = "em") -> float:
+    """The reward of a reply (None: no answer was given), in [0, 1]: "em" or "f1" over the accepted answers.
+
+    A question with options scores 1 where the reply names the correct one (`chosen_option`), else 0, by either measure.
+    """
+    if reply is None:
+        return 0.0
+    if question.options:
+        correct = string.ascii_uppercase.index(question.answers[1])
+        return float(chosen_option(reply, question.options) == correct)
+    return MEASURES[measure](reply, question.answers)
+
+
+def chosen_option(reply: str, options: Sequence[str]) -> int | None:
+    """Which option (from 0) a reply names, None where it names none or is ambiguous.
+
+    A reply names an option by its letter ("B", "b", "(B)", "B."), its text (up to SQuAD's normalisation), or both
+    ("B. text", "(B) text"), and by nothing else. A letter beside the text of another option names none; the letter
+    "A" is a label, not an article.
+    """
+    reply, options = _DECIMAL.sub("·", reply.strip()), [_DECIMAL.sub("·", text) for text in options]
+    letters = string.ascii_uppercase[: len(options)]
+    if (letter := _LETTER.fullmatch(reply)) and letter[1].upper() in letters:
+        return letters.index(letter[1].upper())
+    comparable = _key
+    if (label := _LABELLED.fullmatch(reply)) and (label[1] or label[2]).upper() in letters:
+        option = letters.index((label[1] or label[2]).upper())
+        if _key(label[3]) == _key(options[option]):
+            return option
+        comparable = _plain  # "A. Plague" is not "Plague", yet "C. difficile" is "C difficile"
+    named = [i for i, text in enumerate(options) if comparable(text) == comparable(reply)]
+    if len(named) > 1:  # "+" and "-": normalised, they are one
+        named = [i for i in named if options[i].strip().lower() == reply.lower()]
+    return named[0] if len(named) == 1 else None
+
+
+def mean_by_source(questions: Sequence["Question"], values: Sequence[float]) -> dict[str, float]:
+    """Mean value per benchmark (`Question.source`), in order of appearance; one value a question."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for question, value in zip(questions, values, strict=True):
+        groups[question.source].append(value)
+    return {source: fmean(group) for source, group in groups.items()}
+
+
+def search_r1_answer(turns: Sequence[str]) -> str | None:
+    """The answer that Search-R1's `qa_em` extracts: the last <answer> block of the dialogue, of the agent's turns alone.
+
+    There prompt, documents and corrections are searched too, and a dialogue with a single match counts as unanswered
+    for the sake of the prompt's example; a prompt that holds several then lends its example to agents that never answer.
+    """
+    blocks = [block for turn in turns for block in _ANSWER.findall(turn)]
+    return blocks[-1].strip() if blocks else None
+
+
+def search_r1_em(episode: "Episode") -> float:
+    """Exact match (0 or 1) as Search-R1 scores a dialogue (`search_r1_compat`); play it greedily.
+
+    Differences from the reward: the *last* answer block of any turn counts, even in one that is invalid (text outside
+    of tags, a forged <information>), and texts of which normalisation leaves nothing match one another.
+    Multiple-choice questions, which Search-R1 has none of, are scored as by `score`.
+    """
+    reply = search_r1_answer([turn.text for turn in episode.turns])
+    if reply is None or episode.question.options:
+        return score(episode.question, reply)
+    return float(normalise_answer(reply) in map(normalise_answer, episode.question.answers))

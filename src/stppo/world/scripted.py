@@ -13,7 +13,7 @@ from stppo.world.checks import probability
 from stppo.world.environment import Episode, SearchEnvironment
 from stppo.world.protocol import Question, neutralise_tags
 from stppo.world.retrieval import Document
-from stppo.world.rewards import exact_match, f1, normalise_answer
+from stppo.world.rewards import mean_by_source, normalise_answer, score
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class SyntheticReader:
             thought = self._fact
         if thought and self._happens(self._think_probability):
             turn = f"<think> {thought} </think> {turn}"
-        return self._break(kind, content) if self._happens(self._noise.malformed) else turn
+        return _broken(self._rng, kind, content) if self._happens(self._noise.malformed) else turn
 
     def _read(self, episode: Episode) -> list[str]:
         """Follow the chain through the latest document; returns the entities it names."""
@@ -112,15 +112,17 @@ class SyntheticReader:
     def _happens(self, probability: float) -> bool:
         return self._rng.random() < probability
 
-    def _break(self, kind: str, content: str) -> str:
-        return self._rng.choice(
-            (
-                f"{content} </{kind}>",
-                f"<{kind}> </{kind}>",
-                f"<{kind}> <{kind}> {content} </{kind}>",
-                f"<think> {content} <{kind}> {content} </{kind}>",
-            )
+
+def _broken(rng: random.Random, kind: str, content: str) -> str:
+    """A turn with broken tags. One that opens its tag is still read under `parsing: search_r1`, as Search-R1 would."""
+    return rng.choice(
+        (
+            f"{content} </{kind}>",
+            f"<{kind}> </{kind}>",
+            f"<{kind}> <{kind}> {content} </{kind}>",
+            f"<think> {content} <{kind}> {content} </{kind}>",
         )
+    )
 
 
 def parse_document(text: str, relations: frozenset[str]) -> tuple[str, dict[str, str]]:
@@ -139,26 +141,53 @@ def parse_document(text: str, relations: frozenset[str]) -> tuple[str, dict[str,
 class GoldTitleSearcher:
     """Searches each gold title, then answers the gold answer where its string stands in what was retrieved.
 
-    It knows the answer, so it bounds what this retriever and turn budget allow. A yes / no answer has no
+    It knows the answer, so without noise it bounds what this retriever and turn budget allow. A yes / no answer has no
     string to look for and counts where every gold paragraph was retrieved. Without gold titles it searches the question.
+    Entities of its noise are the titles that it has seen; a search that was lost to noise is made up for.
     """
 
-    def __init__(self, question: Question, turn_budget: int) -> None:
-        titles = dict.fromkeys(title for title, _ in question.gold_paragraphs)
-        self._queries = (list(titles) or [question.text])[:turn_budget]
-        self._question = question
+    def __init__(
+        self,
+        question: Question,
+        turn_budget: int,
+        rng: random.Random | None = None,
+        noise: DemonstrationNoise | None = None,
+    ) -> None:
+        titles = [title for title, _ in question.gold_paragraphs] or [question.text]
+        queries = dict.fromkeys(neutralise_tags(title).strip() for title in titles)
+        self._queries = list(queries)[:turn_budget]
+        self._question, self._turn_budget = question, turn_budget
+        self._rng, self._noise = rng or random.Random(0), noise or DemonstrationNoise(0, 0, 0)
 
     def act(self, episode: Episode) -> str:
-        if len(episode.turns) < len(self._queries):
-            return f"<search> {neutralise_tags(self._queries[len(episode.turns)])} </search>"
         documents = [document for turn in episode.turns for document in turn.documents]
-        return f"<answer> {neutralise_tags(self._supported_answer(documents))} </answer>"
+        searched = {turn.action.content for turn in episode.turns if turn.action.kind == "search"}
+        missing = [query for query in self._queries if query not in searched]
+        if len(episode.turns) >= self._turn_budget:
+            missing = []
+        if missing and documents and self._happens(self._noise.early_answer):
+            kind, content = "answer", self._rng.choice(documents).title
+        else:
+            kind, content = (
+                ("search", missing[0]) if missing else ("answer", self._supported_answer(documents))
+            )
+            others = [document.title for document in documents if document.title != content]
+            if others and self._happens(self._noise.wrong_entity):
+                content = self._rng.choice(others)
+        content = neutralise_tags(content).strip()
+        if self._happens(self._noise.malformed):
+            return _broken(self._rng, kind, content)
+        return f"<{kind}> {content} </{kind}>"
+
+    def _happens(self, probability: float) -> bool:
+        return self._rng.random() < probability
 
     def _supported_answer(self, documents: Sequence[Document]) -> str:
         texts = [f" {normalise_answer(f'{document.title} {document.text}')} " for document in documents]
         found = {paragraph_key(document.title, document.text) for document in documents}
         gold = {paragraph_key(*paragraph) for paragraph in self._question.gold_paragraphs}
-        for answer in self._question.answers:
+        answers = self._question.answers
+        for answer in answers[:1] if self._question.options else answers:  # a letter stands in every text
             normalised = normalise_answer(answer)
             if normalised in ("yes", "no"):
                 supported = bool(gold) and gold <= found
@@ -222,15 +251,21 @@ def play_summary(
     noise: DemonstrationNoise | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Play the questions; returns n, em, f1, recall_at_3 (None without gold paragraphs) and searches_per_question."""
+    """Play the questions; returns n, em, f1, recall_at_3 (None without gold paragraphs) and searches_per_question.
+
+    Questions of several benchmarks add em_by_benchmark.
+    """
     if not questions:
         raise ValueError("no question to play")
     episodes = play(world, questions, rng, noise, progress)
     recall = recall_at_k(world.environment, questions, 3)
+    matches = [score(e.question, e.answer) for e in episodes]
+    by_source = {name: round(em, 4) for name, em in mean_by_source(questions, matches).items()}
     return {
         "n": len(episodes),
-        "em": round(fmean(exact_match(e.answer or "", e.question.answers) for e in episodes), 4),
-        "f1": round(fmean(f1(e.answer or "", e.question.answers) for e in episodes), 4),
+        "em": round(fmean(matches), 4),
+        "f1": round(fmean(score(e.question, e.answer, "f1") for e in episodes), 4),
         "recall_at_3": None if recall is None else round(recall, 4),
         "searches_per_question": round(fmean(e.n_searches for e in episodes), 4),
+        **({"em_by_benchmark": by_source} if len(by_source) > 1 else {}),
     }

@@ -1,0 +1,80 @@
+"""Dialogues as token ids, for one tokenizer: chat template, limits, and what ends a turn. No library is imported."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from stppo.world.protocol import Protocol
+
+_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>")  # end a message where the vocabulary has them
+_REPLACEMENT = "\ufffd"  # what part of a character decodes to
+
+
+def render_prompt(tokenizer: Any, prompt: str) -> str:
+    """The prompt as one user message in the tokenizer's chat template, else (it has none) the prompt itself.
+
+    No system message is given; a template may still write its own (Qwen2.5's does), as under Search-R1.
+    """
+    if not tokenizer.chat_template:
+        return prompt
+    message = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+
+
+class DialogueEncoder:
+    """Prompts and observations to token ids, turns to text, within the protocol's limits.
+
+    Each part is tokenised once and on its own; agent tokens are never tokenised. Control tokens in questions and
+    documents stay text: the protocol neutralised those of the shape `<|im_end|>`; of others (`</s>`), prompts get a
+    space inside and observations are tokenised with special tokens split.
+
+    tokenizer: a transformers tokenizer.
+    ValueError where `max_observation_tokens` leaves no room for an observation's closing tag.
+    """
+
+    def __init__(self, protocol: Protocol, tokenizer: Any) -> None:
+        self.protocol, self.tokenizer = protocol, tokenizer
+        self._closing = self._encode(protocol.closing_text)
+        if len(self._closing) >= protocol.max_observation_tokens:
+            raise ValueError(
+                f"max_observation_tokens={protocol.max_observation_tokens} leaves no room before the closing tag "
+                f"({len(self._closing)} tokens); raise it"
+            )
+
+    def prompt(self, text: str) -> list[int]:
+        """Token ids of a prompt; ValueError where there are more than `max_start_tokens`."""
+        for token in self.tokenizer.all_special_tokens:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        rendered = render_prompt(self.tokenizer, text)
+        ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        if len(ids) > self.protocol.max_start_tokens:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens exceeds max_start_tokens={self.protocol.max_start_tokens}: raise it, or "
+                f"leave that question out: {' '.join(text.split())[-80:]}"
+            )
+        return ids
+
+    def observation(self, text: str) -> list[int]:
+        """Token ids of an observation, at most `max_observation_tokens`: cut before its closing tag, never in it."""
+        ids = self._encode(text)
+        limit = self.protocol.max_observation_tokens
+        if len(ids) <= limit:
+            return ids
+        closing = self._closing if text.endswith(self.protocol.closing_text) else []
+        kept = ids[: limit - len(closing)]
+        while kept and self.tokenizer.decode(kept[-4:]).endswith(_REPLACEMENT):  # a character cut in two
+            kept.pop()
+        return kept + closing
+
+    def turn(self, ids: Sequence[int]) -> str:
+        """Text of an agent turn for the environment, without control tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Token ids that end a turn besides the closing tags: the tokenizer's end token and a message's."""
+        added = self.tokenizer.get_added_vocab()
+        ids = {added[token] for token in _END_TOKENS if token in added}
+        return frozenset(ids | ({self.tokenizer.eos_token_id} - {None}))
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

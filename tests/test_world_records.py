@@ -1,0 +1,258 @@
+"""Records of every benchmark as questions: their schemas, then all real records, field by field."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from stppo.world.datasets import read_records
+from stppo.world.protocol import Question
+from stppo.world.records import BENCHMARKS, NoGoldAnswer, Unanswerable, question_from
+from stppo.world.rewards import score
+from tests.sample_data import DATA, real_data
+
+HOTPOT = {
+    "_id": "h1",
+    "question": "Is Oslo larger than Bergen?",
+    "answer": "yes",
+    "supporting_facts": [["Oslo", 0], ["Bergen", 1], ["Oslo", 1]],
+    "context": [
+        ["Oslo", ["Oslo is a city.", "It is large."]],
+        ["Rome", ["Rome."]],
+        ["Bergen", ["A town.", "Rain."]],
+    ],
+}
+MUSIQUE = {
+    "id": "m1",
+    "question": "q?",
+    "answer": "NRK",
+    "answer_aliases": ["Norwegian Broadcasting", "NRK"],
+    "paragraphs": [
+        {"idx": 0, "title": "A", "paragraph_text": "a", "is_supporting": False},
+        {"idx": 1, "title": "B", "paragraph_text": "b", "is_supporting": True},
+    ],
+}
+MEDQA = {
+    "question": "Which one? ",
+    "answer": "Plague",
+    "options": {"B": "Plague", "A": "Flu"},
+    "answer_idx": "B",
+}
+MEDQA_TEXT = "Which one?\n(A) Flu\n(B) Plague\nWhich option is correct?"
+TRIVIA = {
+    "question": "q?",
+    "question_id": "tc_1",
+    "question_source": "web",
+    "answer": {
+        "aliases": ["Sunset Blvd", "Sunset"],
+        "normalized_aliases": ["sunset blvd"],
+        "value": "Sunset",
+    },
+}
+OSLO_AND_BERGEN = (("Oslo", "Oslo is a city. It is large."), ("Bergen", "A town. Rain."))
+
+
+def question(source, id, text, answers, paragraphs=(), options=()):
+    return Question(id, text, answers, paragraphs, max(1, len(paragraphs)), source, options)
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "record", "expected"),
+    [
+        ("nq", {"question": "q", "answer": ["a", "b", "a"]}, ("nq-7", "q", ("a", "b"))),
+        ("nq", {"id": "t_0", "question": "q", "golden_answers": ["a"], "metadata": {}}, ("t_0", "q", ("a",))),
+        ("triviaqa", {"id": "t", "question": "q?", "golden_answers": ["1999-01-01"]}, ("t", "q?", ("1999-01-01",))),
+        ("triviaqa", TRIVIA, ("tc_1", "q?", ("Sunset", "Sunset Blvd"))),
+        ("popqa", {"id": 0, "question": "q?", "possible_answers": '["a", "b"]'}, ("0", "q?", ("a", "b"))),
+        ("popqa", {"id": 1, "question": "q?", "possible_answers": "[a] b"}, ("1", "q?", ("[a] b",))),
+        ("popqa", {"id": 1, "question": "q?", "possible_answers": ["a"]}, ("1", "q?", ("a",))),
+        ("bamboogle", {"Question": "q?", "Answer": "George VI\n"}, ("bamboogle-7", "q?", ("George VI",))),
+        ("bamboogle", {"Question": "q?", "Answer": "[1]"}, ("bamboogle-7", "q?", ("[1]",))),
+        ("medqa", MEDQA, ("medqa-7", MEDQA_TEXT, ("Plague", "B"), (), ("Flu", "Plague"))),
+        ("musique", MUSIQUE, ("m1", "q?", ("NRK", "Norwegian Broadcasting"), (("B", "b"),))),
+    ],
+)  # fmt: skip
+def test_each_schema_becomes_a_question(benchmark, record, expected):
+    assert question_from(record, benchmark, 7) == question(benchmark, *expected)
+
+
+def columns(pairs, *names):
+    return {name: [pair[i] for pair in pairs] for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("benchmark", ["hotpotqa", "2wikimultihopqa"])
+@pytest.mark.parametrize("sentences", ["sentences", "content"])
+def test_gold_paragraphs_are_those_of_the_supporting_facts_in_every_layout(benchmark, sentences):
+    columnar = {
+        "context": columns(HOTPOT["context"], "title", sentences),
+        "supporting_facts": columns(HOTPOT["supporting_facts"], "title", "sent_id"),
+    }
+    rows = {
+        "context": [{"title": t, sentences: s} for t, s in HOTPOT["context"]],
+        "supporting_facts": [{"title": t, "sent_id": i} for t, i in HOTPOT["supporting_facts"]],
+    }
+    in_strings = {name: json.dumps(value) for name, value in columnar.items()}
+    flashrag = {"id": "h1", "question": HOTPOT["question"], "golden_answers": ["yes"], "metadata": columnar}
+    wanted = question(benchmark, "h1", HOTPOT["question"], ("yes",), OSLO_AND_BERGEN)
+    for record in (HOTPOT, HOTPOT | columnar, HOTPOT | rows, HOTPOT | in_strings, flashrag):
+        assert question_from(record, benchmark, 1) == wanted
+
+
+def test_flashrag_gives_the_gold_paragraphs_of_musique_and_the_source_of_the_mix():
+    support = {"title": "B", "paragraph_text": "b"}
+    steps = [{"support_paragraph": support}, {"support_paragraph": None}, {"support_paragraph": support}]
+    record = {
+        "id": "m1",
+        "question": "q?",
+        "golden_answers": ["NRK"],
+        "metadata": {"question_decomposition": steps},
+    }
+    assert question_from(record, "musique", 1) == question("musique", "m1", "q?", ("NRK",), (("B", "b"),))
+    # In the mix's Parquet every record has all the fields of both sets, empty ones as None.
+    metadata = {"context": None, "supporting_facts": None, "question_decomposition": None}
+    record = {"id": "train_0", "question": "q?", "golden_answers": ["a"], "data_source": "nq"}
+    for mixed in (record, record | {"metadata": metadata}, record | {"metadata": None}):
+        assert question_from(mixed, "nq_hotpotqa", 1) == question("nq", "train_0", "q?", ("a",))
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ('"What is ""ET""?"', 'What is "ET"?'),
+        ('"""ET"" is what?"', '"ET" is what?'),
+        ('"To be or not to be"', '"To be or not to be"'),
+        ('"ET" and "AI"', '"ET" and "AI"'),
+        ('"", say what?', '"", say what?'),
+    ],
+)
+def test_csv_quoting_of_trivia_questions_is_undone(text, read):
+    assert question_from({"question": text, "golden_answers": ["a"]}, "triviaqa", 1).text == read
+
+
+@pytest.mark.parametrize(
+    ("kind", "benchmark", "record", "problem"),
+    [
+        (NoGoldAnswer, "nq", {"question": "q?", "answer": []}, "question nq-3: no answer"),
+        (NoGoldAnswer, "nq", {"question": "q?", "answer": [" ", None]}, "question nq-3: no answer"),
+        (NoGoldAnswer, "triviaqa", TRIVIA | {"answer": {"value": "<unk>", "aliases": []}}, "question tc_1: no answer"),
+        (NoGoldAnswer, "triviaqa", TRIVIA | {"answer": None}, "question tc_1: no answer"),
+        (NoGoldAnswer, "hotpotqa", HOTPOT | {"answer": None}, "question h1: no answer"),
+        (NoGoldAnswer, "musique", MUSIQUE | {"answer": None}, "question m1: no answer"),
+        (NoGoldAnswer, "medqa", MEDQA | {"answer_idx": None}, "question medqa-3: no answer"),
+        (Unanswerable, "musique", MUSIQUE | {"answerable": False}, "question m1: marked as unanswerable"),
+        (ValueError, "nq", {"question": " ", "answer": ["a"]}, "question nq-3: text is empty"),
+        (ValueError, "nq", {"question": 3, "answer": ["a"]}, "question nq-3: not a nq record"),
+        (ValueError, "nq", {"question": "q?"}, "not a nq record: it has the fields question; wanted {question, golden_answers} or {question, answer}"),
+        (ValueError, "hotpotqa", {"question": "q?", "answer": ["a"]}, "not a hotpotqa record: it has the fields question, answer; wanted"),
+        (ValueError, "nq_hotpotqa", {"question": "q?", "golden_answers": ["a"]}, "not a nq_hotpotqa record: .*data_source"),
+        (ValueError, "medqa", MEDQA | {"options": {"B": "Plague", "C": "Flu"}}, "question medqa-3: not a medqa record .ValueError: options must be A, B, C, ..., got B, C"),
+        (ValueError, "medqa", MEDQA | {"answer_idx": "E"}, "question medqa-3: not a medqa record"),
+    ],
+)  # fmt: skip
+def test_what_a_record_lacks_is_said(kind, benchmark, record, problem):
+    with pytest.raises(ValueError, match=f"^{problem}") as error:
+        question_from(record, benchmark, 3)
+    assert type(error.value) is kind and "\n" not in str(error.value)
+
+
+# ---- all real records ----
+
+
+def real(benchmark):
+    path = DATA / benchmark / "records.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return records, read_records(benchmark, path)
+
+
+@real_data
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_every_real_record_is_a_question_of_its_benchmark(benchmark):
+    records, questions = real(benchmark)
+    assert len(questions) == len(records) == (125 if benchmark == "bamboogle" else 200)
+    assert len({q.id for q in questions}) == len(questions)
+    assert {q.source for q in questions} == {benchmark}
+    for record, q in zip(records, questions, strict=True):
+        own = str(record.get("_id", record.get("id", q.id)))
+        assert q.id == own and q.hops == max(1, len(q.gold_paragraphs))
+        assert all(score(q, answer) == score(q, answer, "f1") == 1 for answer in q.answers)
+        assert score(q, None) == score(q, "") == score(q, "no such answer") == 0
+
+
+GOLD = {
+    "nq": lambda r: r["answer"],
+    "triviaqa": lambda r: r["golden_answers"],
+    "popqa": lambda r: json.loads(r["possible_answers"]),
+    "hotpotqa": lambda r: [r["answer"]],
+    "2wikimultihopqa": lambda r: [r["answer"]],
+    "musique": lambda r: [r["answer"], *r["answer_aliases"]],
+    "bamboogle": lambda r: [r["Answer"]],
+    "medqa": lambda r: [r["answer"], r["answer_idx"]],
+}
+
+
+@real_data
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_every_real_answer_is_accepted_and_no_other(benchmark):
+    for record, q in zip(*real(benchmark), strict=True):
+        assert set(q.answers) == {answer.strip() for answer in GOLD[benchmark](record)}
+        assert q.answers[0] == GOLD[benchmark](record)[0].strip()
+
+
+@real_data
+@pytest.mark.parametrize("benchmark", [name for name in BENCHMARKS if name != "medqa"])
+def test_every_real_question_keeps_its_words(benchmark):
+    changed = 0
+    for record, q in zip(*real(benchmark), strict=True):
+        text = record.get("question", record.get("Question")).strip()
+        assert sorted(q.text.replace('"', "")) == sorted(text.replace('"', ""))
+        changed += q.text != text
+    assert changed == (10 if benchmark == "triviaqa" else 0)
+
+
+@real_data
+@pytest.mark.parametrize(
+    ("benchmark", "yes_or_no", "paragraphs"),
+    [("hotpotqa", 20, {2: 200}), ("2wikimultihopqa", 48, None), ("musique", 0, None)],
+)
+def test_every_real_gold_paragraph_is_whole(benchmark, yes_or_no, paragraphs):
+    records, questions = real(benchmark)
+    for record, q in zip(records, questions, strict=True):
+        if benchmark == "musique":
+            wanted = {p["title"]: p["paragraph_text"] for p in record["paragraphs"] if p["is_supporting"]}
+            assert len(q.gold_paragraphs) == len(record["question_decomposition"])
+        else:
+            gold = {title for title, _ in record["supporting_facts"]}
+            wanted = {title: " ".join(s) for title, s in record["context"] if title in gold}
+            assert {title for title, _ in q.gold_paragraphs} == gold
+        assert all(text == wanted[title] or benchmark == "musique" for title, text in q.gold_paragraphs)
+    assert sum(q.answers[0].lower() in ("yes", "no") for q in questions) == yes_or_no
+    if paragraphs:
+        assert Counter(q.hops for q in questions) == paragraphs
+
+
+@real_data
+def test_every_real_medqa_question_shows_its_options_and_accepts_one():
+    records, questions = real("medqa")
+    assert Counter(q.answers[1] for q in questions) == {"C": 58, "B": 56, "A": 47, "D": 39}
+    for record, q in zip(records, questions, strict=True):
+        assert q.text.startswith(record["question"].strip()) and q.text.endswith("?")
+        assert q.options == tuple(record["options"][letter] for letter in "ABCD")
+        for letter, text in record["options"].items():
+            correct = float(letter == record["answer_idx"])
+            wrong = "ABCD"["ABCD".index(letter) - 1]
+            for reply in (letter, letter.lower(), f"({letter})", f"{letter}.", text, f"{letter}. {text}"):
+                assert score(q, reply) == correct, reply
+            assert score(q, f"{wrong}. {text}") == score(q, f"({wrong}) {text}") == 0
+            assert score(q, f"I think {letter}") == score(q, f"{letter} or {wrong}") == 0
+
+
+@real_data
+def test_trivia_in_its_native_schema_is_read(tmp_path):
+    _, _, rest = (DATA / "README.md").read_text().partition("```json\n")
+    path = tmp_path / "triviaqa_sample.json"
+    path.write_text(rest.partition("```")[0])  # one indented object whose field Data is a list
+    (q,) = read_records("triviaqa", path)
+    record = json.loads(path.read_text())["Data"][0]
+    assert (q.id, q.text, q.source) == ("tc_33", record["Question"], "triviaqa")
+    assert q.answers == ("Sunset Boulevard", *(a for a in record["Answer"]["Aliases"] if a != q.answers[0]))
+    assert len(q.answers) == 5
