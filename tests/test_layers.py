@@ -26,8 +26,21 @@ ALLOWED = {
     "plugins": {"objectives", "trajectories", "world"},
     "plan": {"config"},
     "axes": {"config", "objectives", "trajectories", "analysis"},
+    "cli_retriever": {"world"},
     "cli": {
-        *("axes", "agent", "config", "plan", "settings", "schema", "files", "training", "analysis", "plugins"),
+        *(
+            "cli_retriever",
+            "axes",
+            "agent",
+            "config",
+            "plan",
+            "settings",
+            "schema",
+            "files",
+            "training",
+            "analysis",
+            "plugins",
+        ),
         *FLOOR,
     },
 }

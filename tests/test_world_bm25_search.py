@@ -6,6 +6,7 @@ import bm25s
 import numpy as np
 import pytest
 
+from stppo.world import bm25_search
 from stppo.world.bm25_search import Postings, best_documents
 
 
@@ -33,7 +34,9 @@ def zipfian():
 
 
 @pytest.mark.parametrize("k", [1, 3, 10, 5000])
-def test_the_best_are_those_of_the_full_scores(zipfian, k):
+@pytest.mark.parametrize("few", [0, 10_000], ids=["pruned", "all"])
+def test_the_best_are_those_of_the_full_scores(zipfian, k, few, monkeypatch):
+    monkeypatch.setattr(bm25_search, "FEW_DOCUMENTS", few)
     rng = random.Random(k)
     vocabulary = sorted(zipfian.vocab_dict.values())
     common = vocabulary[:15]  # ids grow with first occurrence, so the first ones are frequent
@@ -46,8 +49,10 @@ def test_the_best_are_those_of_the_full_scores(zipfian, k):
         assert scores.tobytes() == values.tobytes()
 
 
-def test_the_long_postings_of_a_common_word_are_not_added_up():
-    """A rare word decides: the common one, which all 50,000 documents hold, is only looked up for its holders."""
+def test_the_long_postings_of_a_common_word_are_not_added_up(monkeypatch):
+    """A rare word decides: the common one, which all 30,000 documents hold, is only looked up for its holders."""
+
+    monkeypatch.setattr(bm25_search, "FEW_DOCUMENTS", 0)
 
     class Counting(np.ndarray):
         read = 0
@@ -58,7 +63,7 @@ def test_the_long_postings_of_a_common_word_are_not_added_up():
                 Counting.read += len(key)
             return found
 
-    texts = [["the", str(i % 10_000)] for i in range(50_000)]
+    texts = [["the", str(i % 10_000)] for i in range(30_000)]
     index = index_of(texts)
     postings = Postings.of(index)
     watched = Postings(
@@ -70,10 +75,10 @@ def test_the_long_postings_of_a_common_word_are_not_added_up():
     assert 0 < Counting.read < 100
 
 
-def test_a_document_with_two_weaker_words_passes_one_with_the_strongest():
-    texts = [["rare"]] + [["mid", "other"]] + [["mid"]] * 3 + [["other"]] * 3
+def test_a_document_with_two_weaker_words_passes_one_with_the_strongest(monkeypatch):
+    monkeypatch.setattr(bm25_search, "FEW_DOCUMENTS", 0)
+    texts = [["rare"], ["mid", "other"], ["mid"], ["other"]] + [["filler"]] * 10
     index = index_of(texts)
     terms = [index.vocab_dict[word] for word in ("rare", "mid", "other")]
     documents, scores = best_documents(Postings.of(index), terms, 1)
-    expected, values = by_full_scores(index, terms, 1)
-    assert documents.tolist() == [int(expected[0])] and scores.tobytes() == values.tobytes()
+    assert documents.tolist() == [1] and scores.tobytes() == by_full_scores(index, terms, 1)[1].tobytes()

@@ -1,6 +1,7 @@
 import json
-import multiprocessing
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import bm25s
 import pytest
@@ -110,8 +111,8 @@ def build_and_search(folder):
 
 
 def test_processes_share_a_cache(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        results = pool.map(build_and_search, [tmp_path] * 6)
+    with ProcessPoolExecutor(3, get_context("spawn")) as pool:
+        results = list(pool.map(build_and_search, [tmp_path] * 6))
     assert results == [build_and_search(tmp_path)] * 6
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from stppo.cli_retriever import app as retriever_app
+
 app = typer.Typer(
     name="stppo",
     no_args_is_help=True,
@@ -174,6 +176,8 @@ def report(
 
     typer.echo(render_report(results, reference, out or results / "report.html"))
 
+
+app.add_typer(retriever_app, name="retriever")
 
 plugins_app = typer.Typer(no_args_is_help=True, help="The objectives inside verl and TRL.")
 app.add_typer(plugins_app, name="plugins")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import bm25s
 import numpy as np
 
+FEW_DOCUMENTS = 50_000  # up to here adding up all scores is faster than leaving most of them out
+
 
 @dataclass(frozen=True, eq=False)
 class Postings:
@@ -40,6 +42,26 @@ def best_documents(postings: Postings, terms: Sequence[int], k: int) -> tuple[np
 
     terms: of the query, in its order, repeated as there. Returns document numbers and float32 scores, which are
     bit for bit those of `bm25s.BM25.get_scores_from_ids`.
+    """
+    if postings.n_documents <= FEW_DOCUMENTS:
+        scores = np.zeros(postings.n_documents, np.float32)
+        for term in terms:
+            where = postings.slice(term)
+            scores[postings.indices[where]] += postings.data[where]
+        documents = np.flatnonzero((scores > 0) & (scores >= _kth_largest(scores, k)))
+        exact = scores[documents]
+    else:
+        documents = _candidates(postings, terms, k)
+        exact = np.zeros(len(documents), np.float32)
+        for term in terms:
+            found, values = _lookup(postings, term, documents)
+            exact[found] += values
+    best = np.argsort(-exact, kind="stable")[:k]
+    return documents[best], exact[best]
+
+
+def _candidates(postings: Postings, terms: Sequence[int], k: int) -> np.ndarray:
+    """Numbers, ascending, of few documents with the best k among them.
 
     MaxScore (Turtle and Flood 1995): terms are taken by their largest score. Once k documents have more than all
     terms left could give together, no new document can enter, and the postings of the terms left, which are the
@@ -49,7 +71,7 @@ def best_documents(postings: Postings, terms: Sequence[int], k: int) -> tuple[np
     order = sorted(counts, key=lambda term: -counts[term] * float(postings.maxima[term]))
     bounds = [counts[term] * float(postings.maxima[term]) for term in order]
     left = np.cumsum([0.0, *bounds[::-1]])[::-1]  # left[i]: what the terms from the i-th on could add
-    slack = 1e-5 * left[0]  # float32 sums depend on their order; the final scores are summed in the query's
+    slack = 1e-5 * left[0]  # these sums are in another order than the query's, so they round differently
     scores = np.zeros(postings.n_documents, np.float32)  # pages that nothing touches cost nothing
 
     threshold, touched, taken = 0.0, [], 0
@@ -70,14 +92,7 @@ def best_documents(postings: Postings, terms: Sequence[int], k: int) -> tuple[np
         found, values = _lookup(postings, term, candidates)
         scores[candidates[found]] += np.float32(counts[term]) * values
         threshold = max(threshold, _kth_largest(scores[candidates], k))
-    candidates = candidates[scores[candidates] + slack >= threshold]
-
-    exact = np.zeros(len(candidates), np.float32)
-    for term in terms:
-        found, values = _lookup(postings, term, candidates)
-        exact[found] += values
-    best = np.argsort(-exact, kind="stable")[:k]
-    return candidates[best], exact[best]
+    return candidates[scores[candidates] + slack >= threshold]
 
 
 def _kth_largest(values: np.ndarray, k: int) -> float:
