@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 from rliable import metrics
 
-from stppo.analysis.statistics import band_note, bootstrap_band, final_mean, iqm, log_linear_trend
+from stppo.analysis.statistics import (
+    area_under_curve,
+    band_note,
+    bootstrap_band,
+    final_mean,
+    iqm,
+    kaplan_meier,
+    log_linear_trend,
+    restricted_mean_survival,
+)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 11])
@@ -115,3 +124,43 @@ def test_final_is_the_mean_of_the_last_tenth(n, expected):
 
 def test_final_of_nothing_is_nan():
     assert math.isnan(final_mean([]))
+
+
+# Six runs: events at 2, 3 and 5; one lost at 3, two watched to 8. By hand: 5/6, then x 4/5, then x 2/3.
+TIMES, OBSERVED = [2, 3, 3, 5, 8, 8], [True, True, False, True, False, False]
+
+
+def test_survival_curve_by_hand():
+    curve = kaplan_meier(TIMES, OBSERVED)
+    np.testing.assert_allclose(curve["time"], [0, 2, 3, 5, 8])
+    np.testing.assert_allclose(curve["survival"], [1, 5 / 6, 2 / 3, 4 / 9, 4 / 9])
+    np.testing.assert_array_equal(curve["at_risk"], [6, 6, 5, 3, 2])
+    assert (curve["low"] < curve["survival"])[1:].all() and (curve["survival"] < curve["high"])[1:].all()
+
+
+def test_restricted_mean_survival_by_hand():
+    expected = 2 * 1 + 1 * 5 / 6 + 2 * 2 / 3 + 3 * 4 / 9
+    assert restricted_mean_survival(TIMES, OBSERVED, 8) == pytest.approx(expected)
+    assert restricted_mean_survival(TIMES, OBSERVED, 4) == pytest.approx(2 + 5 / 6 + 2 / 3)
+
+
+def test_restricted_mean_of_runs_watched_to_the_end_is_the_mean_time():
+    times = [4, 7, 10, 10]
+    assert restricted_mean_survival(times, [True, True, False, False], 10) == pytest.approx(np.mean(times))
+
+
+@pytest.mark.parametrize(("observed", "survival"), [([False] * 3, [1, 1]), ([True] * 3, [1, 0])])
+def test_certain_survival_has_no_interval_rather_than_one_without_width(observed, survival):
+    curve = kaplan_meier([5, 5, 5], observed)
+    np.testing.assert_allclose(curve["survival"], survival)
+    assert curve[["low", "high"]].isna().all(axis=None)
+
+
+def test_no_run_has_no_survival_curve():
+    with pytest.raises(ValueError, match="at least one run"):
+        kaplan_meier([], [])
+
+
+def test_area_is_the_mean_height():
+    assert area_under_curve([0, 1, 4], [0, 1, 1]) == pytest.approx((0.5 + 3) / 4)
+    assert math.isnan(area_under_curve([1], [1]))

@@ -1,18 +1,21 @@
-"""Aggregates over seeds and trends over iterations.
+"""Aggregates over seeds, trends over iterations, survival curves.
 
 Curves are interquartile means with stratified-bootstrap bands (Agarwal et al. 2021,
-arXiv 2108.13264) as implemented by rliable.
+arXiv 2108.13264) as implemented by rliable. Intervals over warm starts and seeds: `resampling`.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from rliable import library as rly
+from scipy.stats import CensoredData, ecdf
 
 REPETITIONS = 1000
 CONFIDENCE = 0.95
@@ -131,3 +134,46 @@ def final_mean(values: ArrayLike) -> float:
     """Mean of the last tenth of a series, at least one value; NaN for an empty one."""
     values = np.asarray(values, dtype=np.float64)
     return float(values[-math.ceil(len(values) / 10) :].mean()) if len(values) else math.nan
+
+
+def area_under_curve(x: ArrayLike, y: ArrayLike) -> float:
+    """Mean height of a curve over its range of x, by the trapezoidal rule; NaN for fewer than two points."""
+    x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    return float(np.trapezoid(y, x) / np.ptp(x)) if len(x) > 1 else math.nan
+
+
+def kaplan_meier(times: ArrayLike, observed: ArrayLike, confidence: float = CONFIDENCE) -> pd.DataFrame:
+    """Survival curve (Kaplan & Meier 1958, by scipy): columns time, survival, low, high, at_risk.
+
+    times: (n,) time of the event or of the end of observation; observed: (n,) true where the event came.
+    The interval is pointwise (Greenwood, log-log) and takes runs as independent; it is NaN where nothing
+    or everything has had its event, where it would have no width.
+    """
+    times, observed = np.asarray(times, dtype=np.float64), np.asarray(observed, dtype=bool)
+    if not len(times):
+        raise ValueError("a survival curve needs at least one run")
+    curve = ecdf(CensoredData(times[observed], right=times[~observed])).sf
+    with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The confidence interval is undefined")
+        interval = curve.confidence_interval(confidence, method="log-log")
+    steps, survival = curve.quantiles, curve.probabilities
+    inside = (survival > 0) & (survival < 1)
+    return pd.DataFrame(
+        {
+            "time": np.concatenate([[0.0], steps]),
+            "survival": np.concatenate([[1.0], survival]),
+            "low": np.concatenate([[np.nan], np.where(inside, interval.low.probabilities, np.nan)]),
+            "high": np.concatenate([[np.nan], np.where(inside, interval.high.probabilities, np.nan)]),
+            "at_risk": [len(times), *((times >= step).sum() for step in steps)],
+        }
+    )
+
+
+def restricted_mean_survival(times: ArrayLike, observed: ArrayLike, horizon: float) -> float:
+    """Mean time without event up to `horizon`: the area under the Kaplan-Meier curve (Royston & Parmar 2013).
+
+    Where every run without event was watched up to the horizon, it is the mean of min(time, horizon).
+    """
+    curve = kaplan_meier(times, observed)
+    edges = np.append(np.minimum(curve["time"], horizon), horizon)
+    return float((np.diff(edges) * curve["survival"]).sum())

@@ -1,0 +1,221 @@
+"""Verdicts on the claims ledger from recorded metrics.
+
+Nothing here knows a result: `evaluate` gives each part of each claim a verdict from the intervals of its
+quantities and the thresholds in the ledger, by the decision rule that claims.yaml states at its head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from stppo.analysis.ledger import Claim, Condition, Ledger, Part, load_ledger
+from stppo.analysis.quantities import QUANTITIES, Arms, Labelled, Untested
+from stppo.analysis.resampling import MIN_CLUSTERS
+from stppo.analysis.runs import Metrics
+from stppo.analysis.study import Arm, Study
+from stppo.files import write_atomically
+
+SUPPORTED, NOT_SUPPORTED = "supported", "not supported"
+INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
+CSV_FILE, MARKDOWN_FILE = "claims.csv", "claims.md"
+
+
+class Check(NamedTuple):
+    """One interval against its threshold."""
+
+    words: str
+    value: float
+    low: float
+    high: float
+    threshold: str
+    outcome: str  # "holds", "fails" or "open"
+
+    def __str__(self) -> str:
+        interval = f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+        return f"{self.words}: {interval}, {self.threshold}: {self.outcome}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to one part of a claim. The value is that of the first condition (of tenths: the worst)."""
+
+    claim: str
+    id: str
+    text: str
+    source: str
+    kind: str
+    rule: str
+    figure: str
+    verdict: str
+    quantity: str
+    value: float
+    low: float
+    high: float
+    level: float
+    n_runs: dict[str, tuple[int, int | None]]  # arm -> recorded, planned (None: no plan given)
+    checks: tuple[Check, ...]
+    explanation: str
+
+    @property
+    def runs(self) -> str:
+        """Recorded runs per arm, with the planned number where it is known."""
+        return ", ".join(
+            f"{arm} {n}" if planned is None else f"{arm} {n} of {planned}"
+            for arm, (n, planned) in self.n_runs.items()
+        )
+
+
+Plan = Mapping[tuple[str, str], int]  # (regime, algorithm) -> runs
+
+
+def evaluate(metrics: Metrics, ledger: Ledger | None = None, planned: Plan | None = None) -> list[Verdict]:
+    """Verdicts of all parts, in the ledger's order; deterministic.
+
+    planned: how many runs each arm was to have; with it, an arm that is planned and missing makes its
+    claims untested instead of giving way to an alternative.
+    """
+    ledger = ledger or load_ledger()
+    study = Study(metrics)
+    verdicts: dict[str, Verdict] = {}
+    for claim in ledger.claims:
+        for part in claim.parts:
+            gate = verdicts[part.gate] if part.gate else None
+            verdicts[part.id] = _judge(study, claim, part, ledger.level, planned, gate)
+    return list(verdicts.values())
+
+
+def _judge(
+    study: Study, claim: Claim, part: Part, level: float, planned: Plan | None, gate: Verdict | None
+) -> Verdict:
+    n_runs: dict[str, tuple[int, int | None]] = {}
+    estimates: list[tuple[Condition, list[Labelled]]] = []
+    missing: list[str] = []
+    for condition in part.conditions:
+        arms = {role: _resolve(study, names, planned) for role, names in condition.arms.items()}
+        for arm in arms.values():
+            n_runs[str(arm)] = (len(study.runs(arm)), None if planned is None else planned.get(arm, 0))
+        try:
+            estimates.append((condition, _estimate(study, condition, arms)))
+        except Untested as reason:
+            missing.append(str(reason))
+    n_checks = sum(len(labelled) for _, labelled in estimates)
+    fail_level = 1 - (1 - level) / max(1, n_checks)
+    rows = [_checks(condition, labelled, level, fail_level) for condition, labelled in estimates]
+    checks = [check for row in rows for check in row]
+    outcomes = [check.outcome for check in checks]
+    if "fails" in outcomes:
+        verdict = NOT_SUPPORTED
+    elif missing:
+        verdict = NOT_TESTED
+    else:
+        verdict = SUPPORTED if set(outcomes) == {"holds"} else INCONCLUSIVE
+    sentences = [_sentence(row) for row in rows]
+    if missing:
+        sentences.append(f"Missing: {'; '.join(dict.fromkeys(missing))}.")
+    if gate is not None and gate.verdict != SUPPORTED:
+        verdict = NOT_TESTED
+        sentences.insert(0, f"Asked only if {gate.id} is supported, and it is {gate.verdict}.")
+    head = _worst(rows[0]) if rows else Check(part.conditions[0].quantity, *[math.nan] * 3, "", "")
+    return Verdict(
+        claim=claim.id,
+        source=claim.source,
+        **part.model_dump(include={"id", "text", "kind", "rule", "figure"}),
+        verdict=verdict,
+        quantity=head.words,
+        value=head.value,
+        low=head.low,
+        high=head.high,
+        level=level,
+        n_runs=n_runs,
+        checks=tuple(checks),
+        explanation=" ".join(sentences),
+    )
+
+
+def _worst(checks: Sequence[Check]) -> Check:
+    """Of the tenths of training, all of which must lie below a threshold, the one that comes highest."""
+    return max(checks, key=lambda check: check.high)
+
+
+def _sentence(checks: Sequence[Check]) -> str:
+    if len(checks) == 1:
+        return f"{checks[0]}."
+    outcomes = [check.outcome for check in checks]
+    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
+    return f"{_worst(checks)}; of {len(checks)} tenths, {counts}."
+
+
+def _resolve(study: Study, names: str, planned: Plan | None) -> Arm:
+    """The first alternative that was planned; without a plan, that was run, if its regime was run at all."""
+    alternatives = [Arm(*name.split("/")) for name in names.split("|")]
+    if planned is None and alternatives[0].regime not in study.metrics.regimes:
+        return alternatives[0]
+    for arm in alternatives:
+        if arm in planned if planned is not None else study.runs(arm):
+            return arm
+    return alternatives[0]
+
+
+def _estimate(study: Study, condition: Condition, arms: Arms) -> list[Labelled]:
+    if absent := [str(arm) for arm in arms.values() if not study.runs(arm)]:
+        raise Untested(f"no runs of {', '.join(absent)}")
+    quantity = QUANTITIES[condition.quantity]
+    try:
+        labelled = quantity.estimate(
+            study, arms, **{name: getattr(condition, name) for name in quantity.options}
+        )
+    except ValueError as error:
+        raise Untested(f"{condition.quantity} of {', '.join(map(str, arms.values()))}: {error}") from None
+    for words, estimate in labelled:
+        if estimate.n_clusters < MIN_CLUSTERS:
+            raise Untested(
+                f"{words} is {estimate.value:.3g}, from {estimate.n_clusters} warm starts; a verdict needs {MIN_CLUSTERS}"
+            )
+    return labelled
+
+
+def _checks(condition: Condition, labelled: list[Labelled], level: float, fail_level: float) -> list[Check]:
+    checks = []
+    for words, estimate in labelled:
+        low, high = estimate.interval(level)
+        holds, fails = condition.holds(low, high), condition.fails(*estimate.interval(fail_level))
+        outcome = "holds" if holds else "fails" if fails else "open"
+        checks.append(Check(words, estimate.value, low, high, condition.threshold, outcome))
+    return checks
+
+
+def ledger_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
+    """One row per verdict: claim, id, text, source, kind, rule, quantity, value, low, high, level, verdict,
+    runs, figure, explanation."""
+    names = ["claim", "id", "text", "source", "kind", "rule", "quantity", "value", "low", "high", "level"]
+    names += ["verdict", "runs", "figure", "explanation"]
+    return pd.DataFrame([{name: getattr(verdict, name) for name in names} for verdict in verdicts])
+
+
+def ledger_markdown(verdicts: Sequence[Verdict]) -> str:
+    """The ledger as a Markdown table for people: claim, source, quantity, interval, verdict, figure."""
+    lines = ["| | claim | source | measured | verdict | figure |", "| --- | --- | --- | --- | --- | --- |"]
+    for v in verdicts:
+        measured = "—" if math.isnan(v.value) else f"{v.quantity}: {v.value:.2f} [{v.low:.2f}, {v.high:.2f}]"
+        star = "" if v.kind == "primary" else f" ({v.kind.replace('_', ' ')})"
+        lines.append(f"| {v.id} | {v.text}{star} | {v.source} | {measured} | {v.verdict} | {v.figure} |")
+    n, level = sum(v.kind == "primary" for v in verdicts), verdicts[0].level if verdicts else math.nan
+    note = f"Intervals at {level:.2%} each: joint over the {n} primary verdicts."
+    return "\n".join([*lines, "", note.replace("%", " %"), ""])
+
+
+def write_ledger(verdicts: Sequence[Verdict], out_dir: str | Path) -> list[Path]:
+    """Write claims.csv (every field) and claims.md; returns the paths."""
+    table = ledger_table(verdicts).to_csv(index=False, float_format="%.5g", lineterminator="\n")
+    paths = []
+    for name, text in ((CSV_FILE, table), (MARKDOWN_FILE, ledger_markdown(verdicts))):
+        paths.append(Path(out_dir) / name)
+        write_atomically(paths[-1], partial(Path.write_text, data=text, encoding="utf-8"))
+    return paths

@@ -1,0 +1,140 @@
+"""What a condition of the claims ledger can measure: named estimates over the runs of arms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from stppo.analysis import mechanism, resampling
+from stppo.analysis.resampling import MIN_CLUSTERS, Estimate, Replicate
+from stppo.analysis.study import Arm, Study, differences_by_tenth
+
+Arms = Mapping[str, Arm]  # by role
+Labelled = tuple[str, Estimate]  # what was estimated, in words
+
+
+class Untested(Exception):
+    """Something that a quantity needs is missing; the message says what."""
+
+
+def _collapse_risk(study: Study, arms: Arms) -> list[Labelled]:
+    return [(f"collapse risk of {arms['of']}", study.risk(arms["of"]))]
+
+
+def _risk_difference(study: Study, arms: Arms) -> list[Labelled]:
+    untreated, treated = arms["untreated"], arms["treated"]
+    words = f"collapse risk of {untreated} minus {treated}"
+    return [(words, study.risk_difference(untreated, treated))]
+
+
+def _final_success_difference(study: Study, arms: Arms) -> list[Labelled]:
+    finals = [study.outcomes(arms[role], study.final_success) for role in ("one", "other")]
+    words = f"final success of {arms['one']} minus {arms['other']}"
+    return [(words, resampling.difference(*finals))]
+
+
+def _survival_gain(study: Study, arms: Arms) -> list[Labelled]:
+    words = f"mean survival of {arms['one']} minus {arms['other']}, share of the horizon"
+    return [(words, study.survival_contrast([arms["one"], arms["other"]], [1.0, -1.0]))]
+
+
+def _ratio_main_effect(study: Study, arms: Arms) -> list[Labelled]:
+    roles = ("turn", "turn_mean_credit", "token", "token_mean_credit")
+    effect = study.survival_contrast([arms[role] for role in roles], [0.5, 0.5, -0.5, -0.5])
+    return [("main effect of the turn ratio on mean survival, share of the horizon", effect)]
+
+
+def _highest_tenth_difference(study: Study, arms: Arms, column: str) -> list[Labelled]:
+    _require(study, column)
+    tested = []
+    for i, pairs in enumerate(differences_by_tenth(study, arms["one"], arms["other"], column)):
+        known = [replicate for replicate, value in pairs.items() if math.isfinite(value)]
+        if len({replicate.cluster for replicate in known}) >= MIN_CLUSTERS:
+            words = f"{column} of {arms['one']} minus {arms['other']} in tenth {i + 1} ({len(known)} pairs)"
+            tested.append((words, resampling.mean(pairs)))
+    if not tested:
+        raise Untested(
+            f"no tenth of training has pairs of {arms['one']} and {arms['other']} from {MIN_CLUSTERS} warm starts "
+            "before a collapse"
+        )
+    return tested
+
+
+def _spike_auc(study: Study, arms: Arms) -> list[Labelled]:
+    _require(study, "gradient_norm", "gradient_norm_max")
+    auc = mechanism.spike_auc(study, list(arms.values()))
+    cases, controls = auc.n_runs
+    words = (
+        f"spike AUC in {' and '.join(map(str, arms.values()))} ({cases} collapsed runs, {controls} controls)"
+    )
+    return [(words, auc)]
+
+
+def _bias_norm_slope(study: Study, arms: Arms) -> list[Labelled]:
+    _require(study, "clipping_bias_norm", "staleness_iterations")
+    slopes = study.outcomes(arms["of"], partial(mechanism.bias_norm_slope, study))
+    slope = resampling.mean(slopes)
+    words = f"log-slope of the clipping-bias norm before collapse in {arms['of']} ({slope.n_runs[0]} runs)"
+    return [(words, slope)]
+
+
+def _lead_difference(study: Study, arms: Arms, signal: str, over: str) -> list[Labelled]:
+    _require(study, signal, over)
+    lead = mechanism.lead_difference(study, arms["of"], signal, over)
+    return [(f"iterations by which {signal} leads {over} in {arms['of']} ({lead.n_runs[0]} runs)", lead)]
+
+
+def _critic_error_difference(study: Study, arms: Arms) -> list[Labelled]:
+    columns = ["critic_value_rmse", "true_value_std"]
+    _require(study, *columns)
+    other = study.runs(arms["other"])
+    differences: dict[Replicate, float] = {}
+    for replicate, record in study.runs(arms["one"]).items():
+        if replicate not in other:
+            continue
+        both = (record, other[replicate])
+        frames = [study.iterations(run).set_index("iteration")[columns].dropna() for run in both]
+        shared = frames[0].index.intersection(frames[1].index)
+        shared = shared[shared < min(map(study.collapse_iteration, both))]
+        if len(shared):
+            rmse, spread = np.array([frame.loc[shared].mean() for frame in frames]).T
+            differences[replicate] = float(rmse[0] / spread[0] - rmse[1] / spread[1])
+    words = f"relative error of the critic's values, {arms['one']} minus {arms['other']} ({len(differences)} pairs)"
+    return [(words, resampling.mean(differences))]
+
+
+def _require(study: Study, *columns: str) -> None:
+    recorded = study.metrics.iterations
+    for column in columns:
+        if column not in recorded or recorded[column].isna().all():
+            raise Untested(f"no run recorded {column}")
+
+
+class Quantity(NamedTuple):
+    """How to estimate something, and what a condition must name for it."""
+
+    estimate: Callable[..., list[Labelled]]
+    roles: tuple[str, ...]  # none: arms to pool, in roles of any name
+    options: tuple[str, ...] = ()
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "collapse_risk": Quantity(_collapse_risk, ("of",)),
+    "risk_difference": Quantity(_risk_difference, ("untreated", "treated")),
+    "final_success_difference": Quantity(_final_success_difference, ("one", "other")),
+    "survival_gain": Quantity(_survival_gain, ("one", "other")),
+    "ratio_main_effect": Quantity(
+        _ratio_main_effect, ("turn", "turn_mean_credit", "token", "token_mean_credit")
+    ),
+    "highest_tenth_difference": Quantity(_highest_tenth_difference, ("one", "other"), ("column",)),
+    "spike_auc": Quantity(_spike_auc, ()),
+    "bias_norm_slope": Quantity(_bias_norm_slope, ("of",)),
+    "lead_difference": Quantity(_lead_difference, ("of",), ("signal", "over")),
+    "critic_error_difference": Quantity(_critic_error_difference, ("one", "other")),
+}
+# What some quantity takes besides arms
+OPTIONS = sorted({name for quantity in QUANTITIES.values() for name in quantity.options})
