@@ -42,6 +42,9 @@ class Study:
         self._iterations = {key: rows for key, rows in metrics.iterations.groupby(KEYS, sort=False)}
         sampled = metrics.evaluations[metrics.evaluations["temperature"] == 1.0]
         self._evaluations = {key: rows for key, rows in sampled.groupby(KEYS, sort=False)}
+        self._grids = {
+            regime: sorted(rows["iteration"].unique()) for regime, rows in sampled.groupby("regime")
+        }
 
     @cached_property
     def arms(self) -> dict[Arm, dict[Replicate, schema.RunRecord]]:
@@ -72,22 +75,11 @@ class Study:
 
     def success(self, record: schema.RunRecord) -> pd.Series:
         """Sampled success at every evaluation of the regime; 0 after a non-finite stop."""
-        grid = self._grid(record["regime"])
+        grid = self._grids.get(record["regime"], [])
         rows = self._evaluations.get(_key(record))
         curve = pd.Series(dtype=float) if rows is None else rows.set_index("iteration")["success"]
         curve = curve.reindex(grid).astype(float)
         return curve.fillna(0.0) if record.get("non_finite") else curve
-
-    def _grid(self, regime: str) -> pd.Index:
-        if regime not in self._grids:
-            rows = self.metrics.evaluations
-            keep = (rows["regime"] == regime) & (rows["temperature"] == 1.0)
-            self._grids[regime] = pd.Index(sorted(rows.loc[keep, "iteration"].unique()), name="iteration")
-        return self._grids[regime]
-
-    @cached_property
-    def _grids(self) -> dict[str, pd.Index]:
-        return {}
 
     def outcomes(self, arm: Arm, of: Callable[[schema.RunRecord], float]) -> dict[Replicate, float]:
         """One number per run of an arm."""
