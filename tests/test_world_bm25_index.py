@@ -10,7 +10,7 @@ import pytest
 from stppo.world import bm25_search
 from stppo.world.bm25_index import Vocabulary, build_bm25, open_bm25
 from stppo.world.retrieval import BM25Retriever, Document, read_corpus
-from stppo.world.retrievers import BM25Files
+from stppo.world.retrievers import IndexRetriever
 from tests.sample_data import DATA, real_data
 
 
@@ -193,30 +193,28 @@ def test_a_corpus_that_moved_or_changed(own_index, documents, tmp_path):
         retriever.documents[17]
 
 
-def test_config_opens_its_files_with_the_first_search_alone(own_index, documents, tmp_path):
+def test_config_opens_its_files_with_the_first_search_alone(own_index, documents):
     corpus, folder = own_index
     asked = queries(documents, 10)
-    expected = BM25Retriever(documents).search(asked, 3)
-    assert BM25Files(index=folder).search(asked, 3) == expected
-    assert BM25Files(corpus=corpus, cache_dir=tmp_path / "cache").search(asked, 3) == expected
-    corpus.write_text("nonsense")
-    late = BM25Files(corpus=corpus)
-    with pytest.raises(ValueError, match="line 1: not valid JSON"):
+    assert IndexRetriever(folder).search(asked, 3) == BM25Retriever(documents).search(asked, 3)
+    (folder / "manifest.json").unlink()
+    late = IndexRetriever(folder)
+    with pytest.raises(FileNotFoundError, match="no index; make one"):
         late.search(["a"], 1)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "index and corpus are not given: set index=FOLDER"),
-        ({"corpus": "a", "untitled": "skip"}, "untitled must be one of error, first_words"),
+        ({}, "index is not given: set index=FOLDER"),
         ({"index": "nowhere"}, "index: no file or folder nowhere"),
-        ({"corpus": "nowhere"}, "corpus: no file or folder nowhere"),
+        ({"index": ".", "corpus": "nowhere"}, "corpus: no file or folder nowhere"),
+        ({"index": ".", "batch_size": 0}, "batch_size must be a whole number"),
     ],
 )
 def test_a_wrong_field_is_named(fields, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        BM25Files(**fields)
+        IndexRetriever(**fields)
 
 
 @real_data

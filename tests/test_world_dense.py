@@ -9,7 +9,7 @@ import torch
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from stppo.world.retrieval import Document
-from stppo.world.retrievers import DenseFiles, open_index
+from stppo.world.retrievers import IndexRetriever
 
 pytest.importorskip("faiss", reason="the extra `retrieval` is not installed")
 from stppo.world.dense import Encoder, build_dense, open_dense
@@ -106,7 +106,8 @@ def test_the_best_documents_are_those_of_brute_force(model, corpus, tmp_path, ki
 
 def test_more_than_there_is_gives_all_and_no_query_gives_nothing(model, corpus, tmp_path):
     build_dense(corpus, tmp_path / "i", encoder(model))
-    retriever = DenseFiles(index=tmp_path / "i", device="cpu")
+    retriever = IndexRetriever(tmp_path / "i", device="cpu")
+    assert retriever.manifest["kind"] == "flat"
     (ranking,) = retriever.search(["w1"], 500)
     assert sorted(d.id for d, _ in ranking) == sorted(d.id for d in DOCUMENTS)
     assert retriever.search([], 3) == []
@@ -153,12 +154,6 @@ def test_partial_vectors_of_another_request_are_not_used(model, corpus, tmp_path
     assert open_dense(tmp_path / "i", device="cpu").search(["w1"], 1)[0][0][1] > 0
 
 
-def test_kinds_are_told_apart_by_their_manifest(model, corpus, tmp_path):
-    build_dense(corpus, tmp_path / "i", encoder(model))
-    retriever, manifest = open_index(tmp_path / "i", device="cpu")
-    assert manifest["kind"] == "flat" and len(retriever.search(["w1"], 2)[0]) == 2
-
-
 def test_what_cannot_be_is_named(model, corpus, tmp_path):
     with pytest.raises(ValueError, match=r"model .*nowhere cannot be loaded on cpu .*hf auth login"):
         encoder(str(tmp_path / "nowhere")).queries(["a"])
@@ -166,8 +161,6 @@ def test_what_cannot_be_is_named(model, corpus, tmp_path):
         build_dense(corpus, tmp_path / "i", encoder(model), "ivf")
     with pytest.raises(ValueError, match="batch_size must be a whole number"):
         encoder(model, batch_size=0)
-    with pytest.raises(ValueError, match="index is not given"):
-        DenseFiles()
     (tmp_path / "i").mkdir()
     with pytest.raises(FileExistsError, match="exists already"):
         build_dense(corpus, tmp_path / "i", encoder(model))

@@ -79,14 +79,14 @@ def serve(
     """
     from stppo.world.retrieval_server import Limits, create_app
     from stppo.world.retrieval_server import serve as serve_app
-    from stppo.world.retrievers import open_index
+    from stppo.world.retrievers import IndexRetriever
 
     limits = Limits(max_queries, max_query_characters, max_topk, max_body_bytes, seconds=timeout)
     if topk > max_topk:
         raise ValueError(f"--topk {topk} is above --max-topk {max_topk}")
-    retriever, manifest = open_index(folder, corpus, device)
+    retriever = IndexRetriever(folder, corpus, device)
     retriever.search(["ready"], 1)  # what is wrong with a model or file shows before the first client
-    about = {"kind": manifest["kind"], "documents": manifest["documents"]}
+    about = {name: retriever.manifest[name] for name in ("kind", "documents")}
     typer.echo(
         f"{about['kind']} index of {about['documents']} documents: http://{host}:{port}/retrieve", err=True
     )
@@ -114,9 +114,9 @@ def query(
 
         retriever = RetrievalClient(source, attempts=2)
     else:
-        from stppo.world.retrievers import open_index
+        from stppo.world.retrievers import IndexRetriever
 
-        retriever, _ = open_index(source, corpus, device)
+        retriever = IndexRetriever(source, corpus, device)
     for question, ranking in zip(questions, retriever.search(questions, topk), strict=True):
         typer.echo(f"{question}: {'nothing found' if not ranking else ''}".rstrip())
         for rank, (document, score) in enumerate(ranking, start=1):

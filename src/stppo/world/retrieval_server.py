@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections import deque
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -150,17 +151,24 @@ def create_app(
 
 
 def serve(app: FastAPI, host: str, port: int) -> None:
-    """Serve until interrupted; OSError where the address is taken."""
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    """Serve until interrupted; OSError names an address that cannot be listened on."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OSError(
+            f"{host}:{port} cannot be listened on ({error.strerror}); choose another --port or --host"
+        ) from error
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    with listening:
+        uvicorn.Server(config).run(sockets=[listening])
 
 
 async def _read(request: Request, most: int) -> bytes:
     """The body, refused as soon as it is known to be too long."""
     too_long = HTTPException(413, f"the body is longer than {most} bytes; send fewer queries at a time")
-    if (
-        request.headers.get("content-length", "0").isdigit()
-        and int(request.headers["content-length"] or 0) > most
-    ):
+    said = request.headers.get("content-length", "")
+    if said.isdigit() and int(said) > most:
         raise too_long
     parts, size = [], 0
     async for part in request.stream():
@@ -179,7 +187,7 @@ def _checked(body: bytes, limits: Limits, default_topk: int) -> tuple[list[str],
 
     try:
         asked = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise refuse(
             'the body is no JSON; send {"queries": [...], "topk": 3, "return_scores": true}'
         ) from None
