@@ -4,17 +4,13 @@ in verl's format. verl 0.9.1 has no search tool of its own any more, but loads a
     actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/cluster/search_tool.yaml
     stppo plugins verl-data nq nq/train.jsonl train.parquet
 
-Server: POST {"queries": [...], "topk": k, "return_scores": true} gives {"result": [[{"document": {"id", "contents"},
-"score"}, ...]]}, contents = title in quotes, newline, text.
+The server is ours (`stppo retriever serve`) or any other with Search-R1's interface; see
+`stppo.world.retrieval_client`, which is what asks it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.error
-import urllib.request
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,7 @@ import pandas as pd
 from stppo.plugins import require_host
 from stppo.world.datasets import read_records
 from stppo.world.protocol import Protocol, neutralise_tags
-from stppo.world.retrieval import Document
+from stppo.world.retrieval_client import RetrievalClient
 
 require_host("verl")
 
@@ -38,23 +34,24 @@ PROMPT = (
 
 
 class SearchTool(BaseTool):
-    """The tool `search(query)`; its config has url, topk, timeout (seconds), attempts, max_words.
+    """The tool `search(query)`; its config has topk, max_words and the fields of `RetrievalClient` (url, timeout,
+    attempts, ...).
 
-    ValueError for a missing url and for numbers below 1. What goes wrong in a call reaches verl as RuntimeError,
-    which it logs and tells the agent.
+    ValueError names a field that is wrong or unknown. RetrievalUnavailable of a call reaches verl, which logs it and
+    tells the agent.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         super().__init__(config, tool_schema)
-        self.url = config.get("url")
-        if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"search tool: url={self.url!r}: must be the http address of a retrieval server")
-        defaults = {"topk": 3, "timeout": 30, "attempts": 3, "max_words": 350}
-        values = {name: config.get(name, default) for name, default in defaults.items()}
-        for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"search tool: {name}={value!r}: must be a whole number from 1 on")
-        self.topk, self.timeout, self.attempts, max_words = values.values()
+        fields = {name: value for name, value in config.items() if name != "type"}  # "type" is verl's own
+        self.topk, max_words = fields.pop("topk", 3), fields.pop("max_words", 350)
+        try:
+            for name, value in (("topk", self.topk), ("max_words", max_words)):
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            self.client = RetrievalClient(**fields)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"search tool: {error}") from error
         self.protocol = Protocol(information_template="{documents}", max_information_words=max_words)
 
     async def execute(
@@ -64,31 +61,9 @@ class SearchTool(BaseTool):
         query = parameters.get("query")
         if not isinstance(query, str) or not query.strip():
             return ToolResponse(text="The search tool needs a query."), 0.0, {}
-        documents = await asyncio.to_thread(self._search, query.strip())
-        return ToolResponse(text=self.protocol.information(documents)), 0.0, {}
-
-    def _search(self, query: str) -> list[Document]:
-        body = json.dumps({"queries": [query], "topk": self.topk, "return_scores": True}).encode()
-        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        for attempt in range(1, self.attempts + 1):
-            try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    return [_document(item["document"]) for item in json.load(reply)["result"][0]]
-            except urllib.error.HTTPError as error:
-                raise RuntimeError(f"retrieval server {self.url}: {error}") from error
-            except OSError as error:  # not reachable, or too slow
-                if attempt == self.attempts:
-                    raise RuntimeError(f"retrieval server {self.url} does not answer: {error}") from error
-            except (LookupError, TypeError, ValueError, AttributeError, HTTPException) as error:
-                raise RuntimeError(
-                    f"retrieval server {self.url}: not Search-R1's reply: {error!r}"
-                ) from error
-        raise AssertionError("attempts is at least 1")
-
-
-def _document(found: dict[str, str]) -> Document:
-    title, _, text = found["contents"].partition("\n")
-    return Document(str(found.get("id", "")), title.strip().strip('"'), text)
+        (found,) = await asyncio.to_thread(self.client.search, [query.strip()], self.topk)
+        text = self.protocol.information([document for document, _ in found])
+        return ToolResponse(text=text), 0.0, {}
 
 
 def write_dataset(benchmark: str, records: Path, out: Path) -> int:
