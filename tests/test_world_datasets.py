@@ -143,6 +143,7 @@ def test_the_sets_of_the_hub_are_known_by_name():
         ("nq", ["train", "dev", "test"], "train", "test"),
         ("hotpotqa", ["train", "dev", "test"], "train", "dev"),  # no answers are published for its test split
         ("musique", ["train", "validation"], "train", "validation"),
+        ("nq", ["train", "validation", "dev"], "train", "dev"),
         ("bamboogle", ["test"], "test", "test"),
         ("nq", ["train"], "train", "train"),
     ],

@@ -140,6 +140,7 @@ def test_csv_quoting_of_trivia_questions_is_undone(text, read):
         (NoGoldAnswer, "musique", MUSIQUE | {"answer": None}, "question m1: no answer"),
         (NoGoldAnswer, "medqa", MEDQA | {"answer_idx": None}, "question medqa-3: no answer"),
         (Unanswerable, "musique", MUSIQUE | {"answerable": False}, "question m1: marked as unanswerable"),
+        (Unanswerable, "musique", {"id": "m1", "question": "q?", "golden_answers": ["x"], "metadata": {"answerable": False}}, "question m1: marked"),
         (ValueError, "nq", {"question": " ", "answer": ["a"]}, "question nq-3: text is empty"),
         (ValueError, "nq", {"question": 3, "answer": ["a"]}, "question nq-3: not a nq record"),
         (ValueError, "nq", {"question": "q?"}, "not a nq record: it has the fields question; wanted {question, golden_answers} or {question, answer}"),

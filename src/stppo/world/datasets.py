@@ -105,8 +105,8 @@ class Records:
         return self.train == self.test
 
 
-def check_place(benchmark: str, place: str | Path | None, field: str = "records") -> None:
-    """FileNotFoundError or ValueError, naming `field`, where `place` can be neither local nor a name on the hub."""
+def check_place(benchmark: str, place: str | Path | None) -> None:
+    """ValueError for an unknown benchmark, FileNotFoundError for a place that is neither local nor a name on the hub."""
     if benchmark not in SCHEMAS:
         raise ValueError(f"benchmark must be one of {', '.join(BENCHMARKS)}, got {benchmark!r}")
     if place is None or Path(place).exists():
@@ -114,7 +114,7 @@ def check_place(benchmark: str, place: str | Path | None, field: str = "records"
     name = str(place)
     if Path(name).suffix in FILES or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(
-            f"{field}: no file {name} (a name on the hub has the form OWNER/NAME or OWNER/NAME:CONFIG)"
+            f"records: no file {name} (a name on the hub has the form OWNER/NAME or OWNER/NAME:CONFIG)"
         )
 
 
