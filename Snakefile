@@ -4,6 +4,8 @@
 #   snakemake all                                  the laptop preset (cores come from profiles/default)
 #   snakemake all --config preset=smoke            the whole graph in minutes
 #   snakemake all --config overrides="training.iterations=10"
+#   snakemake all --config preset=study            rendered from the committed metrics, without training
+#   snakemake all --config preset=study retrain=true
 #
 # What a run depends on is content: its composed config, and the syntax of the modules that it imports. Both
 # go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
@@ -17,6 +19,7 @@ from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 
 from stppo import config as configs
+from stppo.analysis.runs import missing_runs
 from stppo.analysis.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.interact import NBCONVERT_OPTIONS
 
@@ -34,6 +37,21 @@ try:
     PIPELINE = configs.compose([f"preset={PRESET}", *OVERRIDES])["pipeline"]
 except configs.ConfigError as error:
     raise WorkflowError(str(error))
+# A preset may be rendered from committed metrics; `retrain=true` trains it instead.
+RETRAIN = str(config.get("retrain", False)).lower() in ("true", "1", "yes")
+RECORDED = None if RETRAIN else PIPELINE.get("recorded")
+if RECORDED:
+    try:
+        missing = missing_runs(f"{RECORDED}/metrics", [(r.regime, r.algorithm, r.seed) for r in RUNS.values()])
+    except (OSError, ValueError) as error:
+        raise WorkflowError(str(error))
+    if missing and str(config.get("missing")) != "allow":
+        shown = ", ".join("/".join(map(str, run)) for run in missing[:5])
+        raise WorkflowError(
+            f"{RECORDED}/metrics lacks {len(missing)} of {len(RUNS)} planned runs ({shown}{', ...' if len(missing) > 5 else ''}); "
+            f"restore them (git checkout -- {RECORDED}), train all (--config preset={PRESET} retrain=true) or render "
+            f"what is there (--config preset={PRESET} missing=allow)"
+        )
 if KERNEL not in KernelSpecManager().find_kernel_specs():
     raise WorkflowError(
         f"no Jupyter kernel named {KERNEL}, so notebooks cannot run; install it into this environment "
@@ -57,14 +75,16 @@ def warm_start_of(run):
     return configs.warm_start_dir(run.config).name
 
 
+TRAINED = {} if RECORDED else RUNS
 WARM_STARTS = {
     warm_start_of(run): [
         *configs.warm_start_overrides(run.overrides),
         f"warm_start_seed={run.config['warm_start_seed']}",
     ]
-    for run in RUNS.values()
+    for run in TRAINED.values()
 }
-TARGETS = sorted({target for run in RUNS.values() for target in config_targets(run.config["world"])})
+WORLDS = [run.config["world"] for run in TRAINED.values()] or [configs.compose([f"preset={PRESET}", *OVERRIDES])["world"]]
+TARGETS = sorted({target for world in WORLDS for target in config_targets(world)})
 TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS], notebook="notebooks/10-train.ipynb")
 DERIVATIONS = [
     "01-token-level-ppo",
@@ -105,8 +125,8 @@ CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS, P
 
 
 wildcard_constraints:
-    run="|".join(RUNS),
-    start="|".join(WARM_STARTS),
+    run="|".join(TRAINED) or "-",
+    start="|".join(WARM_STARTS) or "-",
     derivation="|".join(DERIVATIONS),
 
 
@@ -114,7 +134,7 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         expand(f"{RESULTS}/{{name}}.html", name=DERIVATIONS),
-        expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=RUNS),
+        expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
 
 
 rule warm_start:
@@ -160,20 +180,36 @@ rule train:
         " -r warm_start_dir $(dirname {input.start}) > {log} 2>&1"
 
 
-rule collect:
-    input:
-        expand(f"{RESULTS}/runs/{{run}}/run.json", run=RUNS),
-        expand(f"{RESULTS}/runs/{{run}}/updates.parquet", run=RUNS),
-        expand(f"{RESULTS}/runs/{{run}}/evaluations.parquet", run=RUNS),
-    output:
-        multiext(f"{RESULTS}/metrics/", "iterations.parquet", "evaluations.parquet", "runs.json", "summary.csv"),
-    params:
-        code=code_hash("stppo.analysis.runs"),
-        runs=[f"{RESULTS}/runs/{run}" for run in RUNS],
-    log:
-        f"{RESULTS}/logs/collect.log",
-    shell:
-        "stppo collect {RESULTS}/metrics {params.runs} > {log} 2>&1"
+METRICS = multiext(f"{RESULTS}/metrics/", "iterations.parquet", "evaluations.parquet", "runs.json", "summary.csv")
+
+if RECORDED:
+
+    rule collect:
+        input:
+            multiext(f"{RECORDED}/metrics/", "iterations.parquet", "evaluations.parquet", "runs.json", "summary.csv"),
+        output:
+            METRICS,
+        params:
+            content=content_of(f"{RECORDED}/metrics/runs.json"),
+        shell:
+            "cp {input} {RESULTS}/metrics/"
+
+else:
+
+    rule collect:
+        input:
+            expand(f"{RESULTS}/runs/{{run}}/run.json", run=RUNS),
+            expand(f"{RESULTS}/runs/{{run}}/updates.parquet", run=RUNS),
+            expand(f"{RESULTS}/runs/{{run}}/evaluations.parquet", run=RUNS),
+        output:
+            METRICS,
+        params:
+            code=code_hash("stppo.analysis.runs"),
+            runs=[f"{RESULTS}/runs/{run}" for run in RUNS],
+        log:
+            f"{RESULTS}/logs/collect.log",
+        shell:
+            "stppo collect {RESULTS}/metrics {params.runs} > {log} 2>&1"
 
 
 rule derivation:
@@ -209,7 +245,7 @@ rule plug_ins:
 
 rule figures:
     input:
-        rules.collect.output,
+        METRICS,
     output:
         directory(f"{RESULTS}/figures"),
         expand(f"{RESULTS}/{{name}}.ipynb", name=NOTEBOOKS),
@@ -243,8 +279,8 @@ rule report:
     input:
         expand(f"{RESULTS}/{{name}}.html", name=[*DERIVATIONS, *NOTEBOOKS]),
         rules.figures.output,
-        expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=RUNS),
-        rules.collect.output,
+        expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
+        METRICS,
     output:
         f"{RESULTS}/report.html",
     params:

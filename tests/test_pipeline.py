@@ -1,11 +1,13 @@
 """The Snakefile, by dry runs: what it plans, what it says to bad input; and how pages are made, by a real run."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 
 from stppo.interact import WIDGET_VIEW
@@ -51,6 +53,37 @@ def test_from_nothing_every_run_is_trained(tmp_path, preset, runs, warm_starts):
     assert planned(result, "report") == 1
 
 
+RECORDED = "overrides=+pipeline.recorded=recorded"
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A copy of the committed laptop metrics, below the directory that the pipeline works in."""
+    return Path(shutil.copytree(ROOT / "results/reference/laptop/metrics", tmp_path / "recorded" / "metrics"))
+
+
+def test_recorded_metrics_are_rendered_without_training(tmp_path, recorded):
+    result = snakemake(tmp_path, "--config", "preset=laptop", RECORDED)
+    assert planned(result, "train") == planned(result, "warm_start") == 0
+    assert planned(result, "collect") == planned(result, "figures") == planned(result, "report") == 1
+    trained = snakemake(tmp_path, "--config", "preset=laptop", RECORDED, "retrain=true")
+    assert planned(trained, "train") == 31
+
+
+def test_deleted_run_of_recorded_metrics_is_named(tmp_path, recorded):
+    evaluations = pd.read_parquet(recorded / "evaluations.parquet")
+    gone = (
+        (evaluations["algorithm"] == "st_ppo") & (evaluations["seed"] == 1) & (evaluations["regime"] == "A")
+    )
+    evaluations[~gone].to_parquet(recorded / "evaluations.parquet", index=False)
+    result = snakemake(tmp_path, "--config", "preset=laptop", RECORDED)
+    assert result.returncode != 0
+    said = result.stdout + result.stderr
+    assert "lacks 1 of 31 planned runs (A/st_ppo/1)" in said and "retrain=true" in said
+    allowed = snakemake(tmp_path, "--config", "preset=laptop", RECORDED, "missing=allow")
+    assert planned(allowed, "report") == 1
+
+
 def test_plug_ins_are_a_target_of_their_own(tmp_path):
     assert planned(snakemake(tmp_path, "--config", "preset=smoke"), "plug_ins") == 0
     page = snakemake(tmp_path, "--config", "preset=smoke", targets=("-n", "results/smoke/25-plug-ins.html"))
@@ -70,7 +103,7 @@ def test_missing_notebook_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("preset=gigantic", "preset=gigantic: unknown preset; allowed: laptop, smoke"),
+        ("preset=gigantic", "preset=gigantic: unknown preset; allowed: laptop, "),
         ("kernel=fortran", "no Jupyter kernel named fortran"),
         ("overrides=training.epoch=3", "epoch"),
     ],

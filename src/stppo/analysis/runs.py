@@ -155,6 +155,17 @@ def collect(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     return metrics
 
 
+def missing_runs(
+    metrics_dir: str | Path, planned: Iterable[tuple[str, str, int]]
+) -> list[tuple[str, str, int]]:
+    """Planned runs (regime, algorithm, seed) of which a metrics folder lacks the record or any row."""
+    metrics = load_metrics(metrics_dir)
+    recorded = {tuple(record[name] for name in KEYS) for record in metrics.runs}
+    for frame in (metrics.iterations, metrics.evaluations):
+        recorded &= set(frame[KEYS].drop_duplicates().itertuples(index=False, name=None))
+    return [run for run in planned if run not in recorded]
+
+
 def _stack(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
