@@ -78,15 +78,17 @@ def _candidates(postings: Postings, terms: Sequence[int], k: int) -> np.ndarray:
     while taken < len(order) and threshold <= left[taken] + slack:
         where = postings.slice(order[taken])
         documents = postings.indices[where]
-        scores[documents] += np.float32(counts[order[taken]]) * postings.data[where]
+        sums = scores[documents] + np.float32(counts[order[taken]]) * postings.data[where]
+        scores[documents] = sums
         touched.append(documents)
-        threshold = max(threshold, _kth_largest(scores[documents], k))
+        threshold = max(threshold, _kth_largest(sums, k))
         taken += 1
 
-    if sum(map(len, touched)) * 4 < len(scores):
-        candidates = np.unique(np.concatenate(touched))
-    else:
-        candidates = np.flatnonzero(scores)
+    enough = threshold - left[taken] - slack
+    found = np.sort(np.concatenate([documents[scores[documents] >= enough] for documents in touched]))
+    candidates = found[
+        np.append(True, found[1:] != found[:-1])[: len(found)]
+    ]  # np.unique hashes, far slower here
     for term, rest in zip(order[taken:], left[taken:], strict=False):
         candidates = candidates[scores[candidates] + rest + slack >= threshold]
         found, values = _lookup(postings, term, candidates)
