@@ -10,6 +10,7 @@ import torch
 from stppo import config as configs
 from stppo.agent.policy import build_policy, score
 from stppo.training.warm_start import demonstration_batch, made_for
+from stppo.world.encoding import DialogueEncoder
 from stppo.world.scripted import DemonstrationNoise, play
 
 TINY = [
@@ -45,7 +46,7 @@ def barely_trained(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     rng = random.Random(0)
     demonstrations = play(world, world.questions("train"), rng, DemonstrationNoise())
-    data = demonstration_batch(demonstrations, world.tokenizer)
+    data = demonstration_batch(demonstrations, DialogueEncoder(world.environment.protocol, world.tokenizer))
     policy = build_policy(settings.policy, world.tokenizer)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     for _ in range(60):

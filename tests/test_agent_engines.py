@@ -14,13 +14,13 @@ from stppo.agent.rollout import (
     VLLMRolloutConfig,
     at_temperature_one,
     make_rollout,
-    prompt_ids,
     through_first,
 )
 from stppo.agent.weights import named_weights
 from stppo.config import ConfigError, validate
 from stppo.objectives import Clip, NoStabilizer, Objective, Ratio, TokenGAE
 from stppo.schema import ENGINE_COLUMNS, UPDATE_COLUMNS
+from stppo.world.encoding import DialogueEncoder
 from stppo.world.knowledge import SyntheticWorld
 from tests.objectives_cases import TabularPolicy, mixed_batch, normal
 
@@ -94,20 +94,6 @@ def test_handed_over_weights_always_name_the_output_layer(world, tied):
     )
 
 
-def test_prompt_is_one_user_message_where_there_is_a_chat_template(world):
-    tokenizer = world.tokenizer
-    bare = prompt_ids(tokenizer, "question mentor of rival ?")
-    assert tokenizer.decode(bare) == "question mentor of rival ?"
-    templated = type(tokenizer)(
-        tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>", eos_token="<eos>"
-    )
-    templated.chat_template = (
-        "{% for m in messages %}{{ m.role == 'user' and 'ally' or '?' }} {{ m.content }} {% endfor %}"
-        "{% if add_generation_prompt %}patron{% endif %}"
-    )
-    assert templated.decode(prompt_ids(templated, "mentor of rival")) == "ally mentor of rival patron"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -122,7 +108,7 @@ def test_action_ends_with_the_first_closing_tag(text, expected):
 
 
 def test_first_end_of_a_turn(world):
-    end = TurnEnd(world.tokenizer, ("</search>", "</answer>"))
+    end = TurnEnd(DialogueEncoder(world.environment.protocol, world.tokenizer))
 
     def first(text):
         return end.first(world.tokenizer(text, add_special_tokens=False)["input_ids"])

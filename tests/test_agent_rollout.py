@@ -14,6 +14,7 @@ from stppo.agent.policy import load_policy, score
 from stppo.agent.rollout import RolloutConfig, TurnEnd
 from stppo.agent.rollout_torch import TorchRollout
 from stppo.trajectories import Trajectories
+from stppo.world import DialogueEncoder, Protocol
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def test_closing_tag_split_into_characters_ends_a_turn():
     bare = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="x"))
     bare.pre_tokenizer, bare.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare)
-    end = TurnEnd(tokenizer, ("</search>", "</answer>"))
+    end = TurnEnd(DialogueEncoder(Protocol(), tokenizer))
     ids = torch.tensor(tokenizer("x </search>y <answer>")["input_ids"])
     closed = [bool(end(ids[None, i], ids[None, : i + 1], torch.tensor([True]))[0]) for i in range(len(ids))]
     assert closed.index(True) == len("x </search>") - 1

@@ -25,7 +25,7 @@ from stppo.objectives import (
 from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer, search_dataset, search_reward, search_rollout
 from stppo.training.warm_start import demonstration_batch
 from stppo.trajectories import Trajectories
-from stppo.world import DemonstrationNoise, SyntheticWorld, play
+from stppo.world import DemonstrationNoise, DialogueEncoder, SyntheticWorld, play
 
 pytestmark = [
     pytest.mark.engines,
@@ -73,7 +73,8 @@ def warmed_up(world, seed, steps=80):
     model, rng = policy(world, seed), random.Random(seed)
     questions = [rng.choice(world.questions("train")) for _ in range(256)]
     noise = DemonstrationNoise(early_answer=0.3, wrong_entity=0.3, malformed=0.05)
-    data = demonstration_batch(play(world, questions, rng, noise), world.tokenizer)
+    encoder = DialogueEncoder(world.environment.protocol, world.tokenizer)
+    data = demonstration_batch(play(world, questions, rng, noise), encoder)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(steps):
         batch = data.select(torch.randint(len(data), (32,)))

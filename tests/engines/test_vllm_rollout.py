@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from stppo.agent.mismatch import trainer_logprobs
 from stppo.agent.policy import PolicyConfig, build_policy, score
-from stppo.agent.rollout import RolloutConfig, TurnEnd, VLLMRolloutConfig, make_rollout
+from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig, make_rollout
 from stppo.agent.weights import named_weights
 from stppo.training.warm_start import demonstration_batch
+from stppo.world.encoding import DialogueEncoder
 from stppo.world.knowledge import SyntheticWorld
 from stppo.world.scripted import DemonstrationNoise, play
 
@@ -84,9 +85,8 @@ def policy(world):
     """Knows the format by halves, so that searches, answers and invalid turns all occur."""
     torch.manual_seed(0)
     questions = world.questions("train")
-    data = demonstration_batch(
-        play(world, questions, random.Random(0), DemonstrationNoise()), world.tokenizer
-    )
+    encoder = DialogueEncoder(world.environment.protocol, world.tokenizer)
+    data = demonstration_batch(play(world, questions, random.Random(0), DemonstrationNoise()), encoder)
     policy = build_policy(SHAPE, world.tokenizer)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     for _ in range(40):
@@ -144,7 +144,7 @@ def test_trajectories_are_what_the_environment_said_and_the_policy_sampled(world
 
 def test_turns_end_where_pytorch_ends_them(sampler, world, rollout):
     """Read off the requests themselves: `TurnEnd` finds nothing to cut."""
-    batch, end, cut = rollout.trajectories, TurnEnd(world.tokenizer, sampler.turn_end.closing_tags), 0
+    batch, end, cut = rollout.trajectories, in_pytorch(sampler).turn_end, 0
     tokens = batch.layout.gather(batch.tokens).split(batch.layout.turn_lengths.tolist())
     for turn in map(torch.Tensor.tolist, tokens):
         assert end.first(turn) == len(turn) or (
@@ -153,7 +153,7 @@ def test_turns_end_where_pytorch_ends_them(sampler, world, rollout):
         cut += end.first(turn) is None
     assert 0 < cut < len(tokens), "turns that close and turns that run into the limit"
     prompts = [sampler.encode(episode.prompt) for episode in rollout.episodes]
-    params = sampler.engine.sampling(1.0, 3, world.max_turn_tokens, end.closing_tags, end.end)
+    params = sampler.engine.sampling(1.0, 3, world.max_turn_tokens, end.closing_tags, end.end_ids)
     for answer in sampler.engine.generate(prompts, [params] * len(prompts)):
         assert end.first(answer.tokens) in (len(answer.tokens), None)
 

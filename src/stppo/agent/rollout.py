@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.trajectories import Trajectories
+from stppo.world.encoding import DialogueEncoder
 from stppo.world.environment import Episode, SearchEnvironment
 from stppo.world.protocol import Question
 
@@ -97,46 +98,40 @@ def at_temperature_one(config: RolloutConfig | VLLMRolloutConfig) -> RolloutConf
     return replace(config, **changes)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids of a prompt: one user message where the tokenizer has a chat template, else the bare text."""
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    return tokenizer(prompt, add_special_tokens=False)["input_ids"]
-
-
 class TurnEnd:
-    """Tells which lanes have just closed a turn: a closing tag was completed, or the end token came.
+    """Tells which lanes have just closed a turn: a closing tag was completed, or an end token came.
 
     Works for any tokenizer: only tokens whose text holds the tags' last character are decoded.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, closing_tags: tuple[str, ...]) -> None:
-        self.tokenizer, self.closing_tags = tokenizer, closing_tags
-        self.end = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        last = {tag[-1] for tag in closing_tags}
-        texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+    def __init__(self, encoder: DialogueEncoder) -> None:
+        self.tokenizer, self.closing_tags = encoder.tokenizer, encoder.protocol.stop_strings
+        self.end_ids = encoder.end_ids
+        last = {tag[-1] for tag in self.closing_tags}
+        texts = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
         # The last entry stands for ids beyond the tokenizer, which padded output layers can emit.
         self.candidate = torch.tensor([*(any(c in text for c in last) for text in texts), False])
-        self.tail = max(len(tag) for tag in closing_tags)
+        self.ends = torch.zeros_like(self.candidate)
+        self.ends[list(self.end_ids)] = True
+        self.tail = max(len(tag) for tag in self.closing_tags)
 
     def __call__(self, tokens: Tensor, recent: Tensor, open_lanes: Tensor) -> Tensor:
         """tokens (n,) just sampled, recent (n, m) tokens of this turn so far; returns closed (n,) bool."""
-        closed = tokens == self.end
-        for lane in (self._candidates(tokens) & open_lanes).nonzero().flatten().tolist():
+        closed = self._of(tokens, self.ends)
+        for lane in (self._of(tokens, self.candidate) & open_lanes).nonzero().flatten().tolist():
             closed[lane] |= self._has_tag(recent[lane])
         return closed
 
     def first(self, turn: list[int]) -> int | None:
         """How many tokens lead up to the first end in a turn, that one included; None while it is open."""
         ids = torch.tensor(turn, dtype=torch.long)
-        for i in (self._candidates(ids) | (ids == self.end)).nonzero().flatten().tolist():
-            if turn[i] == self.end or self._has_tag(ids[: i + 1]):
+        for i in self._of(ids, self.candidate | self.ends).nonzero().flatten().tolist():
+            if turn[i] in self.end_ids or self._has_tag(ids[: i + 1]):
                 return i + 1
         return None
 
-    def _candidates(self, tokens: Tensor) -> Tensor:
-        return self.candidate[tokens.clamp(max=len(self.candidate) - 1)]
+    def _of(self, tokens: Tensor, flags: Tensor) -> Tensor:
+        return flags[tokens.clamp(max=len(flags) - 1)]
 
     def _has_tag(self, recent: Tensor) -> bool:
         text = self.tokenizer.decode(recent[-self.tail :])
@@ -153,11 +148,12 @@ class Sampler(ABC):
         config: RolloutConfig | VLLMRolloutConfig,
     ) -> None:
         self.environment, self.tokenizer, self.config = environment, tokenizer, config
-        self.turn_end = TurnEnd(tokenizer, environment.protocol.stop_strings)
+        self.encoder = DialogueEncoder(environment.protocol, tokenizer)
+        self.turn_end = TurnEnd(self.encoder)
 
     def encode(self, text: str) -> list[int]:
-        """Environment text to token ids; it is tokenised once and never merged with agent tokens."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """What the environment says as token ids; it is tokenised once and never merged with agent tokens."""
+        return self.encoder.observation(text)
 
     @abstractmethod
     def collect(
@@ -199,7 +195,7 @@ class Board:
         self.sampler, n, limit = sampler, len(questions), sampler.config.max_tokens
         self.max_turn = sampler.environment.protocol.max_turn_tokens
         self.episodes = [sampler.environment.start(question) for question in questions]
-        prompts = [prompt_ids(sampler.tokenizer, episode.prompt) for episode in self.episodes]
+        prompts = [sampler.encoder.prompt(episode.prompt) for episode in self.episodes]
         longest = max(map(len, prompts))
         if longest + self.max_turn > limit:
             raise ValueError(
@@ -233,14 +229,14 @@ class Board:
 
         Returns which of `lanes` go on, as indices into it.
         """
-        environment, tokenizer = self.sampler.environment, self.sampler.tokenizer
+        environment, encoder = self.sampler.environment, self.sampler.encoder
         stops = environment.protocol.stop_strings
         ids = lanes.tolist()
         turns = [
             self.tokens[lane, begin : self.lengths[lane]]
             for lane, begin in zip(ids, start.tolist(), strict=True)
         ]
-        texts = [through_first(tokenizer.decode(turn, skip_special_tokens=True), stops) for turn in turns]
+        texts = [through_first(encoder.turn(turn), stops) for turn in turns]
         observations = environment.step([self.episodes[lane] for lane in ids], texts)
         keep = []
         for row, (lane, observation) in enumerate(zip(ids, observations, strict=True)):

@@ -72,7 +72,7 @@ class VLLMRollout(Sampler):
         self, board: Board, queues: list[list[int]], generator: torch.Generator, temperature: float
     ) -> tuple[Tensor, float]:
         """Play to the end; returns which tokens (n, max_tokens) were forced and the share of cached prompt tokens."""
-        protocol, end = self.environment.protocol, self.tokenizer.eos_token_id
+        protocol = self.environment.protocol
         unsampled = torch.zeros_like(board.agent_mask)
         lanes, cached, prompted = torch.arange(len(board.episodes)), 0, 0
         while len(lanes):
@@ -90,7 +90,7 @@ class VLLMRollout(Sampler):
                     seed,
                     board.max_turn - len(turns[lane][0]),
                     protocol.stop_strings,
-                    end,
+                    self.turn_end.end_ids,
                 )
                 for lane, seed in zip(asked, seeds, strict=True)
             ]

@@ -10,7 +10,7 @@ import copy
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +177,7 @@ class Engine:
         seed: int | None,
         max_tokens: int,
         stop: Sequence[str] = (),
-        end: int | None = None,
+        ends: Collection[int] = (),
     ) -> SamplingParams:
         """Parameters of one request; temperature 0 is greedy. The whole vocabulary is sampled from."""
         return SamplingParams(
@@ -185,8 +185,8 @@ class Engine:
             seed=seed,
             max_tokens=max_tokens,
             stop=list(stop),
-            stop_token_ids=[] if end is None else [end],
-            ignore_eos=True,  # `end` alone, not what the model's folder lists
+            stop_token_ids=sorted(ends),
+            ignore_eos=True,  # `ends` alone, not what the model's folder lists
             include_stop_str_in_output=True,
             skip_special_tokens=False,
             detokenize=bool(stop),

@@ -21,12 +21,12 @@ from stppo.schema import (
     UPDATES_FILE,
 )
 from stppo.world.protocol import Question
-from stppo.world.rewards import exact_match, f1
+from stppo.world.rewards import score
 
 
 def success_of(rollout: Rollout) -> float:
     """Share of episodes whose answer matches exactly; an episode without answer counts as a failure."""
-    matches = [exact_match(e.answer or "", e.question.answers) for e in rollout.episodes]
+    matches = [score(e.question, e.answer) for e in rollout.episodes]
     return sum(matches) / len(matches)
 
 
@@ -66,7 +66,7 @@ def evaluate(
         "temperature": 0.0 if greedy else sampler.config.temperature,
         "n_questions": len(questions),
         "success": success_of(rollout),
-        "f1": sum(f1(e.answer or "", e.question.answers) for e in episodes) / len(episodes),
+        "f1": sum(score(e.question, e.answer, "f1") for e in episodes) / len(episodes),
         "valid_format_rate": valid_format_rate(rollout),
         "turns": float(batch.n_turns.float().mean()),
         "searches": sum(e.n_searches for e in episodes) / len(episodes),

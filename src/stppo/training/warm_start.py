@@ -13,14 +13,15 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from stppo.agent.policy import build_policy, load_policy, score
-from stppo.agent.rollout import make_rollout, prompt_ids
+from stppo.agent.rollout import make_rollout
 from stppo.config import Config, build, fingerprint, validate, warm_start_dir
 from stppo.files import write_json
 from stppo.training.metrics import evaluate
 from stppo.trajectories import Trajectories
+from stppo.world.encoding import DialogueEncoder
 from stppo.world.environment import Episode
 from stppo.world.protocol import Question
 from stppo.world.scripted import DemonstrationNoise, World, play
@@ -28,27 +29,24 @@ from stppo.world.scripted import DemonstrationNoise, World, play
 WARM_START_FILE = "warm_start.json"
 
 
-def encode_episode(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+def encode_episode(episode: Episode, encoder: DialogueEncoder) -> tuple[list[int], list[bool]]:
     """Tokens and agent mask of a played episode, each turn and observation tokenised on its own."""
-
-    def ids(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    tokens = prompt_ids(tokenizer, episode.prompt)
+    tokens = encoder.prompt(episode.prompt)
     mask = [False] * len(tokens)
     for turn in episode.turns:
-        emitted, observed = ids(turn.text), ids(turn.observation or "")
+        emitted = encoder.tokenizer(turn.text, add_special_tokens=False)["input_ids"]
+        observed = encoder.observation(turn.observation or "")
         tokens += emitted + observed
         mask += [True] * len(emitted) + [False] * len(observed)
     return tokens, mask
 
 
-def demonstration_batch(episodes: list[Episode], tokenizer: PreTrainedTokenizerBase) -> Trajectories:
+def demonstration_batch(episodes: list[Episode], encoder: DialogueEncoder) -> Trajectories:
     """Episodes as one padded batch; behaviour log-probs are unknown and set to 0."""
-    encoded = [encode_episode(episode, tokenizer) for episode in episodes]
+    encoded = [encode_episode(episode, encoder) for episode in episodes]
     lengths = torch.tensor([len(tokens) for tokens, _ in encoded])
     shape = (len(encoded), int(lengths.max()))
-    tokens = torch.full(shape, tokenizer.pad_token_id or 0)
+    tokens = torch.full(shape, encoder.tokenizer.pad_token_id or 0)
     mask = torch.zeros(shape, dtype=torch.bool)
     for row, (ids, agent) in enumerate(encoded):
         tokens[row, : len(ids)] = torch.tensor(ids)
@@ -85,7 +83,8 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     questions = world.questions("train")
     noise = DemonstrationNoise(**settings.noise)
     demonstrations = [rng.choice(questions) for _ in range(settings.demonstrations)]
-    data = demonstration_batch(play(world, demonstrations, rng, noise), tokenizer)
+    encoder = DialogueEncoder(world.environment.protocol, tokenizer)
+    data = demonstration_batch(play(world, demonstrations, rng, noise), encoder)
 
     policy = build_policy(run.policy, tokenizer)
     optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
