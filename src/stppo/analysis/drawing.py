@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
+from stppo.analysis.arms import COVERED
+from stppo.analysis.resampling import Replicate, curve_band
 from stppo.analysis.runs import Metrics
-from stppo.analysis.statistics import (
-    REPETITIONS,
-    band_note,
-    bootstrap_band,
-)
+from stppo.analysis.statistics import CONFIDENCE, REPETITIONS, Band, band_note, bootstrap_band
 from stppo.analysis.style import LOOKS, STYLE_NOTE, Plot, in_order, look, style
 
 WIDTH = 10.0
@@ -56,8 +54,29 @@ def _seed_rows(curves: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(kind="seed")
 
 
-def _mean_rows(curves: pd.DataFrame, repetitions: int) -> pd.DataFrame:
-    band = bootstrap_band(curves.to_numpy().T, repetitions)
+def replicates(metrics: Metrics, regime: str, algorithm: str) -> dict[int, Replicate]:
+    """Replicate of every seed of an arm."""
+    return {
+        run["seed"]: Replicate(run["world_seed"], run["warm_start_seed"], run["seed"])
+        for run in metrics.runs
+        if (run["regime"], run["algorithm"]) == (regime, algorithm)
+    }
+
+
+def _clustered(of: Iterable[Replicate]) -> bool:
+    """Whether some warm start has several seeds, so that runs are not independent."""
+    of = list(of)
+    return len({replicate.cluster for replicate in of}) < len(of)
+
+
+def _mean_rows(curves: pd.DataFrame, of: Mapping[int, Replicate], repetitions: int) -> pd.DataFrame:
+    values = curves.to_numpy().T
+    if _clustered(of.values()):
+        runs = [of[int(seed)] for seed in curves]
+        n_runs = np.isfinite(values).sum(axis=0)
+        band = Band(*curve_band(values, runs, repetitions, CONFIDENCE), n_runs)
+    else:
+        band = bootstrap_band(values, repetitions)
     return pd.DataFrame(
         {
             "iteration": curves.index,
@@ -132,7 +151,13 @@ def caption(
     counts = runs.groupby(["regime", "algorithm"]).size().tolist()
     settings = "; ".join(f"regime {r}: {describe_regime(metrics, r, algorithms)}" for r in regimes)
     mark = " An x marks a seed's collapse." if runs["collapsed"].any() else ""
-    lines = f" {band_note(counts)} {STYLE_NOTE}" if means else ""
+    arms = {(run["regime"], run["algorithm"]) for run in metrics.runs}
+    clustered = any(
+        _clustered(replicates(metrics, *arm).values())
+        for arm in arms
+        if arm[0] in regimes and arm[1] in algorithms
+    )
+    lines = f" {band_note(counts, clustered=clustered)} {STYLE_NOTE}" if means else ""
     if means and (own := [look(name).label for name in runs["algorithm"].unique() if name not in LOOKS]):
         lines += f" Dash-dotted: {', '.join(own)}."
     return f"{what} Our own measurement, not the paper's curves: {describe_setting(metrics)}; {settings}.{mark}{lines}"
@@ -269,11 +294,16 @@ def start_handle() -> list[Line2D]:
 
 
 def present(metrics: Metrics, algorithms: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Regimes that hold at least one of the algorithms, and the algorithms found there."""
+    """Regimes with curves that hold at least one of the algorithms, and the algorithms found there."""
     for name in in_order(metrics.algorithms()):
         look(name)  # all choose in one order, so that every figure of a study has the same colours
-    regimes = [r for r in metrics.regimes if set(metrics.algorithms(r)) & set(algorithms)]
-    return regimes, in_order(set(algorithms) & set(metrics.algorithms()))
+    regimes = [r for r in with_curves(metrics) if set(metrics.algorithms(r)) & set(algorithms)]
+    return regimes, in_order(set(algorithms) & {name for r in regimes for name in metrics.algorithms(r)})
+
+
+def with_curves(metrics: Metrics) -> list[str]:
+    """Regimes drawn iteration by iteration: those that no figure of the study covers as a whole."""
+    return [regime for regime in metrics.regimes if regime not in COVERED]
 
 
 def _start_line(ax: Axes, metrics: Metrics, regime: str) -> None:
@@ -305,7 +335,7 @@ def draw_panel(
         if individual:
             _draw_seeds(ax, algorithm, curves, _seed_list(metrics, algorithm))
         else:
-            parts.append(_mean_rows(curves, repetitions))
+            parts.append(_mean_rows(curves, replicates(metrics, regime, algorithm), repetitions))
             _draw(ax, algorithm, curves, parts[-1], panel.log)
         _mark_collapses(ax, metrics, regime, algorithm, curves)
         rows += [part.assign(regime=regime, metric=panel.column, algorithm=algorithm) for part in parts]

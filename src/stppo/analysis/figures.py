@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from stppo.analysis.arms import FACTORIAL, PPO_VARIANTS, variant
 from stppo.analysis.drawing import (
     WIDTH,
     Panel,
@@ -26,12 +27,12 @@ from stppo.analysis.drawing import (
     line_handles,
     plotted_data,
     start_handle,
+    with_curves,
 )
 from stppo.analysis.runs import Metrics
 from stppo.analysis.statistics import REPETITIONS, log_linear_trend
 from stppo.analysis.style import Plot, in_order, look, style
 
-PPO_VARIANTS = ("token_ppo", "turn_ppo", "s_ppo", "st_ppo")
 GRPO_VARIANTS = ("grpo", "so_grpo", "so_grpo_ctn", "gspo")
 LADDERS = {  # without stabiliser, the ratio from token to turn to sequence
     "PPO": {"token": "token_ppo", "turn": "turn_ppo"},
@@ -53,7 +54,8 @@ FORMAT = Panel("valid_format_rate", "valid-format rate")
 
 def _others(metrics: Metrics, critic: bool) -> list[str]:
     """Algorithms that no list above names, such as a reader's own, with or without a trained critic."""
-    names = set(metrics.algorithms()) - {*PPO_VARIANTS, *GRPO_VARIANTS}
+    names = set(metrics.algorithms()) - {*PPO_VARIANTS, *GRPO_VARIANTS, *FACTORIAL.values()}
+    names = {name for name in names if not variant(name)}
     losses = metrics.iterations.reindex(columns=["algorithm", "critic_loss"]).dropna()
     return in_order(name for name in names if (name in set(losses["algorithm"])) == critic)
 
@@ -199,10 +201,11 @@ def _draw_trends(ax: Axes, regime: str, metric: str, drawn: list[pd.DataFrame]) 
 
 def overview_figure(metrics: Metrics, repetitions: int = REPETITIONS) -> Plot | None:
     """Every algorithm in a panel of its own, in the regime that has most, with token PPO behind."""
-    if not metrics.regimes:
+    names = {r: [name for name in metrics.algorithms(r) if not variant(name)] for r in with_curves(metrics)}
+    regime = max(names, key=lambda r: len(names[r]), default=None)
+    if regime is None or not names[regime]:
         return None
-    regime = max(metrics.regimes, key=lambda name: len(metrics.algorithms(name)))
-    algorithms = in_order(metrics.algorithms(regime))
+    algorithms = in_order(names[regime])
     n_columns = min(3, len(algorithms))
     n_rows = -(-len(algorithms) // n_columns)
     rows: list[pd.DataFrame] = []
@@ -235,7 +238,7 @@ def granularity_figure(metrics: Metrics) -> Plot | None:
     summary = metrics.summary
     found = {
         (regime, family): {g: a for g, a in ladder.items() if a in metrics.algorithms(regime)}
-        for regime in metrics.regimes
+        for regime in with_curves(metrics)
         for family, ladder in LADDERS.items()
     }
     found = {key: ladder for key, ladder in found.items() if len(ladder) > 1}
@@ -309,7 +312,7 @@ def all_figures(metrics: Metrics, repetitions: int = REPETITIONS) -> list[Plot]:
     plots = [
         overview_figure(metrics, repetitions),
         collapse_figure(metrics),
-        *(diagnostics_figure(metrics, regime, repetitions) for regime in metrics.regimes),
+        *(diagnostics_figure(metrics, regime, repetitions) for regime in with_curves(metrics)),
         stability_figure(metrics, repetitions),
         clip_ratio_figure(metrics, repetitions),
         so_grpo_figure(metrics, repetitions),

@@ -203,6 +203,22 @@ def _trimmed(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArr
     return np.diff(upto, axis=1, prepend=0.25) @ values[order] / 0.5
 
 
+def curve_band(
+    curves: ArrayLike, replicates: Sequence[Replicate], n_draws: int, level: float, seed: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """`interquartile_mean` with its interval at every place of (runs, places) curves: value, low, high (places,).
+
+    replicates: of the runs, in their order. A NaN is a run without a value there; a place without any is NaN.
+    """
+    curves = np.asarray(curves, dtype=np.float64)
+    columns = np.full((3, curves.shape[1]), math.nan)
+    for place, column in enumerate(curves.T):
+        if np.isfinite(column).any():
+            found = interquartile_mean(dict(zip(replicates, column, strict=True)), n_draws, seed)
+            columns[:, place] = found.value, *found.interval(level)
+    return tuple(columns)
+
+
 def wins(one: ArrayLike, other: ArrayLike) -> NDArray[np.float64]:
     """(n, m): 1 where one[i] > other[j], 1/2 where equal, 0 where smaller."""
     sign = np.sign(np.subtract.outer(np.asarray(one, np.float64), np.asarray(other, np.float64)))

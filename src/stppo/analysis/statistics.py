@@ -82,8 +82,11 @@ def _interval(
     return interval[""]
 
 
-def band_note(n_runs: Sequence[int], confidence: float = CONFIDENCE) -> str:
-    """What lines and bands over so few runs do and do not say, for a caption; one count per line drawn."""
+def band_note(n_runs: Sequence[int], confidence: float = CONFIDENCE, clustered: bool = False) -> str:
+    """What lines and bands over so few runs do and do not say, for a caption; one count per line drawn.
+
+    clustered: whether warm starts, then their seeds were resampled.
+    """
     fewest, most = min(n_runs), max(n_runs)
     if most <= 1:
         return "One seed: no band."
@@ -94,7 +97,8 @@ def band_note(n_runs: Sequence[int], confidence: float = CONFIDENCE) -> str:
             f"Lines: means of {count} seeds (interquartile means need four); bands: {level} bootstrap, which cannot "
             "reach beyond the seeds seen and so is too narrow."
         )
-    return f"Lines: interquartile means of {count} seeds; bands: {level} bootstrap over seeds."
+    over = "warm starts, then seeds" if clustered else "seeds"
+    return f"Lines: interquartile means of {count} seeds; bands: {level} bootstrap over {over}."
 
 
 @dataclass(frozen=True)
