@@ -13,6 +13,11 @@ UPDATES_FILE = "updates.parquet"
 EVALUATIONS_FILE = "evaluations.parquet"
 TRAJECTORIES_FILE = "trajectories.json"
 CONFIG_FILE = "config.yaml"
+BY_BENCHMARK_FILE = "evaluations_by_benchmark.json"  # where questions of several benchmarks are asked
+
+# --- files of an evaluation's folder; RESULT_FILE and TRAJECTORIES_FILE once per benchmark and decoding ---
+BENCHMARKS_FILE, BENCHMARKS_TABLE_FILE = "benchmarks.json", "benchmarks.csv"
+RESULT_FILE = "result.json"
 
 # --- files of a metrics folder, made from many runs by `analysis.runs.collect` ---------------
 RUNS_FILE = "runs.json"
@@ -205,6 +210,24 @@ EVALUATION_COLUMNS: dict[str, str] = {
     "seconds": "seconds the evaluation took",
 }
 
+# One row per benchmark and decoding of `stppo evaluate`; each mean has its standard error over questions beside it.
+BENCHMARK_MEANS: dict[str, str] = {
+    "em": "share of questions whose answer scores 1: exact match, for multiple choice the right option",
+    "search_r1_em": "the same as Search-R1 scores a dialogue: by its last answer block, in whatever turn",
+    "f1": "mean token F1 of the answers; for multiple choice the same as em",
+    "turns": "mean number of agent turns",
+    "searches": "mean number of valid searches",
+    "valid_format_rate": "share of turns that parse as one well-formed search or answer",
+}
+BENCHMARK_COLUMNS: dict[str, str] = {
+    "benchmark": "which questions were asked; synthetic for those of a synthetic world",
+    "decoding": "greedy, or sampled at temperature 1",
+    "n_questions": "number of questions",
+    **BENCHMARK_MEANS,
+    **{f"{name}_se": f"standard error of {name}" for name in BENCHMARK_MEANS},
+    "seconds": "seconds the evaluation took",
+}
+
 # Update columns that only a sampling engine beside the trainer (vLLM) fills.
 ENGINE_COLUMNS: tuple[str, ...] = (
     "seconds_sync",
@@ -267,6 +290,7 @@ TRAJECTORY_FIELDS: dict[str, str] = {
 GLOSSARY: dict[str, dict[str, str]] = {
     "Per update (`updates.parquet`; means per iteration in `iterations.parquet`)": UPDATE_COLUMNS,
     "Per evaluation (`evaluations.parquet`)": EVALUATION_COLUMNS,
+    "Per benchmark (`benchmarks.csv` of `stppo evaluate`)": BENCHMARK_COLUMNS,
     "Per run, summary (`summary.csv`)": SUMMARY_COLUMNS,
     "Per run, record (`run.json`)": RUN_FIELDS,
 }

@@ -8,11 +8,12 @@ from typing import Any
 
 import pandas as pd
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.agent.rollout import Rollout, Sampler
 from stppo.files import write_atomically, write_json
 from stppo.schema import (
+    BY_BENCHMARK_FILE,
     EVALUATION_COLUMNS,
     EVALUATIONS_FILE,
     RUN_FILE,
@@ -21,7 +22,7 @@ from stppo.schema import (
     UPDATES_FILE,
 )
 from stppo.world.protocol import Question
-from stppo.world.rewards import score
+from stppo.world.rewards import mean_by_source, score
 
 
 def success_of(rollout: Rollout) -> float:
@@ -58,7 +59,10 @@ def rollout_metrics(rollout: Rollout, seconds: float) -> dict[str, float]:
 def evaluate(
     sampler: Sampler, policy: PreTrainedModel, questions: list[Question], greedy: bool, seed: int
 ) -> tuple[dict[str, float], Rollout]:
-    """One evaluation row (without iteration and update); its own generator leaves training's untouched."""
+    """One evaluation row (without iteration and update); its own generator leaves training's untouched.
+
+    Where questions of several benchmarks were asked, `by_benchmark` holds the success on each.
+    """
     began = time.perf_counter()
     rollout = sampler.collect(policy, questions, torch.Generator().manual_seed(seed), greedy=greedy)
     batch, episodes = rollout.trajectories, rollout.episodes
@@ -73,11 +77,16 @@ def evaluate(
         "entropy_of_sampled": float(-batch.behaviour_logprobs[batch.agent_mask].mean()),
         "seconds": time.perf_counter() - began,
     }
-    return row, rollout
+    by_source = mean_by_source(questions, [score(e.question, e.answer) for e in episodes])
+    return row | ({"by_benchmark": by_source} if len(by_source) > 1 else {}), rollout
 
 
 def write_tables(run_dir: Path, updates: list[dict], evaluations: list[dict]) -> None:
-    """Both tables with exactly the columns of the schema, in its order."""
+    """Both tables with exactly the columns of the schema, in its order; success per benchmark in a file of its own."""
+    names = ("iteration", "update", "temperature", "by_benchmark")
+    if parts := [{name: row[name] for name in names} for row in evaluations if "by_benchmark" in row]:
+        write_json(run_dir / BY_BENCHMARK_FILE, parts)
+    evaluations = [{key: row[key] for key in row if key != "by_benchmark"} for row in evaluations]
     for name, columns, rows in (
         (UPDATES_FILE, UPDATE_COLUMNS, updates),
         (EVALUATIONS_FILE, EVALUATION_COLUMNS, evaluations),
@@ -93,8 +102,8 @@ def write_record(run_dir: Path, record: dict[str, Any]) -> None:
     write_json(run_dir / RUN_FILE, record)
 
 
-def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int = 3) -> None:
-    """The first n trajectories of a roll-out, token by token, for the viewer."""
+def trajectory_records(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, n: int) -> list[dict[str, Any]]:
+    """The first n trajectories of a roll-out, token by token, as the viewer reads them (`TRAJECTORY_FIELDS`)."""
     batch, records = rollout.trajectories, []
     for row, episode in enumerate(rollout.episodes[:n]):
         length = int(batch.lengths[row])
@@ -104,13 +113,18 @@ def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int = 3) 
                 "question": episode.question.text,
                 "answers": list(episode.question.answers),
                 "reward": float(episode.reward),
-                "tokens": [sampler.tokenizer.decode([i]) for i in ids],
+                "tokens": [tokenizer.decode([i]) for i in ids],
                 "agent_mask": batch.agent_mask[row, :length].int().tolist(),
                 "turn_ids": batch.turn_ids[row, :length].tolist(),
                 "logprobs": [round(x, 5) for x in batch.behaviour_logprobs[row, :length].tolist()],
             }
         )
-    write_json(run_dir / TRAJECTORIES_FILE, records)
+    return records
+
+
+def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int = 3) -> None:
+    """`trajectory_records` as a file of the run."""
+    write_json(run_dir / TRAJECTORIES_FILE, trajectory_records(rollout, sampler.tokenizer, n))
 
 
 def peak_memory_mb() -> float:
