@@ -45,7 +45,7 @@ def main() -> None:
     snakemake = subprocess.Popen(["snakemake", str(RUN / "run.json"), "--config", "preset=smoke"])
     try:
         deadline = time.monotonic() + SECONDS
-        while not (RUN / "checkpoint.pt").exists():
+        while not list((RUN / "checkpoint").glob("[0-9]*")):
             if snakemake.poll() is not None or time.monotonic() > deadline:
                 sys.exit(f"FAILED: no checkpoint appeared in {RUN} while snakemake was running")
             time.sleep(0.02)

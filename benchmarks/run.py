@@ -26,7 +26,8 @@ from stppo.agent.policy import score
 from stppo.agent.rollout_torch import TorchRollout
 from stppo.analysis.provenance import hardware, versions
 from stppo.objectives import estimated_bias_norms
-from stppo.training.trainer import Trainer, global_norm, gradient_of
+from stppo.training.gradients import global_norm, gradient_of
+from stppo.training.trainer import Trainer
 from stppo.training.warm_start import ensure_warm_start, load_warm_start
 from stppo.world.environment import Episode
 from stppo.world.protocol import Question

@@ -177,7 +177,7 @@ def test_interrupted_run_says_how_to_go_on_and_does(stppo, started):
         text=True,
     )
     deadline = time.monotonic() + 120
-    while not (started / "run" / "checkpoint.pt").exists():
+    while not list((started / "run" / "checkpoint").glob("[0-9]*")):
         assert child.poll() is None, child.stderr.read()
         assert time.monotonic() < deadline, "no checkpoint appeared"
         time.sleep(0.02)
@@ -205,9 +205,9 @@ def assert_last_line(result, part):
 
 def test_damaged_checkpoint_is_one_line_and_set_aside_on_request(stppo, started):
     folder = started / "run"
-    folder.mkdir()
-    (folder / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    (folder / "checkpoint" / "1").mkdir(parents=True)
+    (folder / "checkpoint" / "1" / "state.json").write_bytes(b"not a checkpoint")
     result = stppo("train", *TINY, "--out", "run")
-    assert_last_line(result, "run/checkpoint.pt cannot be read")
+    assert_last_line(result, "run/checkpoint/1 cannot be read")
     code, out, _ = stppo("train", *TINY, "training.iterations=1", "--out", "run", "--resume", "set_aside")
-    assert code == 0 and "completed" in out and (folder / "earlier-1" / "checkpoint.pt").exists()
+    assert code == 0 and "completed" in out and (folder / "earlier-1" / "checkpoint").exists()

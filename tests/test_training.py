@@ -14,6 +14,7 @@ import torch
 
 from stppo import config as configs
 from stppo.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
+from stppo.training.checkpoint import newest
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import load_warm_start, warm_start
 from tests.conftest import TINY
@@ -122,11 +123,15 @@ def test_evaluating_more_often_changes_no_training_metric(undisturbed, tmp_path,
     pd.testing.assert_frame_equal(often, seldom, check_exact=True)
 
 
-def test_damaged_checkpoint_is_named_and_set_aside_on_request(tmp_path, tiny, barely_trained):
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("state.json", r"checkpoint/\d+"), ("optimizer.safetensors", r"optimizer\.safetensors")],
+)
+def test_damaged_checkpoint_is_named_and_set_aside_on_request(file, said, tmp_path, tiny, barely_trained):
     interrupted(tiny(), tmp_path, barely_trained)
-    checkpoint = tmp_path / "checkpoint.pt"
-    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="checkpoint.pt cannot be read"):
+    damaged = newest(tmp_path / "checkpoint") / file
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=rf"checkpoint \S+{said} cannot be read"):
         run(tiny(), tmp_path, barely_trained)
     assert len(tables(tmp_path)[0]) == 8, "recorded metrics survive the error"
     record = run(tiny(), tmp_path, barely_trained, resume="set_aside")
@@ -138,7 +143,7 @@ def test_checkpoint_of_another_config_is_refused(tmp_path, tiny, barely_trained)
     interrupted(tiny(), tmp_path, barely_trained)
     with pytest.raises(ValueError, match="another config"):
         run(tiny("training.learning_rate=1e-5"), tmp_path, barely_trained)
-    assert (tmp_path / "checkpoint.pt").exists()
+    assert newest(tmp_path / "checkpoint") is not None
 
 
 # Many updates an iteration: the loss meets it first. One: the parameters do, before anything is sampled.

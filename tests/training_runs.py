@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from stppo.schema import TIMING_COLUMNS
+from stppo.training.checkpoint import CHECKPOINT_DIR, newest
 from stppo.training.trainer import Trainer
 
 
@@ -22,7 +23,7 @@ def interrupted(config, folder, start, after: int = 2) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Trainer(config, folder, start, on_iteration=stop, progress=False).train()
-    assert (folder / "checkpoint.pt").exists()
+    assert newest(folder / CHECKPOINT_DIR) is not None
 
 
 def tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -5,9 +5,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from stppo.agent.compute import Precision
 from stppo.agent.policy import PolicyConfig
 from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig
 from stppo.world.scripted import DemonstrationNoise
+
+OptimizerName = Literal["adam", "sgd", "adam8bit"]
 
 
 class Section(BaseModel):
@@ -24,10 +27,11 @@ class AlgorithmConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised start on noisy scripted demonstrations, stopped when sampled success reaches the target."""
+    """Supervised start on noisy scripted demonstrations, stopped when sampled success reaches the target; with
+    max_steps=0 the pretrained weights as they are."""
 
     target_success: float = Field(gt=0, lt=1)
-    max_steps: int = Field(gt=0)
+    max_steps: int = Field(ge=0)
     evaluate_every: int = Field(gt=0)
     evaluate_questions: int = Field(gt=0)
     final_samples: int = Field(gt=0)
@@ -74,7 +78,11 @@ class TrainingConfig(Section):
     epochs: int = Field(gt=0)
     minibatches: int = Field(gt=0)
     staleness_iterations: int = Field(ge=0)
-    optimizer: Literal["adam", "sgd"]
+    device: Literal["auto", "cpu", "cuda"]
+    precision: Precision
+    gradient_checkpointing: bool
+    micro_batch_tokens: int | None = Field(gt=0)
+    optimizer: OptimizerName
     learning_rate: float = Field(gt=0)
     max_grad_norm: float | None = Field(gt=0)
     clip_order: Literal["before_divisor", "after_divisor"]
@@ -124,6 +132,30 @@ class RunConfig(Section):
     warm_start: WarmStartConfig
     training: TrainingConfig
     evaluation: EvaluationConfig
+
+    @model_validator(mode="after")
+    def _attention_fits(self) -> "RunConfig":
+        attention, training = self.policy.attention, self.training
+        if attention != "sdpa" and self.rollout.engine == "torch":
+            raise ValueError(
+                f"policy.attention={attention}: roll-outs in PyTorch need sdpa; use it or rollout=vllm"
+            )
+        if attention == "flash_attention_2" and (
+            training.precision != "bfloat16" or training.device == "cpu"
+        ):
+            raise ValueError(
+                "policy.attention=flash_attention_2 needs a GPU and half precision: set training.precision=bfloat16 and "
+                "training.device=auto, or policy.attention=sdpa"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _start_has_weights(self) -> "RunConfig":
+        if not self.warm_start.max_steps and self.policy.pretrained is None:
+            raise ValueError(
+                "warm_start.max_steps=0 takes pretrained weights as they are: set policy.pretrained, or steps"
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups_fill_batches(self) -> "RunConfig":

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stppo.agent.policy import agent_states, scatter
+from stppo.agent.compute import body_of, device_of
+from stppo.agent.policy import LoraSettings, agent_states, scatter
 from stppo.trajectories import Trajectories
 
 
@@ -15,19 +16,28 @@ class Critic(nn.Module):
 
     The body starts as a copy of the policy's (as verl does from the SFT model); the head starts at zero,
     so the first values are 0 rather than noise.
+
+    policy: a plain one. lora: train adapters on the copy instead of the copy itself, which is then kept frozen:
+    the critic must not move with the policy, so it shares nothing with it.
     """
 
-    def __init__(self, policy: PreTrainedModel) -> None:
+    def __init__(self, policy: PreTrainedModel, lora: LoraSettings | None = None) -> None:
         super().__init__()
-        self.body = copy.deepcopy(policy.base_model)
+        self.body = copy.deepcopy(body_of(policy))
+        if lora is not None:
+            from stppo.agent.lora import with_lora
+
+            self.body = with_lora(self.body, lora)
         self.head = nn.Linear(policy.config.hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.head.to(device_of(self.body))
 
     def forward(self, batch: Trajectories, n_chunks: int = 1) -> Tensor:
         """Values (B, T), zero off the agent mask; position t holds the value of the state before token t."""
         states, positions = agent_states(self.body, batch, n_chunks)
-        return scatter(self.head(states).squeeze(-1), positions, batch.tokens)
+        values = self.head(states.to(self.head.weight.dtype)).squeeze(-1)
+        return scatter(values, positions, batch.tokens)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -10,13 +10,34 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.logging import disable_progress_bar
 
+from stppo.agent.compute import body_of, computing, device_of, head_of, recompute
+from stppo.agent.weights import named_weights, without_adapters
 from stppo.trajectories import Trajectories
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 disable_progress_bar()  # "Loading weights" bars, in milliseconds, between ours
+
+
+_HEAD_ELEMENTS = 2**27  # logits computed at once: 0.5 GiB in float32
+
+
+@dataclass(config=ConfigDict(extra="forbid"), frozen=True)
+class LoraSettings:
+    """Low-rank adapters. target_modules: names of linear layers, or "all-linear" (all but the output layer). Without
+    dropout: log-probs of two passes would differ by more than the policy changed."""
+
+    rank: int = Field(16, gt=0)
+    alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
+    target_modules: str | list[str] = "all-linear"
 
 
 @dataclass(config=ConfigDict(extra="forbid"), frozen=True)
@@ -26,6 +47,7 @@ class PolicyConfig:
     `pretrained` (a folder or hub name) overrides the sizes. Embeddings are untied by default: engines
     that reload weights between steps silently keep stale output weights when they are tied.
     `gpt2` has learned positions (no more than `max_positions`), no grouped keys (kv_heads equals heads), no dropout.
+    attention: the kernel; roll-outs in PyTorch need sdpa. lora: train adapters, not the weights themselves.
     """
 
     name: str
@@ -38,6 +60,8 @@ class PolicyConfig:
     intermediate_size: int = Field(128, gt=0)
     max_positions: int = Field(256, gt=0)
     tie_word_embeddings: bool = False
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
@@ -57,7 +81,7 @@ def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Pr
     Raises FileNotFoundError when `config.pretrained` cannot be read.
     """
     if config.pretrained is not None:
-        return load_policy(config.pretrained)
+        return load_policy(config.pretrained, config.attention)
     if config.family == "gpt2":
         own = {
             "n_inner": config.intermediate_size,
@@ -79,18 +103,73 @@ def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Pr
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa", dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(shape, attn_implementation=config.attention, dtype=torch.float32)
 
 
-def load_policy(path: str | Path) -> PreTrainedModel:
-    """Weights saved by `save_pretrained` (or a hub name); raises FileNotFoundError with the remedy."""
+def load_policy(
+    path: str | Path, attention: str = "sdpa", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Weights saved by `save_pretrained` (or a hub name).
+
+    Raises FileNotFoundError with the remedy where they are missing, gated or damaged, ImportError for a kernel that
+    is not installed.
+    """
     try:
-        return AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise FileNotFoundError(
-            f"policy weights at {path} cannot be loaded ({str(error).splitlines()[0]}); "
-            "rerun the warm start or set policy.pretrained to a folder written by save_pretrained"
+        return AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=dtype)
+    except ImportError as error:
+        raise ImportError(
+            f"policy.attention={attention} cannot be used here ({str(error).splitlines()[0]}); install it (flash-attn "
+            "for flash_attention_2) or use policy.attention=sdpa"
         ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise FileNotFoundError(f"policy weights at {path} cannot be loaded {_why(path, error)}") from error
+
+
+def load_tokenizer(path: str | Path | None) -> PreTrainedTokenizerBase:
+    """The tokenizer that a policy's folder (or hub name) brings: exactly what its `tokenizer.json` says.
+
+    Not by transformers' AutoTokenizer, which replaces the pre-tokenizer of any folder whose model is a Qwen2 by Qwen2's
+    own, and makes up an empty tokenizer where there is none.
+
+    Raises FileNotFoundError as `load_policy` does, ValueError where there is no folder to take it from.
+    """
+    if path is None:
+        raise ValueError(
+            "this world has no tokenizer of its own: set policy.pretrained to a model, which brings one"
+        )
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"the tokenizer at {path} cannot be loaded {_why(path, error)}") from error
+
+
+def _why(path: str | Path, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0]
+    if Path(path).exists():
+        return (
+            f"({first}); rerun the warm start or set policy.pretrained to a folder written by save_pretrained"
+        )
+    return (
+        f"({first}); there is no such folder: download the model with `hf download {path} --local-dir FOLDER` (a gated "
+        "one after accepting its licence on its page and `hf auth login`) and set policy.pretrained=FOLDER"
+    )
+
+
+def save_policy(policy: PreTrainedModel, folder: Path) -> None:
+    """Weights that `load_policy` reads, adapters merged into them; the policy keeps its own."""
+    if without_adapters(policy) is policy:
+        policy.save_pretrained(folder)
+    else:
+        without_adapters(policy).save_pretrained(folder, state_dict=dict(named_weights(policy)))
+
+
+def check_vocabulary(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError where the tokenizer has ids that the policy has no embedding for."""
+    if len(tokenizer) > policy.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the policy {policy.config.vocab_size}: policy.pretrained and "
+            "the world's tokenizer do not belong together"
+        )
 
 
 @plain_dataclass
@@ -115,24 +194,25 @@ def length_sorted_chunks(lengths: Tensor, n_chunks: int) -> list[Tensor]:
 def agent_states(body: nn.Module, batch: Trajectories, n_chunks: int) -> tuple[Tensor, Tensor]:
     """Hidden state from which each agent token was emitted, i.e. at the position before it.
 
-    Returns (states (N, H), flat positions (N,) into B·T). Right padding needs no attention mask: causal
-    attention never looks right.
+    Returns (states (N, H) on the body's device, flat positions (N,) into B·T on the batch's). Right padding needs no
+    attention mask: causal attention never looks right.
     """
-    width = batch.tokens.shape[1]
+    width, device = batch.tokens.shape[1], device_of(body)
     states, positions = [], []
     for rows in length_sorted_chunks(batch.lengths, n_chunks):
         longest = int(batch.lengths[rows].max())
-        tokens = batch.tokens[rows, : longest - 1]
-        hidden = body(input_ids=tokens, use_cache=False).last_hidden_state
-        mask = batch.agent_mask[rows, 1:longest]
-        states.append(hidden[mask])
-        row, column = mask.nonzero(as_tuple=True)
+        tokens = batch.tokens[rows, : longest - 1].to(device)
+        with computing(body):
+            hidden = body(input_ids=tokens, use_cache=False).last_hidden_state
+        row, column = batch.agent_mask[rows, 1:longest].nonzero(as_tuple=True)
+        states.append(hidden[row.to(device), column.to(device)])
         positions.append(rows[row] * width + column + 1)
     return torch.cat(states), torch.cat(positions)
 
 
 def scatter(values: Tensor, positions: Tensor, like: Tensor) -> Tensor:
-    """Values (N,) put back at flat positions of a zero tensor shaped as `like` (B, T)."""
+    """Values (N,) put back at flat positions of a zero tensor shaped and placed as `like` (B, T)."""
+    values = values.to(like.device)
     flat = values.new_zeros(like.numel())
     return flat.index_put((positions,), values).view(like.shape)
 
@@ -146,17 +226,34 @@ def score(
 ) -> Scores:
     """Score the agent tokens of a batch; the output layer runs at agent positions only.
 
-    `n_chunks` splits the rows by length: the result is the same, the padding less.
+    Scores are in float32 at least and live where the batch does, wherever the policy computes. `n_chunks` splits the
+    rows by length: the result is the same, the padding less. Where the vocabulary is so large that the logits would be
+    what fills memory, they are computed in pieces, and again on the way back.
     """
-    states, positions = agent_states(policy.base_model, batch, n_chunks)
-    log_probs = torch.log_softmax(policy.get_output_embeddings()(states).float() / temperature, dim=-1)
-    chosen = log_probs.gather(1, batch.tokens.reshape(-1)[positions, None]).squeeze(1)
+    states, positions = agent_states(body_of(policy), batch, n_chunks)
+    ids = batch.tokens.reshape(-1)[positions].to(states.device)
+    size = max(1, _HEAD_ELEMENTS // policy.config.vocab_size)
+    again = torch.is_grad_enabled() and len(states) > size
+    parts = []
+    for state, chosen in zip(states.split(size), ids.split(size), strict=True):
+        arguments = policy, state, chosen, temperature, entropy_gradient
+        parts.append(recompute(_score_tokens, *arguments) if again else _score_tokens(*arguments))
+    return Scores(
+        *(scatter(torch.cat(values), positions, batch.tokens) for values in zip(*parts, strict=True))
+    )
+
+
+def _score_tokens(
+    policy: PreTrainedModel, states: Tensor, ids: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of each id (N,), entropy and sum of squares of the distributions that states (N, H) lead to."""
+    with computing(body_of(policy)):
+        logits = head_of(policy)(states)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_probs = torch.log_softmax(logits / temperature, dim=-1)
+    chosen = log_probs.gather(1, ids[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         source = log_probs if entropy_gradient else log_probs.detach()
         probs = source.exp()
         entropy = -(probs * source).sum(-1)
-    squares = probs.detach().square().sum(-1)
-    like = batch.tokens
-    return Scores(
-        scatter(chosen, positions, like), scatter(entropy, positions, like), scatter(squares, positions, like)
-    )
+    return chosen, entropy, probs.detach().square().sum(-1)

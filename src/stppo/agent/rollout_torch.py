@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
+from stppo.agent.compute import body_of, computing, head_of
 from stppo.agent.rollout import Board, Rollout, Sampler
 from stppo.trajectories import Trajectories
 from stppo.world.protocol import Question
@@ -115,16 +116,18 @@ class _LaneCache:
         visible = torch.cat([past[:, None, :].expand(n, m, -1), causal[None] & mask[:, None, :]], 2)
         # A padded query with nothing to see would turn into NaN; let it see itself.
         visible[:, :, past.shape[1] :] |= torch.eye(m, dtype=torch.bool, device=chunk.device)
-        hidden = self.policy.base_model(
-            input_ids=chunk,
-            attention_mask=visible[:, None],
-            position_ids=position_ids,
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
+        body = body_of(self.policy)
         self.valid = torch.cat([past, mask], 1)
         last = (mask.long().cumsum(1) * mask).argmax(1)
-        return self.policy.get_output_embeddings()(hidden[torch.arange(n, device=chunk.device), last])
+        with computing(body):
+            hidden = body(
+                input_ids=chunk,
+                attention_mask=visible[:, None],
+                position_ids=position_ids,
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
+            return head_of(self.policy)(hidden[torch.arange(n, device=chunk.device), last])
 
     def keep(self, rows: Tensor) -> None:
         """Drop all lanes but these rows."""

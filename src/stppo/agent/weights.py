@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 def without_adapters(policy: PreTrainedModel) -> PreTrainedModel:
     """The transformers model itself, without the wrapper that peft puts around it."""
-    return policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
 
 
 def named_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -1,46 +1,152 @@
-"""Checkpoints: everything a run needs to go on exactly where it stopped, written atomically."""
+"""Checkpoints: everything a run needs to go on exactly where it stopped, written as one.
+
+A checkpoint is a folder: `state.json` and one safetensors file for each part that holds tensors. It is written beside the
+one before and then renamed, so a kill or a full disk leaves the older whole.
+"""
 
 import itertools
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from stppo.files import write_atomically
 from stppo.schema import CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, TRAJECTORIES_FILE, UPDATES_FILE
 
-FORMAT = 1
-CHECKPOINT_FILE = "checkpoint.pt"
+FORMAT = 2
+CHECKPOINT_DIR = "checkpoint"  # in a run folder; holds the newest checkpoint, numbered
+EARLIER_FILE = "checkpoint.pt"  # of format 1
+_STATE_FILE = "state.json"
+_REMEDY = (
+    "to start this run again use `stppo train --resume set_aside`, which keeps the old files in a sub-folder"
+)
 
 
-def save_checkpoint(path: Path, fingerprint: str, state: dict[str, Any]) -> None:
-    """A kill at any moment leaves the old or the new file whole."""
-    content = {"format": FORMAT, "fingerprint": fingerprint, "state": state}
-    write_atomically(path, lambda part: torch.save(content, part))
+def newest(folder: Path) -> Path | None:
+    """The complete checkpoint in a run's checkpoint folder; None if there is none."""
+    found = [path for path in folder.glob("[0-9]*") if path.name.isdigit()]
+    return max(found, key=lambda path: int(path.name), default=None)
 
 
-def load_checkpoint(path: Path, fingerprint: str) -> dict[str, Any]:
-    """The saved state. Raises ValueError, naming the file and the remedy, where it is damaged or was
-    written by a run with another config or other code; nothing is deleted."""
-    remedy = "to start this run again use `stppo train --resume set_aside`, which keeps the old files in a sub-folder"
+def save_checkpoint(folder: Path, fingerprint: str, state: dict[str, Any]) -> None:
+    """Write a state of plain values, containers and tensors (on any device), then drop the one before.
+
+    Each top-level entry is a part. Raises OSError, leaving the older checkpoint whole, where it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    older = newest(folder)
+    number = 1 if older is None else int(older.name) + 1
+    part = folder / f".{number}.part"
+    shutil.rmtree(part, ignore_errors=True)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        written_by, state = content["fingerprint"], content["state"]
-    except Exception as error:
-        raise ValueError(f"checkpoint {path} cannot be read ({type(error).__name__}); {remedy}") from error
-    if content.get("format") != FORMAT or written_by != fingerprint:
+        part.mkdir()
+        content: dict[str, Any] = {"format": FORMAT, "fingerprint": fingerprint, "state": {}}
+        for name, value in state.items():
+            tensors: dict[str, Tensor] = {}
+            content["state"][name] = _without_tensors(value, tensors)
+            if tensors:
+                save_file(tensors, part / f"{name}.safetensors")
+        (part / _STATE_FILE).write_text(json.dumps(content), encoding="utf-8")
+        os.rename(part, folder / str(number))
+    except (OSError, SafetensorError) as error:
+        size = sum(file.stat().st_size for file in older.iterdir()) if older else 0
+        kept = (
+            f"the checkpoint before it is whole ({size / 2**20:.0f} MiB)"
+            if older
+            else "there is none before it"
+        )
+        raise OSError(
+            f"checkpoint in {folder} cannot be written ({str(error).splitlines()[0]}); {kept}; make room and run the same "
+            "command again"
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    if older is not None:
+        shutil.rmtree(older)
+
+
+def load_checkpoint(folder: Path, fingerprint: str) -> dict[str, Any] | None:
+    """The saved state, tensors on the CPU; None where nothing was saved.
+
+    Raises ValueError, naming the file and the remedy, where it is damaged or was written by a run with another config or
+    other code; nothing is deleted.
+    """
+    if (earlier := folder.parent / EARLIER_FILE).exists():
+        raise ValueError(f"checkpoint {earlier} is of an earlier version's format; {_REMEDY}")
+    if (path := newest(folder)) is None:
+        return None
+    try:
+        content = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
+        written_by, form = content["fingerprint"], content["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint {path} cannot be read ({type(error).__name__}); {_REMEDY}") from error
+    if form != FORMAT or written_by != fingerprint:
         raise ValueError(
             f"checkpoint {path} belongs to another config or code version ({written_by}, this run is {fingerprint}); "
-            f"{remedy}, or choose another run_dir"
+            f"{_REMEDY}, or choose another run_dir"
         )
+    state = {}
+    for name, value in content["state"].items():
+        file = path / f"{name}.safetensors"
+        try:
+            # Copies: a file that is mapped into memory would be aligned, hence summed, differently.
+            tensors = {key: t.clone() for key, t in load_file(file).items()} if file.exists() else {}
+            state[name] = _with_tensors(value, tensors)
+        except (OSError, KeyError, SafetensorError) as error:
+            raise ValueError(
+                f"checkpoint {file} cannot be read ({type(error).__name__}); {_REMEDY}"
+            ) from error
     return state
+
+
+def _without_tensors(node: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
+    """The node as JSON; tensors move to `tensors` and leave their name."""
+    if isinstance(node, Tensor):
+        tensors[name] = node.detach().to("cpu", copy=True).contiguous()
+        return {"__tensor__": name}
+    if isinstance(node, dict) and not all(isinstance(key, str) for key in node):
+        items = [[key, _without_tensors(value, tensors, f"{name}/{key}")] for key, value in node.items()]
+        return {"__items__": items}
+    if isinstance(node, dict):
+        return {key: _without_tensors(value, tensors, f"{name}/{key}") for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_without_tensors(value, tensors, f"{name}/{i}") for i, value in enumerate(node)]
+    return node
+
+
+def _with_tensors(node: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_with_tensors(value, tensors) for value in node]
+    if not isinstance(node, dict):
+        return node
+    if "__tensor__" in node:
+        return tensors[node["__tensor__"]]
+    if "__items__" in node:
+        return {key: _with_tensors(value, tensors) for key, value in node["__items__"]}
+    return {key: _with_tensors(value, tensors) for key, value in node.items()}
+
+
+def trained(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters that training changes, by name; a tied one once, frozen ones not at all."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+@torch.no_grad()
+def restore(model: torch.nn.Module, saved: dict[str, Tensor]) -> None:
+    """Put parameters back that `trained` gave."""
+    for name, weight in trained(model).items():
+        weight.copy_(saved[name])
 
 
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in a run folder to a new sub-folder, losing nothing; None if it is empty."""
-    names = (CHECKPOINT_FILE, RUN_FILE, UPDATES_FILE, EVALUATIONS_FILE, TRAJECTORIES_FILE, CONFIG_FILE)
-    found = [run_dir / name for name in names if (run_dir / name).exists()]
+    names = (RUN_FILE, UPDATES_FILE, EVALUATIONS_FILE, TRAJECTORIES_FILE, CONFIG_FILE)
+    found = [run_dir / name for name in (CHECKPOINT_DIR, EARLIER_FILE, *names) if (run_dir / name).exists()]
     if not found:
         return None
     number = next(n for n in itertools.count(1) if not (run_dir / f"earlier-{n}").exists())

@@ -3,6 +3,8 @@
 Off-policy on purpose: a batch is reused for `epochs` passes, and a queue trains on batches that are
 `staleness_iterations` old. Everything random comes from one generator that is saved with the checkpoint,
 so a resumed run on the CPU repeats an uninterrupted one bit for bit.
+
+Batches, credit and objective live on the CPU; the models compute on `training.device`.
 """
 
 import datetime
@@ -20,16 +22,25 @@ import yaml
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from stppo.agent.critic import Critic, explained_variance
-from stppo.agent.policy import load_policy, score
+from stppo.agent.critic import explained_variance
+from stppo.agent.policy import check_vocabulary, load_tokenizer, save_policy
 from stppo.agent.rollout import Rollout, make_rollout
 from stppo.analysis.provenance import config_targets, environment
 from stppo.config import Config, ConfigError, build, code_of, fingerprint, validate
 from stppo.files import write_atomically
-from stppo.objectives import Objective, Surrogate, estimated_bias_norms
+from stppo.objectives import Objective
 from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUNNING
-from stppo.training.checkpoint import CHECKPOINT_FILE, load_checkpoint, save_checkpoint, set_aside
+from stppo.training.checkpoint import (
+    CHECKPOINT_DIR,
+    load_checkpoint,
+    restore,
+    save_checkpoint,
+    set_aside,
+    trained,
+)
 from stppo.training.controls import ReplayedDivisors, generator_for, identity
+from stppo.training.failures import what_stopped
+from stppo.training.gradients import Passes
 from stppo.training.metrics import (
     evaluate,
     peak_memory_mb,
@@ -38,21 +49,15 @@ from stppo.training.metrics import (
     write_sample,
     write_tables,
 )
+from stppo.training.models import make_models
 from stppo.training.monte_carlo import TrueValues, true_values
+from stppo.training.optimizers import make_optimizer
+from stppo.training.updates import CriticUpdates, PolicyUpdates
 from stppo.training.warm_start import evaluation_questions, load_warm_start, made_for
 from stppo.trajectories import Trajectories
+from stppo.world.protocol import Question
 
 log = logging.getLogger(__name__)
-
-BIAS_NORM_COLUMNS = {
-    "exact": "clipping_bias_norm",
-    "logprob": "clipping_bias_norm_logprob",
-    "logit": "clipping_bias_norm_logit",
-}
-
-
-class NonFinite(FloatingPointError):
-    """A loss, gradient or parameter stopped being finite; ends the run, keeping what was measured."""
 
 
 @dataclass
@@ -64,17 +69,6 @@ class QueuedBatch:
     iteration: int  # iterations done when it was sampled
     truth: TrueValues | None  # values of the policy that sampled it, where they are asked for
     weights: Tensor | None  # (B, T) of the surrogate's terms, where the roll-out corrects for its engine
-
-
-def global_norm(tensors: list[Tensor]) -> float:
-    """L2 norm of all tensors taken as one vector."""
-    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors])))
-
-
-def gradient_of(scalar: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Gradient of a scalar, keeping the graph for the passes that follow."""
-    found = torch.autograd.grad(scalar, parameters, retain_graph=True, allow_unused=True)
-    return [g if g is not None else torch.zeros_like(p) for g, p in zip(found, parameters, strict=True)]
 
 
 class Trainer:
@@ -103,32 +97,48 @@ class Trainer:
             self.divisors = ReplayedDivisors(training, self.objective, self.settings.seed)
         self._check_values()
         self.world = build(config["world"], "world")
-        tokenizer = self.world.tokenizer
         self.train_questions = self.world.questions("train")
         self.evaluation_questions = evaluation_questions(self.world, self.settings.evaluation.questions)
 
         torch.manual_seed(self.settings.seed)
         self.generator = torch.Generator().manual_seed(self.settings.seed)
-        self.policy, self.warm_start, weights = load_warm_start(Path(warm_start_dir))
+        warm_start_dir = Path(warm_start_dir)
+        policy, self.warm_start, weights = load_warm_start(warm_start_dir, self.settings.policy.attention)
         if self.warm_start.get("made_for") != made_for(config):
             raise ValueError(
                 f"warm start {warm_start_dir} was made for another world or policy; make one for this config with "
                 "`stppo warm-start`"
             )
+        tokenizer = self.world.tokenizer
+        if tokenizer is None:
+            tokenizer = load_tokenizer(warm_start_dir)
+        check_vocabulary(policy, tokenizer)
+        learns_values = self.objective.credit.needs_critic and training.values == "critic"
+        self.models = make_models(policy, warm_start_dir, self.settings, learns_values)
+        self.policy, self.reference, self.critic = vars(self.models).values()
         self.sampler = make_rollout(self.world.environment, tokenizer, self.settings.rollout, self.policy)
         self.evaluator = self.sampler.for_evaluation()
-        self.reference = load_policy(warm_start_dir).requires_grad_(False)
-        self.parameters = list(self.policy.parameters())
-        make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[training.optimizer]
-        self.optimizer = make(self.parameters, lr=training.learning_rate)
-        learns_values = self.objective.credit.needs_critic and training.values == "critic"
-        self.critic = Critic(self.policy) if learns_values else None
+        self.passes = Passes(training.micro_batch_tokens, training.length_chunks)
+        self.parameters = list(trained(self.policy).values())
+        self.optimizer = make_optimizer(training.optimizer, self.parameters, training.learning_rate)
+        self.policy_updates = PolicyUpdates(
+            self.policy,
+            self.optimizer,
+            self.objective,
+            training,
+            self.passes,
+            self.sampler.config.temperature,
+            self.divisors,
+        )
         if self.critic is not None:
-            self.critic_optimizer = torch.optim.Adam(
-                self.critic.parameters(), lr=training.critic_learning_rate
+            kind = "adam8bit" if training.optimizer == "adam8bit" else "adam"
+            self.critic_optimizer = make_optimizer(
+                kind, list(trained(self.critic).values()), training.critic_learning_rate
             )
+            self.critic_updates = CriticUpdates(self.critic, self.critic_optimizer, training, self.passes)
 
         self.iteration = self.update = 0
+        self.is_whole = True  # between iterations, or after all updates of one
         self.queue: deque[QueuedBatch] = deque()
         self.question_order = torch.empty(0, dtype=torch.long)
         self.update_rows: list[dict[str, float]] = []
@@ -155,9 +165,25 @@ class Trainer:
             self.run_dir / CONFIG_FILE, lambda part: part.write_text(yaml.safe_dump(self.config))
         )
         self._write(RUNNING)
+        try:
+            record = self._train()
+        except Exception as error:
+            stopped = what_stopped(error, self.settings, self.run_dir, self.iteration)
+            if stopped is None:
+                raise
+            self._write(RUNNING)
+            if self.is_whole:
+                self._checkpoint()
+            raise stopped from error
+        finally:
+            self.sampler.close()
+        save_policy(self.policy, self.run_dir / "policy")
+        return record
+
+    def _train(self) -> dict[str, Any]:
         training = self.settings.training
         try:
-            if not self.evaluation_rows:
+            if self._evaluation_is_due():
                 self._evaluate()
             while self._queue_is_short():
                 self.queue.append(self._sample())
@@ -179,28 +205,25 @@ class Trainer:
                         self.on_iteration(self)
         except FloatingPointError as stop:  # the roll-out raises it too, on non-finite logits
             log.error("run stopped: %s; metrics up to here are kept in %s", stop, self.run_dir)
-            record = self._write(NON_FINITE, {"what": str(stop), "update": self.update})
-        else:
-            _, rollout = evaluate(
-                self.evaluator, self.policy, self.evaluation_questions[:3], False, seed=self.settings.seed
-            )
-            write_sample(self.run_dir, self.sampler, rollout)
-            record = self._write(COMPLETED)
-            # Kept, so that running a finished run again repeats nothing.
-            save_checkpoint(self.run_dir / CHECKPOINT_FILE, self.fingerprint, self._state())
-        self.policy.save_pretrained(self.run_dir / "policy")
+            return self._write(NON_FINITE, {"what": str(stop), "update": self.update})
+        _, rollout = evaluate(
+            self.evaluator, self.policy, self.evaluation_questions[:3], False, seed=self.settings.seed
+        )
+        write_sample(self.run_dir, self.sampler, rollout)
+        record = self._write(COMPLETED)
+        self._checkpoint()  # kept, so that running a finished run again repeats nothing
         return record
 
     def _iterate(self) -> None:
         """Train on the oldest batch of the queue, sample a new one, evaluate, checkpoint."""
         training = self.settings.training
+        self.is_whole = False
         queued = self.queue.popleft()
         batch = queued.trajectories
         shared = dict(queued.metrics)
         began = time.perf_counter()
-        with torch.no_grad():
-            values = self._values(queued)
-            reference = score(self.reference, batch, self.sampler.config.temperature, training.length_chunks)
+        values = self._values(queued)
+        reference = self.models.reference_logprobs(batch, self.passes, self.sampler.config.temperature)
         credit = self.objective.credit(batch, values)
         shared["advantage_raw_std"] = float(credit.raw_std)
         shared["seconds_scoring"] += time.perf_counter() - began
@@ -214,7 +237,15 @@ class Trainer:
             shared["critic_explained_variance"] = explained_variance(
                 values, credit.returns, credit.value_mask
             )
-            shared["critic_loss"] = self._update_critic(batch, credit.returns, credit.value_mask, values)
+            shared["critic_loss"] = self.critic_updates.regress(
+                batch,
+                credit.returns,
+                credit.value_mask,
+                values,
+                self.generator,
+                self.update,
+                self.iteration,
+            )
         shared["seconds_critic"] = time.perf_counter() - began if self.critic is not None else 0.0
         shared["staleness_iterations"] = self.iteration - queued.iteration
         self.iteration += 1
@@ -222,18 +253,21 @@ class Trainer:
             row = shared | {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
             self.update_rows.append(row)
             weights = None if queued.weights is None else queued.weights[rows]
-            self._update_policy(
-                row, batch.select(rows), credit.advantages[rows], reference.logprobs[rows], weights
+            self.update += 1
+            row["update"] = self.update
+            self.policy_updates.step(
+                row, batch.select(rows), credit.advantages[rows], reference[rows], weights
             )
             if training.target_kl is not None and row["kl_behaviour_k3"] > training.target_kl:
                 break
-        if self.iteration % self.settings.evaluation.every == 0 or self.iteration == training.iterations:
+        self.is_whole = True
+        if self._evaluation_is_due():
             self._evaluate()
         if self._queue_is_short():
             self.queue.append(self._sample())
         if self.iteration % training.checkpoint_every == 0 and self.iteration < training.iterations:
             self._write(RUNNING)
-            save_checkpoint(self.run_dir / CHECKPOINT_FILE, self.fingerprint, self._state())
+            self._checkpoint()
 
     def _minibatches(self) -> Iterator[tuple[int, int, Tensor]]:
         """Epoch, minibatch and its rows; an epoch that is not reached draws no random numbers."""
@@ -251,8 +285,24 @@ class Trainer:
         return len(self.queue) < min(training.staleness_iterations + 1, remaining)
 
     def _sample(self) -> QueuedBatch:
-        """Roll out one batch with the current policy; questions are drawn without replacement, epoch-wise."""
+        """Roll out one batch with the current policy. A roll-out that fails leaves the random stream as it was."""
+        before = self.generator.get_state(), self.question_order
         began = time.perf_counter()
+        try:
+            self._free_memory()
+            rollout = self.sampler.collect(self.policy, *self._draw_questions(), policy_updates=self.update)
+            metrics = rollout_metrics(rollout, time.perf_counter() - began)
+            began = time.perf_counter()
+            truth = self._true_values(rollout)
+        except Exception:
+            self.generator.set_state(before[0])
+            self.question_order = before[1]
+            raise
+        metrics["seconds_scoring"] = time.perf_counter() - began
+        return QueuedBatch(rollout.trajectories, metrics, self.iteration, truth, rollout.weights)
+
+    def _draw_questions(self) -> tuple[list[Question], torch.Generator, list[int]]:
+        """Questions of a batch, drawn without replacement, epoch-wise, and their group ids."""
         group = self.objective.credit.group_size
         n_groups = self.settings.training.trajectories_per_iteration // group
         while len(self.question_order) < n_groups:
@@ -260,15 +310,12 @@ class Trainer:
             self.question_order = torch.cat([self.question_order, shuffled])
         drawn, self.question_order = self.question_order[:n_groups], self.question_order[n_groups:]
         questions = [self.train_questions[i] for i in drawn.tolist() for _ in range(group)]
-        groups = [g for g in range(n_groups) for _ in range(group)]
-        rollout = self.sampler.collect(
-            self.policy, questions, self.generator, groups, policy_updates=self.update
-        )
-        metrics = rollout_metrics(rollout, time.perf_counter() - began)
-        began = time.perf_counter()
-        truth = self._true_values(rollout)
-        metrics["seconds_scoring"] = time.perf_counter() - began
-        return QueuedBatch(rollout.trajectories, metrics, self.iteration, truth, rollout.weights)
+        return questions, self.generator, [g for g in range(n_groups) for _ in range(group)]
+
+    def _free_memory(self) -> None:
+        """Before an engine on the same GPU wakes up: what PyTorch keeps for itself is memory it cannot have."""
+        if self.settings.rollout.engine == "vllm" and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     # ---- values ---------------------------------------------------------------------------------
 
@@ -303,144 +350,15 @@ class Trainer:
     def _values(self, queued: QueuedBatch) -> Tensor | None:
         """(B, T) values that the credit reads; None where it reads none."""
         if self.critic is not None:
-            return self.critic(queued.trajectories, self.settings.training.length_chunks)
+            return self.critic_updates.values(queued.trajectories)
         return None if queued.truth is None else queued.truth.per_token(queued.trajectories)
 
-    # ---- updates --------------------------------------------------------------------------------
-
-    def _update_policy(
-        self,
-        row: dict[str, float],
-        batch: Trajectories,
-        advantages: Tensor,
-        reference: Tensor,
-        weights: Tensor | None,
-    ) -> None:
-        """One optimiser step; fills `row` as it goes, so that a non-finite stop keeps what it measured."""
-        began = time.perf_counter()
-        training, stabilizer = self.settings.training, self.objective.stabilizer
-        width = batch.tokens.shape[1]
-        advantages, reference = advantages[:, :width], reference[:, :width]
-        weights = None if weights is None else weights[:, :width]
-        self.update += 1
-        row |= {
-            "update": self.update,
-            "learning_rate": training.learning_rate,
-            "staleness_updates": float(self.update - 1 - batch.policy_updates.float().mean()),
-        }
-        scores = score(
-            self.policy,
-            batch,
-            self.sampler.config.temperature,
-            training.length_chunks,
-            entropy_gradient=training.entropy_coefficient > 0,
-        )
-        surrogate = self.objective.surrogate(scores.logprobs, batch, advantages, weights)
-        row |= surrogate.diagnostics
-        mask = batch.agent_mask
-        log_ratio = (reference - scores.logprobs)[mask]
-        kl_reference = (log_ratio.exp() - 1 - log_ratio).mean()
-        entropy = scores.entropy[mask].mean()
-        row |= {"kl_reference": float(kl_reference.detach()), "entropy": float(entropy.detach())}
-        loss = surrogate.loss
-        if training.kl_coefficient:
-            loss = loss + training.kl_coefficient * kl_reference
-        if training.entropy_coefficient:
-            loss = loss - training.entropy_coefficient * entropy
-        self._require_finite(loss, "loss")
-
-        row |= self._bias_norms(surrogate, scores)
-        divisor = 1.0
-        if self.divisors is not None:
-            divisor = self.divisors(row["iteration"], row["epoch"], row["minibatch"])
-        elif stabilizer.estimator is not None:
-            divisor = stabilizer.divisor(row[BIAS_NORM_COLUMNS[stabilizer.estimator]])
-        self._require_finite(torch.tensor(divisor), "stabilizer divisor")
-        row["ppo_gradient_norm"] = math.nan
-        if loss is not surrogate.ppo_loss and self._watches_norms():
-            row["ppo_gradient_norm"] = global_norm(gradient_of(surrogate.ppo_loss, self.parameters))
-        self.optimizer.zero_grad()
-        loss.backward()
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        row["gradient_norm"] = global_norm(gradients)
-        if loss is surrogate.ppo_loss:
-            row["ppo_gradient_norm"] = row["gradient_norm"]
-        self._require_finite(torch.tensor(row["gradient_norm"]), "gradient norm")
-        row["stabilizer_divisor"] = divisor
-        self._step(divisor, row)
-        row["seconds_update"] = time.perf_counter() - began
-        self._require_finite(torch.tensor(row["update_norm"]), "parameters")
-
-    def _watches_norms(self) -> bool:
-        """Whether this update pays for norms that only watch: each costs a backward pass. The iteration shifts
-        the choice, so that it does not always fall on the same minibatch of an epoch."""
-        return (self.update - 1 + self.iteration) % self.settings.training.bias_norm_every == 0
-
-    def _bias_norms(self, surrogate: Surrogate, scores: Any) -> dict[str, float]:
-        """‖C‖: exact by a second backward pass where the stabiliser needs it, else every few updates."""
-        needed = self.objective.stabilizer.estimator == "exact"
-        norms = estimated_bias_norms(surrogate, scores.logprobs, scores.squared_prob_sum)
-        norms["clipping_bias_norm"] = math.nan
-        if needed or self._watches_norms():
-            clipped = surrogate.any_clipped
-            norms["clipping_bias_norm"] = (
-                global_norm(gradient_of(surrogate.bias_surrogate, self.parameters)) if clipped else 0.0
-            )
-        self._require_finite(
-            torch.tensor([v for v in norms.values() if not math.isnan(v)]), "clipping bias norm"
-        )
-        return norms
-
-    def _step(self, divisor: float, row: dict[str, float]) -> None:
-        """Clip, divide, step. Dividing after a clip keeps the divisor; a clip that binds afterwards cancels it."""
-        training = self.settings.training
-        before = [p.detach().clone() for p in self.parameters]
-
-        def divide() -> None:
-            if divisor != 1.0:
-                torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], divisor)
-
-        if training.clip_order == "after_divisor":
-            divide()
-        if training.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.parameters, training.max_grad_norm)
-        if training.clip_order == "before_divisor":
-            divide()
-        self.optimizer.step()
-        row["update_norm"] = global_norm(
-            [p.detach() - old for p, old in zip(self.parameters, before, strict=True)]
-        )
-
-    def _update_critic(self, batch: Trajectories, returns: Tensor, mask: Tensor, old: Tensor) -> float:
-        """Regress V on the value targets; returns the mean loss of the pass (half squared error)."""
-        training = self.settings.training
-        size = training.trajectories_per_iteration // training.minibatches
-        losses = []
-        for _ in range(training.critic_epochs):
-            for rows in torch.randperm(len(batch.lengths), generator=self.generator).split(size):
-                part = batch.select(rows)
-                width = part.tokens.shape[1]
-                where, target, anchor = mask[rows, :width], returns[rows, :width], old[rows, :width]
-                values = self.critic(part, training.length_chunks)
-                error = (values - target).square()
-                if training.value_clip is not None:
-                    limited = anchor + (values - anchor).clamp(-training.value_clip, training.value_clip)
-                    error = torch.maximum(error, (limited - target).square())
-                loss = 0.5 * error[where].mean()
-                self._require_finite(loss, "critic loss")
-                self.critic_optimizer.zero_grad()
-                loss.backward()
-                gradients = [p.grad for p in self.critic.parameters() if p.grad is not None]
-                self._require_finite(torch.tensor(global_norm(gradients)), "critic gradient norm")
-                self.critic_optimizer.step()
-                losses.append(loss.detach())
-        return float(torch.stack(losses).mean())
-
-    def _require_finite(self, value: Tensor, what: str) -> None:
-        if not torch.isfinite(value).all():
-            raise NonFinite(f"non-finite {what} at update {self.update}, iteration {self.iteration}")
-
     # ---- evaluation and records -----------------------------------------------------------------
+
+    def _evaluation_is_due(self) -> bool:
+        done = bool(self.evaluation_rows) and self.evaluation_rows[-1]["iteration"] == self.iteration
+        last = self.iteration == self.settings.training.iterations
+        return not done and (last or self.iteration % self.settings.evaluation.every == 0)
 
     def _evaluate(self) -> None:
         """Sampled, and every `greedy_every` iterations greedy, on the fixed held-out questions."""
@@ -448,10 +366,13 @@ class Trainer:
         kinds = [True] if self.iteration % settings.greedy_every == 0 else []
         if self.iteration == self.settings.training.iterations:
             kinds = [True]
+        self._free_memory()
+        rows = []
         for greedy in [*kinds, False]:  # sampled last, so that the newest row is the primary metric
             seed = self.settings.seed * 1_000_003 + self.iteration
             row, _ = evaluate(self.evaluator, self.policy, self.evaluation_questions, greedy, seed)
-            self.evaluation_rows.append({"iteration": self.iteration, "update": self.update} | row)
+            rows.append({"iteration": self.iteration, "update": self.update} | row)
+        self.evaluation_rows += rows
 
     def _write(self, status: str, non_finite: dict | None = None) -> dict[str, Any]:
         write_tables(self.run_dir, self.update_rows, self.evaluation_rows)
@@ -485,13 +406,13 @@ class Trainer:
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Any]:
-        return {
+    def _checkpoint(self) -> None:
+        state = {
             "iteration": self.iteration,
             "update": self.update,
-            "policy": self.policy.state_dict(),
+            "policy": trained(self.policy),
             "optimizer": self.optimizer.state_dict(),
-            "critic": self.critic and self.critic.state_dict(),
+            "critic": self.critic and trained(self.critic),
             "critic_optimizer": self.critic and self.critic_optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "question_order": self.question_order,
@@ -504,12 +425,13 @@ class Trainer:
             "started": self.started,
             "seconds": self._elapsed(),
         }
+        save_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint, state)
 
     def _resume(self, mode: str) -> None:
-        path, state = self.run_dir / CHECKPOINT_FILE, None
-        if mode != "never" and path.exists():
+        state = None
+        if mode != "never":
             try:
-                state = load_checkpoint(path, self.fingerprint)
+                state = load_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint)
             except ValueError as error:
                 if mode != "set_aside":
                     raise
@@ -520,10 +442,10 @@ class Trainer:
                 log.warning("an earlier run's files were moved to %s", aside)
             return
         self.iteration, self.update = state["iteration"], state["update"]
-        self.policy.load_state_dict(state["policy"])
+        restore(self.policy, state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.critic is not None:
-            self.critic.load_state_dict(state["critic"])
+            restore(self.critic, state["critic"])
             self.critic_optimizer.load_state_dict(state["critic_optimizer"])
         self.generator.set_state(state["generator"])
         self.question_order = state["question_order"]

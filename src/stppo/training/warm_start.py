@@ -15,11 +15,15 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from stppo.agent.policy import build_policy, load_policy, score
-from stppo.agent.rollout import make_rollout
+from stppo.agent.compute import place, resolve_device
+from stppo.agent.policy import build_policy, check_vocabulary, load_policy, load_tokenizer, score
+from stppo.agent.rollout import Sampler, make_rollout
 from stppo.config import Config, build, fingerprint, validate, warm_start_dir
 from stppo.files import write_json
+from stppo.settings import RunConfig
+from stppo.training.gradients import Passes
 from stppo.training.metrics import evaluate
+from stppo.training.optimizers import make_optimizer
 from stppo.trajectories import Trajectories
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.environment import Episode
@@ -65,66 +69,49 @@ def demonstration_batch(episodes: list[Episode], encoder: DialogueEncoder) -> Tr
 def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     """Train and save a warm start in `out_dir` (weights, tokenizer, `warm_start.json`); returns the record.
 
-    The record holds sampled success S0 (from `final_samples` trajectories on the evaluation questions), greedy
-    success, steps and seconds. Raises ValueError if the target is not reached within `max_steps`.
+    With max_steps=0 nothing is trained: pretrained weights are measured and saved as they are. Else all weights are
+    trained, whatever `policy.lora` says. The record holds sampled success S0 (from `final_samples` trajectories on the
+    evaluation questions), greedy success, steps and seconds. Raises ValueError if the target is not reached within
+    `max_steps`.
     """
     run = validate(config)
-    settings = run.warm_start
+    settings, training = run.warm_start, run.training
     torch.set_num_threads(1)
     torch.manual_seed(run.warm_start_seed)
     began = time.perf_counter()
     world = build(config["world"], "world")
     tokenizer = world.tokenizer
     if tokenizer is None:
-        raise ValueError(
-            "this world has no tokenizer of its own, so there is nothing to warm-start from scratch"
-        )
+        tokenizer = load_tokenizer(run.policy.pretrained)
     rng = random.Random(run.warm_start_seed)
-    questions = world.questions("train")
-    noise = DemonstrationNoise(**settings.noise)
-    demonstrations = [rng.choice(questions) for _ in range(settings.demonstrations)]
-    encoder = DialogueEncoder(world.environment.protocol, tokenizer)
-    data = demonstration_batch(play(world, demonstrations, rng, noise), encoder)
+    data = None
+    if settings.max_steps:
+        questions = world.questions("train")
+        noise = DemonstrationNoise(**settings.noise)
+        demonstrations = [rng.choice(questions) for _ in range(settings.demonstrations)]
+        encoder = DialogueEncoder(world.environment.protocol, tokenizer)
+        data = demonstration_batch(play(world, demonstrations, rng, noise), encoder)
 
     policy = build_policy(run.policy, tokenizer)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
+    check_vocabulary(policy, tokenizer)
+    place(policy, resolve_device(training.device), training.precision, training.gradient_checkpointing)
     sampler = make_rollout(world.environment, tokenizer, run.rollout, policy).for_evaluation()
-    held_out = world.questions("validation")
-    evaluated = evaluation_questions(world, run.evaluation.questions)
-    history = []
-    bar = tqdm(total=settings.max_steps, desc="warm start", disable=not progress, mininterval=1)
-    for step in range(1, settings.max_steps + 1):
-        batch = data.select(torch.randint(len(data.lengths), (settings.batch_size,)))
-        loss = -score(policy, batch, n_chunks=2).logprobs.sum() / batch.agent_mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        bar.update()
-        if step % settings.evaluate_every == 0:
-            some = [rng.choice(held_out) for _ in range(settings.evaluate_questions)]
-            row, _ = evaluate(sampler, policy, some, greedy=False, seed=step)
-            history.append({"step": step, "loss": float(loss.detach()), "success": row["success"]})
-            bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", success=f"{row['success']:.3f}")
-            if row["success"] >= settings.target_success:
-                break
-    else:
-        raise ValueError(
-            f"warm start: sampled success {history[-1]['success']:.3f} after warm_start.max_steps="
-            f"{settings.max_steps} is below target_success={settings.target_success}; raise one or lower the other"
-        )
-    bar.close()
-    # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
-    many = list(itertools.islice(itertools.cycle(evaluated), settings.final_samples))
-    sampled, _ = evaluate(sampler, policy, many, greedy=False, seed=run.warm_start_seed)
-    greedy, _ = evaluate(sampler, policy, evaluated, greedy=True, seed=0)
+    try:
+        history = [] if data is None else _imitate(policy, data, sampler, world, run, rng, progress)
+        # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
+        evaluated = evaluation_questions(world, run.evaluation.questions)
+        many = list(itertools.islice(itertools.cycle(evaluated), settings.final_samples))
+        sampled, _ = evaluate(sampler, policy, many, greedy=False, seed=run.warm_start_seed)
+        greedy, _ = evaluate(sampler, policy, evaluated, greedy=True, seed=0)
+    finally:
+        sampler.close()
     record = {
         "made_for": made_for(config),
         "success_sampled": sampled["success"],
         "success_greedy": greedy["success"],
         "valid_format_rate": sampled["valid_format_rate"],
         "n_sampled": settings.final_samples,
-        "steps": history[-1]["step"],
+        "steps": history[-1]["step"] if history else 0,
         "seconds": round(time.perf_counter() - began, 1),
         "parameters": sum(p.numel() for p in policy.parameters()),
         "history": history,
@@ -134,6 +121,47 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     tokenizer.save_pretrained(out_dir)
     write_json(out_dir / WARM_START_FILE, record)  # last: its presence means the folder is whole
     return record
+
+
+def _imitate(
+    policy: PreTrainedModel,
+    data: Trajectories,
+    sampler: Sampler,
+    world: World,
+    run: RunConfig,
+    rng: random.Random,
+    progress: bool,
+) -> list[dict]:
+    """Supervised steps until sampled success reaches the target; returns what was measured on the way."""
+    settings, held_out = run.warm_start, world.questions("validation")
+    optimizer = make_optimizer("adam", list(policy.parameters()), settings.learning_rate)
+    passes = Passes(run.training.micro_batch_tokens, chunks=2)
+    history = []
+    with tqdm(total=settings.max_steps, desc="warm start", disable=not progress, mininterval=1) as bar:
+        for step in range(1, settings.max_steps + 1):
+            batch = data.select(torch.randint(len(data.lengths), (settings.batch_size,)))
+            optimizer.zero_grad()
+            loss = 0.0
+            parts = passes.cut(batch)
+            for _, part in parts:
+                scores = score(policy, part, n_chunks=passes.chunks_of(parts))
+                mean = -scores.logprobs.sum() / batch.agent_mask.sum()
+                mean.backward()
+                loss += float(mean.detach())
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
+            bar.update()
+            if step % settings.evaluate_every == 0:
+                some = [rng.choice(held_out) for _ in range(settings.evaluate_questions)]
+                row, _ = evaluate(sampler, policy, some, greedy=False, seed=step)
+                history.append({"step": step, "loss": loss, "success": row["success"]})
+                bar.set_postfix(loss=f"{loss:.3f}", success=f"{row['success']:.3f}")
+                if row["success"] >= settings.target_success:
+                    return history
+    raise ValueError(
+        f"warm start: sampled success {history[-1]['success']:.3f} after warm_start.max_steps="
+        f"{settings.max_steps} is below target_success={settings.target_success}; raise one or lower the other"
+    )
 
 
 def evaluation_questions(world: World, n: int) -> list[Question]:
@@ -159,10 +187,14 @@ def ensure_warm_start(config: Config) -> Path:
     return path
 
 
-def load_warm_start(path: Path) -> tuple[PreTrainedModel, dict, str]:
+def load_warm_start(path: Path, attention: str = "sdpa") -> tuple[PreTrainedModel, dict, str]:
     """Policy, record and content hash of the weights of a saved warm start; raises FileNotFoundError."""
     record = path / WARM_START_FILE
     if not record.is_file():
         raise FileNotFoundError(f"{path} holds no finished warm start; run `stppo warm-start` first")
-    weights = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()[:12]
-    return load_policy(path), json.loads(record.read_text()), weights
+    content = hashlib.sha256()
+    for file in sorted(path.glob("*.safetensors")):  # large models have several
+        with file.open("rb") as stream:
+            while block := stream.read(2**24):
+                content.update(block)
+    return load_policy(path, attention), json.loads(record.read_text()), content.hexdigest()[:12]

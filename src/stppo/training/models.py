@@ -1,0 +1,60 @@
+"""The models of a run, each where and how it computes: policy, reference, critic."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stppo.agent.compute import place, resolve_device
+from stppo.agent.critic import Critic
+from stppo.agent.policy import load_policy, score
+from stppo.settings import RunConfig
+from stppo.training.gradients import Passes, join
+from stppo.trajectories import Trajectories
+
+
+@dataclass
+class Models:
+    """policy; reference: the warm start, frozen, or under LoRA the policy itself, whose adapters are then switched off
+    while it scores; critic: None where nothing reads its values."""
+
+    policy: PreTrainedModel
+    reference: PreTrainedModel
+    critic: Critic | None
+
+    def reference_logprobs(self, batch: Trajectories, passes: Passes, temperature: float) -> Tensor:
+        """(B, T) log-probs of the agent tokens under the reference, without graph."""
+        off = self.policy.disable_adapter if self.reference is self.policy else contextlib.nullcontext
+        parts = passes.cut(batch)
+        chunks = passes.chunks_of(parts)
+        with torch.no_grad(), off():
+            scored = [
+                (rows, score(self.reference, part, temperature, chunks).logprobs) for rows, part in parts
+            ]
+        return join(scored, batch.tokens)
+
+
+def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, critic: bool) -> Models:
+    """Models of a run from the policy that a warm start's folder holds.
+
+    Weights that are trained are float32 in every precision. With training.precision=bfloat16 those that stay frozen (the
+    reference, or everything but the adapters) are bfloat16. Raises ValueError where the device is not there.
+    """
+    training, lora = settings.training, settings.policy.lora
+    device = resolve_device(training.device)
+    frozen = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
+    if lora is not None:
+        policy.to(frozen)
+    place(policy, device, training.precision, training.gradient_checkpointing)
+    values = Critic(policy, lora) if critic else None
+    if lora is not None:
+        from stppo.agent.lora import with_lora
+
+        policy = with_lora(policy, lora)
+        return Models(policy, policy, values)
+    reference = load_policy(warm_start, settings.policy.attention, frozen).requires_grad_(False)
+    place(reference, device)
+    return Models(policy, reference, values)

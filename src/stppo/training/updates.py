@@ -1,0 +1,239 @@
+"""One optimiser step of the policy, with everything it records, and a pass of the critic."""
+
+import math
+import time
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stppo.agent.critic import Critic
+from stppo.agent.policy import Scores
+from stppo.objectives import Objective, Surrogate, estimated_bias_norms
+from stppo.settings import TrainingConfig
+from stppo.training.controls import ReplayedDivisors
+from stppo.training.gradients import Passes, PolicyPass, global_norm, join
+from stppo.trajectories import Trajectories
+
+BIAS_NORM_COLUMNS = {
+    "exact": "clipping_bias_norm",
+    "logprob": "clipping_bias_norm_logprob",
+    "logit": "clipping_bias_norm_logit",
+}
+
+
+class NonFinite(FloatingPointError):
+    """A loss, gradient or parameter stopped being finite; ends the run, keeping what was measured."""
+
+
+def require_finite(value: Tensor | float, what: str, update: int, iteration: int) -> None:
+    if not torch.isfinite(torch.as_tensor(value)).all():
+        raise NonFinite(f"non-finite {what} at update {update}, iteration {iteration}")
+
+
+class PolicyUpdates:
+    """Steps of the policy's optimiser.
+
+    temperature: that of the roll-outs. divisors: a placebo in the stabiliser's place, or None.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        training: TrainingConfig,
+        passes: Passes,
+        temperature: float,
+        divisors: ReplayedDivisors | None,
+    ) -> None:
+        self.policy, self.optimizer, self.objective = policy, optimizer, objective
+        self.training, self.passes, self.temperature = training, passes, temperature
+        self.divisors = divisors
+        self.parameters = [p for p in policy.parameters() if p.requires_grad]
+
+    def step(
+        self,
+        row: dict[str, float],
+        batch: Trajectories,
+        advantages: Tensor,
+        reference: Tensor,
+        weights: Tensor | None,
+    ) -> None:
+        """One step on a minibatch; advantages, log-probs of the reference and weights are (B, T) or wider.
+
+        row: holds update, iteration, epoch and minibatch; it is filled on the way, so that a non-finite stop keeps
+        what it measured. Raises NonFinite.
+        """
+        began = time.perf_counter()
+        training, width = self.training, batch.tokens.shape[1]
+        advantages, reference = advantages[:, :width], reference[:, :width]
+        weights = None if weights is None else weights[:, :width]
+        row |= {
+            "learning_rate": training.learning_rate,
+            "staleness_updates": float(row["update"] - 1 - batch.policy_updates.float().mean()),
+        }
+        scored = PolicyPass(
+            self.policy, batch, self.passes, self.temperature, training.entropy_coefficient > 0
+        )
+        scores = scored.scores
+        surrogate = self.objective.surrogate(scores.logprobs, batch, advantages, weights)
+        row |= surrogate.diagnostics
+        loss = self._regularised(surrogate, scores, batch, reference, row)
+        self._require_finite(loss, "loss", row)
+
+        watched, norms = self._watched(surrogate, scores, loss, row)
+        self.optimizer.zero_grad()
+        norms |= scored.backward(loss, watched)
+        del scored, scores
+        bias_norms = [norms[column] for column in BIAS_NORM_COLUMNS.values() if not math.isnan(norms[column])]
+        self._require_finite(torch.tensor(bias_norms), "clipping bias norm", row)
+        row |= norms
+        divisor = self._divisor(row)
+        self._require_finite(divisor, "stabilizer divisor", row)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        row["gradient_norm"] = global_norm(gradients)
+        if loss is surrogate.ppo_loss:
+            row["ppo_gradient_norm"] = row["gradient_norm"]
+        self._require_finite(row["gradient_norm"], "gradient norm", row)
+        row["stabilizer_divisor"] = divisor
+        row["update_norm"] = self._step(divisor, gradients)
+        row["seconds_update"] = time.perf_counter() - began
+        self._require_finite(row["update_norm"], "parameters", row)
+
+    def _require_finite(self, value: Tensor | float, what: str, row: dict[str, float]) -> None:
+        require_finite(value, what, row["update"], row["iteration"])
+
+    def _regularised(
+        self,
+        surrogate: Surrogate,
+        scores: Scores,
+        batch: Trajectories,
+        reference: Tensor,
+        row: dict[str, float],
+    ) -> Tensor:
+        """The surrogate's loss plus KL to the reference and minus entropy, both means over agent tokens."""
+        mask, training = batch.agent_mask, self.training
+        log_ratio = (reference - scores.logprobs)[mask]
+        kl_reference = (log_ratio.exp() - 1 - log_ratio).mean()
+        entropy = scores.entropy[mask].mean()
+        row |= {"kl_reference": float(kl_reference.detach()), "entropy": float(entropy.detach())}
+        loss = surrogate.loss
+        if training.kl_coefficient:
+            loss = loss + training.kl_coefficient * kl_reference
+        if training.entropy_coefficient:
+            loss = loss - training.entropy_coefficient * entropy
+        return loss
+
+    def _watched(
+        self, surrogate: Surrogate, scores: Scores, loss: Tensor, row: dict[str, float]
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Scalars whose gradients' norms cost a backward pass and are wanted now: ‖C‖ where the stabiliser needs it, and
+        every few updates all that only watch. The iteration shifts their choice, so that it does not always fall on
+        the same minibatch of an epoch. Also returns the norms that are known without."""
+        watches = (row["update"] - 1 + row["iteration"]) % self.training.bias_norm_every == 0
+        norms = estimated_bias_norms(surrogate, scores.logprobs, scores.squared_prob_sum)
+        norms |= {"clipping_bias_norm": math.nan, "ppo_gradient_norm": math.nan}
+        watched = {}
+        if self.objective.stabilizer.estimator == "exact" or watches:
+            if surrogate.any_clipped:
+                watched["clipping_bias_norm"] = surrogate.bias_surrogate
+            else:
+                norms["clipping_bias_norm"] = 0.0
+        if loss is not surrogate.ppo_loss and watches:
+            watched["ppo_gradient_norm"] = surrogate.ppo_loss
+        return watched, norms
+
+    def _divisor(self, row: dict[str, float]) -> float:
+        if self.divisors is not None:
+            return self.divisors(row["iteration"], row["epoch"], row["minibatch"])
+        stabilizer = self.objective.stabilizer
+        if stabilizer.estimator is None:
+            return 1.0
+        return stabilizer.divisor(row[BIAS_NORM_COLUMNS[stabilizer.estimator]])
+
+    def _step(self, divisor: float, gradients: list[Tensor]) -> float:
+        """Clip, divide, step; returns the norm of the parameters' change. Dividing after a clip keeps the divisor; a
+        clip that binds afterwards cancels it."""
+        training = self.training
+        before = [p.detach().clone() for p in self.parameters]
+
+        def divide() -> None:
+            if divisor != 1.0:
+                torch._foreach_div_(gradients, divisor)
+
+        if training.clip_order == "after_divisor":
+            divide()
+        if training.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, training.max_grad_norm)
+        if training.clip_order == "before_divisor":
+            divide()
+        self.optimizer.step()
+        for old, new in zip(before, self.parameters, strict=True):
+            old -= new.detach()  # in place: no third copy of the parameters
+        return global_norm(before)
+
+
+class CriticUpdates:
+    """Passes of the critic over a batch."""
+
+    def __init__(
+        self, critic: Critic, optimizer: torch.optim.Optimizer, training: TrainingConfig, passes: Passes
+    ) -> None:
+        self.critic, self.optimizer, self.training, self.passes = critic, optimizer, training, passes
+        self.parameters = [p for p in critic.parameters() if p.requires_grad]
+
+    def values(self, batch: Trajectories) -> Tensor:
+        """(B, T) values without graph."""
+        parts = self.passes.cut(batch)
+        chunks = self.passes.chunks_of(parts)
+        with torch.no_grad():
+            return join([(rows, self.critic(part, chunks)) for rows, part in parts], batch.tokens)
+
+    def regress(
+        self,
+        batch: Trajectories,
+        returns: Tensor,
+        mask: Tensor,
+        old: Tensor,
+        generator: torch.Generator,
+        update: int,
+        iteration: int,
+    ) -> float:
+        """Regress V on the value targets (B, T) where mask (B, T) holds; `old` (B, T) are the values before.
+
+        Returns the mean loss of the pass (half squared error); raises NonFinite.
+        """
+        training = self.training
+        size = training.trajectories_per_iteration // training.minibatches
+        losses = []
+        for _ in range(training.critic_epochs):
+            for rows in torch.randperm(len(batch.lengths), generator=generator).split(size):
+                self.optimizer.zero_grad()
+                minibatch = batch.select(rows)
+                loss = self._backward(minibatch, returns[rows], mask[rows], old[rows])
+                require_finite(loss, "critic loss", update, iteration)
+                gradients = [p.grad for p in self.parameters if p.grad is not None]
+                require_finite(global_norm(gradients), "critic gradient norm", update, iteration)
+                self.optimizer.step()
+                losses.append(loss)
+        return float(torch.stack(losses).mean())
+
+    def _backward(self, minibatch: Trajectories, returns: Tensor, mask: Tensor, old: Tensor) -> Tensor:
+        """The minibatch's loss, a mean over its masked tokens, micro-batch by micro-batch."""
+        parts = self.passes.cut(minibatch)
+        chunks, clip = self.passes.chunks_of(parts), self.training.value_clip
+        count = int(mask.sum())
+        losses = []
+        for rows, part in parts:
+            width = part.tokens.shape[1]
+            target, anchor = returns[rows, :width], old[rows, :width]
+            values = self.critic(part, chunks)
+            error = (values - target).square()
+            if clip is not None:
+                limited = anchor + (values - anchor).clamp(-clip, clip)
+                error = torch.maximum(error, (limited - target).square())
+            loss = 0.5 * (error[mask[rows, :width]].sum() / count)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()

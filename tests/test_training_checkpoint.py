@@ -1,0 +1,129 @@
+"""Checkpoints as folders: what goes in comes out, one is kept, and nothing that goes wrong harms it."""
+
+import json
+import math
+import resource
+import shutil
+
+import pytest
+import torch
+
+from stppo.training.checkpoint import load_checkpoint, newest, restore, save_checkpoint, trained
+from tests.training_runs import assert_same_metrics, interrupted, run
+
+
+def state_of(value):
+    shared = torch.arange(12.0).view(3, 4)
+    return {
+        "iteration": value,
+        "policy": {"a": torch.full((3,), float(value)), "b": shared[:, :2], "c": shared[:, 1:]},
+        "optimizer": {"state": {0: {"step": torch.tensor(2.0), "none": None}, 7: {}}, "betas": (0.9, 0.999)},
+        "critic": None,
+        "generator": torch.Generator().manual_seed(value).get_state(),
+        "order": torch.empty(0, dtype=torch.long),
+        "queue": [({"mask": torch.tensor([True, False])}, {"x": 0.1 + 0.2}, None)],
+        "rows": [{"loss": math.nan, "big": math.inf, "n": 3}],
+    }
+
+
+def assert_equal(a, b):
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        assert a == b or (a != a and b != b)
+
+
+def test_what_goes_in_comes_out(tmp_path):
+    save_checkpoint(tmp_path / "c", "f", state_of(5))
+    assert_equal(state_of(5), load_checkpoint(tmp_path / "c", "f"))
+    names = {path.name for path in newest(tmp_path / "c").iterdir()}
+    assert {"state.json", "policy.safetensors", "optimizer.safetensors"} <= names
+    assert "critic.safetensors" not in names
+
+
+def test_only_the_newest_is_kept(tmp_path):
+    assert load_checkpoint(tmp_path / "c", "f") is None
+    for i in range(11):
+        save_checkpoint(tmp_path / "c", "f", state_of(i))
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["11"]
+    assert load_checkpoint(tmp_path / "c", "f")["iteration"] == 10
+
+
+def test_what_a_kill_leaves_behind_is_ignored_and_goes(tmp_path):
+    save_checkpoint(tmp_path / "c", "f", state_of(1))
+    shutil.copytree(newest(tmp_path / "c"), tmp_path / "c" / ".2.part")
+    (tmp_path / "c" / ".2.part" / "policy.safetensors").write_bytes(b"half")
+    assert load_checkpoint(tmp_path / "c", "f")["iteration"] == 1
+    save_checkpoint(tmp_path / "c", "f", state_of(2))
+    assert load_checkpoint(tmp_path / "c", "f")["iteration"] == 2
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["2"]
+
+
+@pytest.mark.parametrize("room", [100, 6_000])
+def test_a_full_disk_leaves_the_older_checkpoint_whole(room, tmp_path):
+    """The system refuses to write beyond `room` bytes, as a full disk would."""
+    save_checkpoint(tmp_path / "c", "f", state_of(1))
+    large = state_of(2) | {"policy": {"a": torch.zeros(100_000)}}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(OSError, match="cannot be written .*the checkpoint before it is whole.*make room"):
+            save_checkpoint(tmp_path / "c", "f", large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_equal(state_of(1), load_checkpoint(tmp_path / "c", "f"))
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["1"]
+
+
+def test_another_run_or_format_is_refused(tmp_path):
+    save_checkpoint(tmp_path / "c", "mine", state_of(1))
+    with pytest.raises(ValueError, match=r"another config or code version \(mine, this run is yours\)"):
+        load_checkpoint(tmp_path / "c", "yours")
+    file = newest(tmp_path / "c") / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
+    with pytest.raises(ValueError, match="another config or code version"):
+        load_checkpoint(tmp_path / "c", "mine")
+
+
+def test_a_missing_part_is_named(tmp_path):
+    save_checkpoint(tmp_path / "c", "f", state_of(1))
+    (newest(tmp_path / "c") / "policy.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"policy\.safetensors cannot be read .*set_aside"):
+        load_checkpoint(tmp_path / "c", "f")
+
+
+def test_a_checkpoint_of_the_earlier_format_is_refused_and_set_aside(tmp_path, tiny, barely_trained):
+    (tmp_path / "checkpoint.pt").write_bytes(b"old")
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is of an earlier version's format.*set_aside"):
+        run(tiny("training.iterations=1"), tmp_path, barely_trained)
+    run(tiny("training.iterations=1"), tmp_path, barely_trained, resume="set_aside")
+    assert (tmp_path / "earlier-1" / "checkpoint.pt").read_bytes() == b"old"
+
+
+def test_only_what_is_trained_is_saved_and_put_back():
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    for each in (model, other):
+        each.bias.requires_grad_(False)
+    saved = {name: weight.detach().clone() for name, weight in trained(model).items()}
+    assert list(saved) == ["weight"]
+    bias = other.bias.clone()
+    restore(other, saved)
+    assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, bias)
+
+
+def test_a_run_goes_on_under_other_memory_settings(tmp_path, tiny, barely_trained):
+    """Cut into micro-batches or not: after running out of memory a run goes on from its checkpoint."""
+    run(tiny(), tmp_path / "whole", barely_trained)
+    interrupted(tiny(), tmp_path / "cut", barely_trained)
+    smaller = tiny("training.micro_batch_tokens=300", "training.gradient_checkpointing=true")
+    assert run(smaller, tmp_path / "cut", barely_trained)["iterations"] == 5
+    with pytest.raises(AssertionError):  # rounding: so it did go on, and under the other settings
+        assert_same_metrics(tmp_path / "whole", tmp_path / "cut")

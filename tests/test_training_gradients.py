@@ -1,0 +1,259 @@
+"""Micro-batches, checkpointed layers, pieces of logits and bfloat16: what a large model needs changes no gradient."""
+
+import pytest
+import torch
+
+from stppo import config as configs
+from stppo.agent import policy as policy_module
+from stppo.agent.compute import body_of, computing, place
+from stppo.agent.critic import Critic
+from stppo.agent.policy import PolicyConfig, build_policy, score
+from stppo.training.gradients import Passes, PolicyPass, join
+from stppo.training.models import Models
+from stppo.training.updates import CriticUpdates, PolicyUpdates
+from stppo.trajectories import Trajectories
+
+ALGORITHMS = [
+    "token_ppo",
+    "turn_ppo",
+    "s_ppo",
+    "st_ppo",
+    "so_ppo_ctn",
+    "grpo",
+    "so_grpo",
+    "so_grpo_ctn",
+    "gspo",
+]
+VOCABULARY, LONGEST = 23, 40
+
+
+class Words:
+    """As much of a tokenizer as building a policy takes."""
+
+    pad_token_id, eos_token_id = 0, None
+
+    def __len__(self):
+        return VOCABULARY
+
+
+def make_policy(seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    shape = PolicyConfig(
+        name="x", hidden_size=16, layers=2, heads=2, kv_heads=1, intermediate_size=24, max_positions=64
+    )
+    policy = build_policy(shape, Words()).to(dtype)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(4)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """16 trajectories in two groups, 8 to 40 tokens in turns of 1 to 5, sampled by another policy."""
+    g = torch.Generator().manual_seed(1)
+    lengths = torch.randint(8, LONGEST + 1, (16,), generator=g)
+    lengths[3] = LONGEST
+    width = int(lengths.max())
+    mask = torch.rand(16, width, generator=g) < 0.6
+    mask[:, 0] = False
+    mask[:, 5] = True
+    mask &= torch.arange(width) < lengths[:, None]
+    unscored = Trajectories(
+        tokens=torch.randint(VOCABULARY, (16, width), generator=g),
+        lengths=lengths,
+        agent_mask=mask,
+        behaviour_logprobs=torch.zeros(16, width, dtype=torch.float64),
+        rewards=torch.zeros(16, width, dtype=torch.float64),
+        group_ids=torch.arange(16) // 8,
+        policy_updates=torch.zeros(16, dtype=torch.long),
+    )
+    state = unscored.state_dict()
+    with torch.no_grad():
+        other = make_policy()
+        for weight in other.parameters():
+            weight.add_(0.05 * weight.abs().mean() * torch.randn(weight.shape, generator=g))
+        state["behaviour_logprobs"] = score(other, unscored).logprobs
+    last = torch.where(mask, torch.arange(width), 0).argmax(1)
+    rewards = state["rewards"].clone()
+    rewards[torch.arange(16), last] = (torch.rand(16, generator=g) < 0.4).double()
+    return Trajectories(**state | {"rewards": rewards})
+
+
+def objective_of(name):
+    return configs.build(configs.compose([f"algorithm={name}"])["algorithm"]["objective"], "objective")
+
+
+def settings_with(*overrides):
+    return configs.validate(configs.compose(["preset=smoke", *overrides])).training
+
+
+def one_step(name, batch, budget, *overrides):
+    """(row of metrics, gradient) of one step of plain descent with all regularisers and norms on."""
+    policy, objective = make_policy(), objective_of(name)
+    training = settings_with(
+        "training.kl_coefficient=0.3",
+        "training.entropy_coefficient=0.2",
+        "training.bias_norm_every=1",
+        *overrides,
+    )
+    place(policy, torch.device("cpu"), "float32", training.gradient_checkpointing)
+    g = torch.Generator().manual_seed(2)
+    values = torch.rand(batch.tokens.shape, generator=g, dtype=torch.float64)
+    advantages = objective.credit(batch, values).advantages.double()
+    reference = batch.behaviour_logprobs + 0.1 * torch.randn(values.shape, generator=g, dtype=torch.float64)
+    weights = 1 + torch.rand(values.shape, generator=g, dtype=torch.float64)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+    passes = Passes(budget, chunks=2)
+    steps = PolicyUpdates(policy, optimizer, objective, training, passes, 1.0, None)
+    row = {"update": 1, "iteration": 1, "epoch": 0, "minibatch": 0}
+    steps.step(row, batch, advantages, reference, weights)
+    del row["seconds_update"]
+    return row, torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_micro_batches_give_the_gradient_and_the_bias_norm_of_one_batch(name, batch):
+    row, gradient = one_step(name, batch, None)
+    assert row["clip_fraction"] > 0.02 and row["clipping_bias_norm"] > 1e-4, "C must not be trivial"
+    for budget in (1, 90, 200):
+        assert len(Passes(budget).cut(batch)) > 2
+        other, found = one_step(name, batch, budget)
+        torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-12)
+        assert other == pytest.approx(row, rel=1e-10, abs=1e-11, nan_ok=True)
+
+
+@pytest.mark.parametrize("budget", [None, 90])
+def test_checkpointed_layers_give_the_same_gradient_and_bias_norm(budget, batch, monkeypatch):
+    row, gradient = one_step("st_ppo", batch, None)
+    runs = []
+    block = type(body_of(make_policy()).layers[0])
+    monkeypatch.setattr(
+        block, "forward", lambda self, *a, _f=block.forward, **k: runs.append(1) or _f(self, *a, **k)
+    )
+    once = one_step("st_ppo", batch, budget) and len(runs)
+    runs.clear()
+    other, found = one_step("st_ppo", batch, budget, "training.gradient_checkpointing=true")
+    assert len(runs) > once, "layers are computed again"
+    torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-12)
+    assert other == pytest.approx(row, rel=1e-10, abs=1e-11, nan_ok=True)
+
+
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+def test_logits_in_pieces_give_the_same_gradient(checkpoint_layers, batch, monkeypatch):
+    row, gradient = one_step("st_ppo", batch, None)
+    monkeypatch.setattr(policy_module, "_HEAD_ELEMENTS", 10 * VOCABULARY)
+    flag = f"training.gradient_checkpointing={str(checkpoint_layers).lower()}"
+    other, found = one_step("st_ppo", batch, 200, flag)
+    torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-12)
+    assert other == pytest.approx(row, rel=1e-10, abs=1e-11, nan_ok=True)
+
+
+def test_a_budget_bounds_padded_tokens_but_for_rows_that_are_longer(batch):
+    lengths = batch.lengths
+    for budget in (1, LONGEST - 1, LONGEST, 100, 10_000):
+        parts = Passes(budget).cut(batch)
+        assert sorted(torch.cat([rows for rows, _ in parts]).tolist()) == list(range(len(batch)))
+        for rows, part in parts:
+            padded = part.tokens.numel()
+            assert padded == len(rows) * int(lengths[rows].max())
+            assert padded <= budget or len(rows) == 1
+    assert len(Passes(1).cut(batch)) == len(batch)
+    (whole,) = Passes(10_000).cut(batch)
+    assert whole[1] is batch, "what fits is not cut, hence not scored twice"
+
+
+def test_cut_rows_come_back_to_their_places(batch):
+    parts = Passes(90).cut(batch)
+    back = join([(rows, part.behaviour_logprobs) for rows, part in parts], batch.tokens)
+    assert torch.equal(back, batch.behaviour_logprobs)
+
+
+def test_critic_values_and_regression_are_those_of_one_batch(batch):
+    found = []
+    for budget in (None, 1, 100):
+        torch.manual_seed(0)
+        critic = Critic(make_policy()).double()
+        torch.nn.init.normal_(critic.head.weight)
+        training = settings_with(
+            "training.value_clip=0.3",
+            "training.trajectories_per_iteration=16",
+            "training.minibatches=2",
+            "training.critic_epochs=2",
+        )
+        optimizer = torch.optim.SGD(critic.parameters(), lr=1e-2)
+        updates = CriticUpdates(critic, optimizer, training, Passes(budget, chunks=2))
+        before = updates.values(batch)
+        targets = torch.rand(before.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(4)
+        loss = updates.regress(batch, targets, batch.agent_mask, before, generator, 0, 0)
+        found.append((before, updates.values(batch), torch.tensor(loss, dtype=torch.float64)))
+    assert (found[0][0] - found[0][1]).abs().max() > 1e-3, "it learned something"
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_reference_scores_are_those_of_one_batch(batch):
+    models = Models(make_policy(), make_policy(seed=5), None)
+    whole = models.reference_logprobs(batch, Passes(), 1.3)
+    cut = models.reference_logprobs(batch, Passes(90), 1.3)
+    torch.testing.assert_close(whole, cut, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole, score(models.reference, batch, 1.3).logprobs.detach())
+    assert not whole.requires_grad and whole.abs().max() > 0
+
+
+def test_frozen_parameters_are_left_out(batch):
+    policy = make_policy()
+    body_of(policy).embed_tokens.requires_grad_(False)
+    for budget in (None, 90):
+        scored = PolicyPass(policy, batch, Passes(budget))
+        assert len(scored.parameters) == len(list(policy.parameters())) - 1
+        norms = scored.backward(scored.scores.logprobs.sum(), {"x": scored.scores.logprobs.sum()})
+        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        assert norms["x"] == pytest.approx(float(norm), rel=1e-10)
+        policy.zero_grad(set_to_none=True)
+
+
+# ---- precision ----------------------------------------------------------------------------------
+
+
+def test_bfloat16_computes_in_it_and_keeps_weights_gradients_and_scores_in_float32(batch):
+    exact, rounded = make_policy(dtype=torch.float32), make_policy(dtype=torch.float32)
+    place(rounded, torch.device("cpu"), "bfloat16")
+    seen = []
+    body_of(rounded).layers[0].mlp.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    scores = score(rounded, batch)
+    assert seen == [torch.bfloat16]
+    assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
+    scores.logprobs.sum().backward()
+    assert {p.grad.dtype for p in rounded.parameters()} == {torch.float32}
+    difference = (scores.logprobs - score(exact, batch).logprobs).abs()
+    assert difference.max() > 1e-4 and difference.mean() < 0.2
+
+
+def test_bfloat16_holds_in_micro_batches_with_checkpointed_layers_and_in_the_critic(batch):
+    policy = make_policy(dtype=torch.float32)
+    place(policy, torch.device("cpu"), "bfloat16", checkpoint_layers=True)
+    critic = Critic(policy)
+    seen = []
+    body_of(policy).layers[0].mlp.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    critic.body.layers[0].mlp.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    scored = PolicyPass(policy, batch, Passes(200))
+    scored.backward(scored.scores.logprobs.sum(), {})
+    critic(batch).sum().backward()
+    assert len(seen) > 6 and set(seen) == {torch.bfloat16}, "on the way back too"
+
+
+def test_checkpointed_layers_keep_the_cache_of_a_roll_out(batch):
+    policy = make_policy()
+    place(policy, torch.device("cpu"), checkpoint_layers=True)
+    body = body_of(policy)
+    with torch.no_grad(), computing(body):
+        out = body(input_ids=batch.tokens[:2, :6], use_cache=True)
+    assert out.past_key_values.get_seq_length() == 6
+    training = [m.training for m in policy.modules()]
+    with computing(body):
+        body(input_ids=batch.tokens[:2, :6], use_cache=False)
+    assert [m.training for m in policy.modules()] == training
