@@ -168,6 +168,7 @@ class Behaviour:
     bias_growth: float = 0.03  # log-slope of the clipping-bias norm
     value_error: float = 0.6  # RMSE of the critic relative to the spread of the true values
     non_finite: bool = False  # a collapsing run ends at its onset
+    learning_rate: float = 3.5e-4
 
 
 def replicates(worlds: int = 2, warm_starts: int = 3, seeds: int = 3) -> list[Replicate]:
@@ -227,6 +228,8 @@ def _simulate(
         "valid_format_rate": 0.9 * (1 - 0.85 * ill) * (1 - 0.01 * (noise[0] - 1)),
         "entropy": (0.3 + 1.1 * ill) * noise[1],
         "gradient_norm": noise[2] * np.where(spiking, 3, 1),
+        "ppo_gradient_norm": noise[2] * np.where(spiking, 3, 1),
+        "learning_rate": behaviour.learning_rate,
         "gradient_norm_max": 2 * noise[2] * np.where(spiking, 12, 1),
         "clipping_bias_norm": 0.3 * noise[3] * np.exp(behaviour.bias_growth * t),
         "staleness_iterations": np.minimum(2, t - 1).astype(float),
@@ -248,8 +251,10 @@ def _simulate(
         **{name: frame[name] for name in schema.KEY_COLUMNS},
         "world_seed": replicate.world_seed,
         "warm_start_seed": replicate.warm_start_seed,
+        "world": "synthetic",
         "status": schema.NON_FINITE if stops else schema.COMPLETED,
         "iterations": int(end),
+        "updates": int(end) * N_UPDATES,
         "wall_seconds": 60.0,
         "warm_start": {"success_sampled": START, "success_greedy": 0.45, "n_sampled": 2048},
         "non_finite": {"what": "gradient", "update": int(end) * N_UPDATES} if stops else None,

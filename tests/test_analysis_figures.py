@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from stppo.analysis import figures
-from stppo.analysis.drawing import curves_of, describe_regime, describe_setting
+from stppo.analysis.captions import describe_regime, describe_setting
+from stppo.analysis.drawing import curves_of
 from stppo.analysis.runs import collect, load_metrics
 from stppo.analysis.style import LOOKS, in_order, look, publish
 from tests.synthetic_runs import make_run, make_study

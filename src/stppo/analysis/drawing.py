@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from stppo.analysis.arms import COVERED
+from stppo.analysis.arms import COVERED, MAIN, ON_POLICY
+from stppo.analysis.captions import caption, describe_regime, describe_setting, is_clustered, replicates
 from stppo.analysis.resampling import Replicate, curve_band
 from stppo.analysis.runs import Metrics
-from stppo.analysis.statistics import CONFIDENCE, REPETITIONS, Band, band_note, bootstrap_band
-from stppo.analysis.style import LOOKS, STYLE_NOTE, Plot, in_order, look, style
+from stppo.analysis.statistics import CONFIDENCE, REPETITIONS, Band, bootstrap_band
+from stppo.analysis.style import Plot, in_order, look, style
 
 WIDTH = 10.0
 
@@ -54,24 +56,9 @@ def _seed_rows(curves: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(kind="seed")
 
 
-def replicates(metrics: Metrics, regime: str, algorithm: str) -> dict[int, Replicate]:
-    """Replicate of every seed of an arm."""
-    return {
-        run["seed"]: Replicate(run["world_seed"], run["warm_start_seed"], run["seed"])
-        for run in metrics.runs
-        if (run["regime"], run["algorithm"]) == (regime, algorithm)
-    }
-
-
-def _clustered(of: Iterable[Replicate]) -> bool:
-    """Whether some warm start has several seeds, so that runs are not independent."""
-    of = list(of)
-    return len({replicate.cluster for replicate in of}) < len(of)
-
-
 def _mean_rows(curves: pd.DataFrame, of: Mapping[int, Replicate], repetitions: int) -> pd.DataFrame:
     values = curves.to_numpy().T
-    if _clustered(of.values()):
+    if is_clustered(of.values()):
         runs = [of[int(seed)] for seed in curves]
         n_runs = np.isfinite(values).sum(axis=0)
         band = Band(*curve_band(values, runs, repetitions, CONFIDENCE), n_runs)
@@ -87,80 +74,6 @@ def _mean_rows(curves: pd.DataFrame, of: Mapping[int, Replicate], repetitions: i
             "kind": "iqm",
         }
     )
-
-
-# --- words ------------------------------------------------------------------------------------
-def _numbers(values: Sequence[float], pattern: str = "{:g}") -> str:
-    low, high = pattern.format(min(values)), pattern.format(max(values))
-    return low if low == high else f"{low}–{high}"
-
-
-def _short(value: float) -> str:
-    """Two significant digits, as people write learning rates: 3.5e-4, 5e-4."""
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-
-
-def describe_setting(metrics: Metrics) -> str:
-    """Model and world of the runs, in words."""
-    parts = []
-    policies = sorted({str(run["policy"]) for run in metrics.runs if run.get("policy")})
-    sizes = [run["policy_parameters"] / 1e6 for run in metrics.runs if run.get("policy_parameters")]
-    if policies:
-        size = f" ({_numbers(sizes, '{:.2g}')} M parameters)" if sizes else ""
-        parts.append(f"{', '.join(policies)} policy{size}")
-    parts.append(f"{', '.join(sorted({str(run['world']) for run in metrics.runs}))} world")
-    return ", ".join(parts)
-
-
-def _seeds(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> str:
-    counts = [
-        sum((r["regime"], r["algorithm"]) == (regime, name) for r in metrics.runs) for name in algorithms
-    ]
-    counts = [count for count in counts if count]
-    return f"{_numbers(counts)} seed{'s' if max(counts) > 1 else ''}"
-
-
-def describe_regime(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> str:
-    """Learning rate, staleness, updates per iteration and seeds of a regime, as recorded."""
-    rows = metrics.iterations[
-        (metrics.iterations["regime"] == regime) & metrics.iterations["algorithm"].isin(algorithms)
-    ]
-    parts = []
-    if "learning_rate" in rows and rows["learning_rate"].notna().any():
-        parts.append(f"lr {_short(rows['learning_rate'].max())}")
-    if "staleness_iterations" in rows and rows["staleness_iterations"].notna().any():
-        parts.append(f"staleness {rows['staleness_iterations'].max():.0f}")
-    per_iteration = [
-        run["updates"] / run["iterations"]
-        for run in metrics.runs
-        if run["regime"] == regime and run["algorithm"] in algorithms and run.get("iterations")
-    ]
-    if per_iteration:
-        parts.append(f"{max(per_iteration):.0f} updates per iteration")
-    return ", ".join([*parts, _seeds(metrics, regime, algorithms)])
-
-
-def caption(
-    metrics: Metrics, what: str, regimes: Sequence[str], algorithms: Sequence[str], means: bool = True
-) -> str:
-    """What was drawn and of which runs; with `means`, how lines and bands summarise the seeds."""
-    runs = metrics.summary[
-        metrics.summary["regime"].isin(regimes) & metrics.summary["algorithm"].isin(algorithms)
-    ]
-    counts = runs.groupby(["regime", "algorithm"]).size().tolist()
-    settings = "; ".join(f"regime {r}: {describe_regime(metrics, r, algorithms)}" for r in regimes)
-    mark = " An x marks a seed's collapse." if runs["collapsed"].any() else ""
-    arms = {(run["regime"], run["algorithm"]) for run in metrics.runs}
-    clustered = any(
-        _clustered(replicates(metrics, *arm).values())
-        for arm in arms
-        if arm[0] in regimes and arm[1] in algorithms
-    )
-    lines = f" {band_note(counts, clustered=clustered)} {STYLE_NOTE}" if means else ""
-    if means and (own := [look(name).label for name in runs["algorithm"].unique() if name not in LOOKS]):
-        lines += f" Dash-dotted: {', '.join(own)}."
-    return f"{what} Our own measurement, not the paper's curves: {describe_setting(metrics)}; {settings}.{mark}{lines}"
 
 
 # --- drawing ----------------------------------------------------------------------------------
@@ -293,17 +206,21 @@ def start_handle() -> list[Line2D]:
     return [Line2D([], [], color="#999999", linewidth=0.9, linestyle=(0, (1, 2)), label="warm start")]
 
 
-def present(metrics: Metrics, algorithms: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Regimes with curves that hold at least one of the algorithms, and the algorithms found there."""
+def present(
+    metrics: Metrics, algorithms: Sequence[str], regimes: Sequence[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """Of the regimes (those with curves) the ones that hold any of the algorithms, and the algorithms there."""
     for name in in_order(metrics.algorithms()):
         look(name)  # all choose in one order, so that every figure of a study has the same colours
-    regimes = [r for r in with_curves(metrics) if set(metrics.algorithms(r)) & set(algorithms)]
+    regimes = [r for r in regimes or with_curves(metrics) if set(metrics.algorithms(r)) & set(algorithms)]
     return regimes, in_order(set(algorithms) & {name for r in regimes for name in metrics.algorithms(r)})
 
 
 def with_curves(metrics: Metrics) -> list[str]:
-    """Regimes drawn iteration by iteration: those that no figure of the study covers as a whole."""
-    return [regime for regime in metrics.regimes if regime not in COVERED]
+    """Regimes drawn iteration by iteration, those of the study first: all that none of its figures covers."""
+    regimes = [regime for regime in metrics.regimes if regime not in COVERED]
+    first = (MAIN, ON_POLICY)
+    return sorted(regimes, key=lambda r: (first.index(r) if r in first else len(first), r))
 
 
 def _start_line(ax: Axes, metrics: Metrics, regime: str) -> None:
@@ -370,9 +287,10 @@ def grid(
     panels: Sequence[Panel],
     repetitions: int = REPETITIONS,
     individual: bool = False,
+    regimes: Sequence[str] | None = None,
 ) -> Plot | None:
-    """Panels as rows, regimes as columns; `what` opens the caption."""
-    regimes, algorithms = present(metrics, algorithms)
+    """Panels as rows, regimes (all with curves, unless given) as columns; `what` opens the caption."""
+    regimes, algorithms = present(metrics, algorithms, regimes)
     if not regimes:
         return None
     rows: list[pd.DataFrame] = []
@@ -386,7 +304,8 @@ def grid(
                 ax = axes[i, j]
                 rows += draw_panel(ax, panel, metrics, regime, algorithms, repetitions, individual)
                 if i == 0:
-                    ax.set_title(f"regime {regime}\n{describe_regime(metrics, regime, algorithms)}")
+                    settings = describe_regime(metrics, regime, algorithms)
+                    ax.set_title(f"regime {regime}\n{textwrap.fill(settings, 110 // len(regimes))}")
                 if i == len(panels) - 1:
                     ax.set_xlabel("iteration")
                 if j:

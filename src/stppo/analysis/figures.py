@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from stppo.analysis.arms import FACTORIAL, PPO_VARIANTS, variant
+from stppo.analysis.captions import caption
 from stppo.analysis.drawing import (
     WIDTH,
     Panel,
-    caption,
     collapse_handle,
     curves_of,
     draw_panel,

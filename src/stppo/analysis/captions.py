@@ -1,0 +1,98 @@
+"""What a figure was drawn from, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from stppo.analysis.resampling import Replicate
+from stppo.analysis.runs import Metrics
+from stppo.analysis.statistics import band_note
+from stppo.analysis.style import LOOKS, STYLE_NOTE, look
+
+
+def replicates(metrics: Metrics, regime: str, algorithm: str) -> dict[int, Replicate]:
+    """Replicate of every seed of an arm."""
+    return {
+        run["seed"]: Replicate(run["world_seed"], run["warm_start_seed"], run["seed"])
+        for run in metrics.runs
+        if (run["regime"], run["algorithm"]) == (regime, algorithm)
+    }
+
+
+def is_clustered(of: Iterable[Replicate]) -> bool:
+    """Whether some warm start has several seeds, so that runs are not independent."""
+    of = list(of)
+    return len({replicate.cluster for replicate in of}) < len(of)
+
+
+def _numbers(values: Sequence[float], pattern: str = "{:g}") -> str:
+    low, high = pattern.format(min(values)), pattern.format(max(values))
+    return low if low == high else f"{low}–{high}"
+
+
+def short(value: float) -> str:
+    """Two significant digits, as people write learning rates: 3.5e-4, 5e-4."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def describe_setting(metrics: Metrics) -> str:
+    """Model and world of the runs, in words."""
+    parts = []
+    policies = sorted({str(run["policy"]) for run in metrics.runs if run.get("policy")})
+    sizes = [run["policy_parameters"] / 1e6 for run in metrics.runs if run.get("policy_parameters")]
+    if policies:
+        size = f" ({_numbers(sizes, '{:.2g}')} M parameters)" if sizes else ""
+        parts.append(f"{', '.join(policies)} policy{size}")
+    parts.append(f"{', '.join(sorted({str(run['world']) for run in metrics.runs}))} world")
+    return ", ".join(parts)
+
+
+def _seeds(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> str:
+    counts = [
+        sum((r["regime"], r["algorithm"]) == (regime, name) for r in metrics.runs) for name in algorithms
+    ]
+    counts = [count for count in counts if count]
+    return f"{_numbers(counts)} seed{'s' if max(counts) > 1 else ''}"
+
+
+def describe_regime(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> str:
+    """Learning rate, staleness, updates per iteration and seeds of a regime, as recorded."""
+    rows = metrics.iterations[
+        (metrics.iterations["regime"] == regime) & metrics.iterations["algorithm"].isin(algorithms)
+    ]
+    parts = []
+    if "learning_rate" in rows and rows["learning_rate"].notna().any():
+        parts.append(f"lr {short(rows['learning_rate'].max())}")
+    if "staleness_iterations" in rows and rows["staleness_iterations"].notna().any():
+        parts.append(f"staleness {rows['staleness_iterations'].max():.0f}")
+    per_iteration = [
+        run["updates"] / run["iterations"]
+        for run in metrics.runs
+        if run["regime"] == regime and run["algorithm"] in algorithms and run.get("iterations")
+    ]
+    if per_iteration:
+        parts.append(f"{max(per_iteration):.0f} updates per iteration")
+    return ", ".join([*parts, _seeds(metrics, regime, algorithms)])
+
+
+def caption(
+    metrics: Metrics, what: str, regimes: Sequence[str], algorithms: Sequence[str], means: bool = True
+) -> str:
+    """What was drawn and of which runs; with `means`, how lines and bands summarise the seeds."""
+    runs = metrics.summary[
+        metrics.summary["regime"].isin(regimes) & metrics.summary["algorithm"].isin(algorithms)
+    ]
+    counts = runs.groupby(["regime", "algorithm"]).size().tolist()
+    settings = "; ".join(f"regime {r}: {describe_regime(metrics, r, algorithms)}" for r in regimes)
+    mark = " An x marks a seed's collapse." if runs["collapsed"].any() else ""
+    arms = {(run["regime"], run["algorithm"]) for run in metrics.runs}
+    clustered = any(
+        is_clustered(replicates(metrics, *arm).values())
+        for arm in arms
+        if arm[0] in regimes and arm[1] in algorithms
+    )
+    lines = f" {band_note(counts, clustered=clustered)} {STYLE_NOTE}" if means else ""
+    if means and (own := [look(name).label for name in runs["algorithm"].unique() if name not in LOOKS]):
+        lines += f" Dash-dotted: {', '.join(own)}."
+    return f"{what} Our own measurement, not the paper's curves: {describe_setting(metrics)}; {settings}.{mark}{lines}"

@@ -1,0 +1,119 @@
+"""Sentences about numbers that are not known beforehand: each says what its interval allows, and no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+
+from stppo.analysis.resampling import Estimate
+from stppo.analysis.statistics import CONFIDENCE
+
+
+def listed(items: Sequence[str]) -> str:
+    """a, b and c."""
+    items = list(items)
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else ""
+
+
+def capital(text: str) -> str:
+    """With a capital first letter, the rest as it is."""
+    return text[:1].upper() + text[1:]
+
+
+def number(value: float, sign: bool = False) -> str:
+    """Two decimals, with a true minus; `sign` writes a plus too."""
+    if not math.isfinite(value):
+        return "unknown"
+    text = f"{value:+.2f}" if sign else f"{value:.2f}"
+    return text.replace("-", "−")
+
+
+def interval(value: float, low: float, high: float, sign: bool = False) -> str:
+    """0.12 [0.03, 0.21]; without an interval it says why."""
+    if not math.isfinite(low):
+        return f"{number(value, sign)} (one warm start: no interval)"
+    return f"{number(value, sign)} [{number(low, sign)}, {number(high, sign)}]"
+
+
+def of(found: Estimate, sign: bool = False) -> str:
+    """`interval` of an estimate at 95 %."""
+    return interval(found.value, *found.interval(CONFIDENCE), sign)
+
+
+def side(low: float, high: float) -> int:
+    """1 if an interval lies wholly above 0, -1 if below, 0 if it holds 0 or there is none."""
+    return 1 if low > 0 else -1 if high < 0 else 0
+
+
+def difference(found: Estimate | None, above: str, below: str, open_: str) -> str:
+    """The phrase for the side on which a difference lies, with its interval."""
+    if found is None:
+        return "not compared"
+    phrase = {1: above, -1: below, 0: open_}[side(*found.interval(CONFIDENCE))]
+    return f"{phrase} ({of(found, sign=True)})"
+
+
+def share(collapsed: int, runs: int) -> str:
+    """k of n."""
+    return f"{collapsed} of {runs}"
+
+
+def _named(rows: pd.DataFrame, column: str) -> str:
+    cells = rows[["label", column, f"{column}_low", f"{column}_high"]].itertuples(index=False, name=None)
+    return listed([f"{label} ({interval(*values, sign=True)})" for label, *values in cells])
+
+
+def _where(table: pd.DataFrame, column: str, which: int) -> pd.DataFrame:
+    sides = [
+        side(low, high) for low, high in zip(table[f"{column}_low"], table[f"{column}_high"], strict=True)
+    ]
+    return table[[one == which for one in sides]]
+
+
+def group_sentence(table: pd.DataFrame) -> str:
+    """What the table of a group (`comparisons.compare`) shows: which arms differ from the default, and how."""
+    default, others = table.iloc[0], table.iloc[1:]
+    run = others[others["runs"] > 0]
+    absent = [str(arm) for arm in table.loc[table["runs"] == 0, "arm"]]
+    if not default["runs"] or run.empty:
+        return f"Not tested: no runs of {listed(absent)}."
+    name = default["label"]
+    parts = [
+        f"{name} collapsed in {share(default['collapsed'], default['runs'])} runs and ended at "
+        f"{interval(*(default[c] for c in ('final_success', 'final_success_low', 'final_success_high')))}."
+    ]
+    phrases = [
+        ("final_difference", 1, "Higher at the end"),
+        ("final_difference", -1, "Lower at the end"),
+        ("extra_risk", 1, "Collapses more often"),
+        ("extra_risk", -1, "Collapses less often"),
+    ]
+    told: set[str] = set()
+    for column, which, words in phrases:
+        found = _where(run, column, which)
+        if len(found):
+            parts.append(f"{words}: {_named(found, column)}.")
+            told |= set(found["arm"])
+    rest = run[~run["arm"].isin(told)]
+    if len(rest):
+        widest = (rest["final_difference_high"] - rest["final_difference_low"]).max() / 2
+        precision = (
+            f", with intervals of up to ±{number(widest)} in final success" if math.isfinite(widest) else ""
+        )
+        parts.append(f"No difference shown for {listed(list(rest['label']))}{precision}.")
+    if absent:
+        parts.append(f"Not run: {listed(absent)}.")
+    return " ".join(parts)
+
+
+def untested(missing: Sequence[str]) -> str:
+    """For an answer whose runs do not exist."""
+    return f"Not tested: no runs of {listed(list(missing))}."
+
+
+def ranking(items: Sequence[tuple[str, float]], best: Callable = max) -> list[str]:
+    """Labels whose value is the best one; several where they tie."""
+    top = best(value for _, value in items)
+    return [label for label, value in items if value == top]
