@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -146,6 +147,87 @@ def play(
     world = config.build(config.compose(overrides)["world"], "world")
     asked = world.questions("test")[:questions]
     typer.echo(json.dumps(play_summary(world, asked, random.Random(seed), progress=sys.stderr.isatty())))
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of weights (warm start, RUN/policy), run folder, or hub name.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the results; what it has is not played again.")],
+    overrides: Overrides = None,
+    decoding: Annotated[str, typer.Option(help="greedy | sampled | both")] = "greedy",
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Most questions per benchmark, a random sample (--seed).")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of that sample, and of sampling.")] = 0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or hub name, where the checkpoint brings none.")
+    ] = None,
+    trajectories: Annotated[int, typer.Option(min=0, help="Kept per benchmark, for the viewer.")] = 3,
+) -> None:
+    """Evaluate a checkpoint on the test questions of a world: any of the eight benchmarks, or a synthetic one.
+
+    Examples:
+
+    * `stppo evaluate results/smoke/runs/A/st_ppo/seed0 preset=smoke --out results/smoke/evaluation`
+
+    * `stppo evaluate Qwen/Qwen2.5-1.5B-Instruct world=benchmark 'world.benchmark=[nq,hotpotqa]' world.corpus=FILE
+    rollout.max_tokens=4096 --questions 500 --out results/evaluation/base`
+
+    Prints a table; `benchmarks.json` and `benchmarks.csv` are written as each benchmark ends, and the same command goes
+    on where it was stopped. Numbers that end in `_se` are standard errors.
+    """
+    import pandas as pd
+
+    from stppo import config
+    from stppo.schema import BENCHMARK_MEANS
+    from stppo.training.evaluation import DECODINGS, evaluate_checkpoint
+
+    if decoding not in (*DECODINGS, "both"):
+        raise ValueError(f"--decoding {decoding}: allowed are {', '.join(DECODINGS)}, both")
+    chosen = DECODINGS if decoding == "both" else (decoding,)
+    job = config.compose(overrides)
+    try:
+        rows = evaluate_checkpoint(
+            checkpoint,
+            job,
+            out,
+            chosen,
+            questions,
+            seed,
+            tokenizer,
+            trajectories,
+            progress=sys.stderr.isatty(),
+        )
+    except KeyboardInterrupt:
+        typer.echo("stopped; run the same command again to go on after the last finished benchmark", err=True)
+        raise typer.Exit(130) from None
+    names = ["benchmark", "decoding", "n_questions", *BENCHMARK_MEANS, "em_se"]
+    typer.echo(pd.DataFrame(rows)[names].to_string(index=False, float_format="%.3f"))
+
+
+@app.command("tiny-model")
+def tiny_model(
+    out: Annotated[Path, typer.Argument(help="Folder to write model and tokenizer to.")],
+    corpus: Annotated[Path, typer.Option(help="Search-R1 JSONL that the tokenizer is trained on.")],
+    vocabulary: Annotated[int, typer.Option(help="Tokens.")] = 2000,
+    hidden_size: Annotated[int, typer.Option(help="A multiple of 64.")] = 64,
+    layers: Annotated[int, typer.Option(min=1)] = 2,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Write a random model of Qwen2.5's shape, to try a pipeline on real questions without any download.
+
+    Example: `stppo tiny-model results/tiny-qwen --corpus corpus.jsonl`, then `policy.pretrained=results/tiny-qwen`
+    """
+    from stppo.agent.tiny_model import make_tiny_model
+    from stppo.world.retrieval import scan_corpus
+
+    if not corpus.is_file():
+        raise FileNotFoundError(f"--corpus: no file {corpus}")
+    texts = (document.contents for _, document in itertools.islice(scan_corpus(corpus), 5000))
+    size = make_tiny_model(out, texts, vocabulary, hidden_size, layers, seed)
+    typer.echo(f"{size} parameters, {out}")
 
 
 @app.command()

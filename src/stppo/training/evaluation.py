@@ -1,0 +1,303 @@
+"""Any checkpoint on any benchmarks: played, scored, written down benchmark by benchmark (`stppo evaluate`)."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import math
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from stppo.agent.compute import place, resolve_device
+from stppo.agent.policy import check_vocabulary, load_policy, load_tokenizer
+from stppo.agent.rollout import Sampler, make_rollout
+from stppo.analysis.provenance import environment
+from stppo.config import Config, build, fingerprint, validate
+from stppo.files import write_atomically, write_json
+from stppo.schema import (
+    BENCHMARK_COLUMNS,
+    BENCHMARKS_FILE,
+    BENCHMARKS_TABLE_FILE,
+    RESULT_FILE,
+    RUN_FILE,
+    TRAJECTORIES_FILE,
+)
+from stppo.training.metrics import trajectory_records
+from stppo.world.environment import Episode
+from stppo.world.protocol import Question
+from stppo.world.rewards import score, search_r1_em
+from stppo.world.scripted import World
+
+log = logging.getLogger(__name__)
+
+Decoding = Literal["greedy", "sampled"]
+DECODINGS: tuple[Decoding, ...] = ("greedy", "sampled")
+
+
+def evaluate_checkpoint(
+    checkpoint: str | Path,
+    config: Config,
+    out: Path,
+    decodings: Sequence[Decoding] = ("greedy",),
+    questions: int | None = None,
+    seed: int = 0,
+    tokenizer: str | Path | None = None,
+    trajectories: int = 3,
+    progress: bool = True,
+) -> list[dict[str, Any]]:
+    """Play the test questions of the config's world with a checkpoint; returns the rows (`BENCHMARK_COLUMNS`).
+
+    checkpoint: a folder that `save_pretrained` wrote (a warm start, a run's `policy`), a run folder, or a hub name.
+    config: composed; its `world`, `rollout`, `training.device` and `training.precision` count. The world's benchmarks
+    are played one after the other.
+    out: gets BENCHMARK/DECODING/result.json and trajectories.json as soon as each is done, then `benchmarks.json` (all
+    rows, with provenance) and `benchmarks.csv`. What is there already is not played again.
+    questions: most questions per benchmark, a sample chosen by `seed`; None takes all. seed: of sampling too.
+    tokenizer: where the checkpoint brings none and the world has none of its own.
+    trajectories: how many are kept per benchmark, for the viewer.
+
+    ValueError or OSError of one line for whatever is missing or does not fit; finished benchmarks stay.
+    """
+    if unknown := [name for name in decodings if name not in DECODINGS]:
+        raise ValueError(f"decoding must be of {', '.join(DECODINGS)}, got {unknown[0]!r}")
+    settings = validate(config)
+    world: World = build(config["world"], "world")
+    asked = _by_benchmark(world.questions("test"), questions, seed)
+    folder = _policy_folder(checkpoint)
+    policy = load_policy(folder, settings.policy.attention)
+    reads = find_tokenizer(folder, world, tokenizer)
+    check_vocabulary(policy, reads)
+    place(policy, resolve_device(settings.training.device), settings.training.precision)
+    shared = {
+        "weights": weights_of(folder, policy),
+        "world": {k: v for k, v in config["world"].items() if k not in ("benchmark", "records", "cache_dir")},
+        "max_tokens": settings.rollout.max_tokens,
+        "precision": settings.training.precision,
+    }
+    parts = []
+    for (benchmark, chosen), decoding in itertools.product(asked.items(), decodings):
+        identity = {**shared, "questions": _hash(map(repr, chosen)), "decoding": decoding}
+        identity |= {"seed": seed} if decoding == "sampled" else {}
+        parts.append((out / benchmark / decoding, benchmark, decoding, fingerprint(identity)))
+    rows = {part: row for part, *_, made_for in parts if (row := _finished(part, made_for))}
+    about = {
+        "checkpoint": str(checkpoint),
+        "weights": shared["weights"],
+        "world": config["world"],
+        "rollout": dataclasses.asdict(settings.rollout),
+        "precision": settings.training.precision,
+        "seed": seed,
+        "environment": environment(),
+    }
+    if len(rows) < len(parts):
+        sampler = make_rollout(world.environment, reads, settings.rollout, policy).for_evaluation()
+        try:
+            for part, benchmark, decoding, made_for in parts:
+                if part not in rows:
+                    rows[part] = _play(
+                        sampler,
+                        policy,
+                        asked[benchmark],
+                        (part, benchmark, decoding),
+                        seed,
+                        trajectories,
+                        made_for,
+                        progress,
+                    )
+                    write_results(out, about, [rows[p] for p, *_ in parts if p in rows])
+        except (OSError, RuntimeError, FloatingPointError) as cause:
+            kept = f"{len(rows)} of {len(parts)} results are in {out}; the same command goes on from there"
+            error = cause
+            if isinstance(cause, torch.OutOfMemoryError):
+                error = "GPU memory ran out: lower rollout.batch_size (or max_num_seqs), or use training.precision=bfloat16"
+            kind = OSError if isinstance(cause, OSError) else ValueError
+            raise kind(f"{error}; {kept}") from cause
+        finally:
+            sampler.close()
+    write_results(out, about, found := [rows[part] for part, *_ in parts])
+    return found
+
+
+def summarise(episodes: Sequence[Episode]) -> dict[str, float]:
+    """`BENCHMARK_MEANS` of finished episodes, each with its standard error over questions (`_se`).
+
+    The questions count as a sample of those that could have been asked; standard errors are NaN for a single one.
+    """
+    turns = [float(len(e.turns)) for e in episodes]
+    per_question = {
+        "em": [score(e.question, e.answer) for e in episodes],
+        "search_r1_em": [search_r1_em(e) for e in episodes],
+        "f1": [score(e.question, e.answer, "f1") for e in episodes],
+        "turns": turns,
+        "searches": [float(e.n_searches) for e in episodes],
+        "valid_format_rate": [count - e.n_invalid for count, e in zip(turns, episodes, strict=True)],
+    }
+    ones = [1.0] * len(turns)
+    found = {
+        name: ratio_and_error(values, turns if name == "valid_format_rate" else ones)
+        for name, values in per_question.items()
+    }
+    return {name: mean for name, (mean, _) in found.items()} | {
+        f"{name}_se": error for name, (_, error) in found.items()
+    }
+
+
+def ratio_and_error(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float]:
+    """Sum of values over sum of sizes, and its standard error over the n pairs.
+
+    The error is that of the ratio estimator (Cochran, Sampling Techniques, 3rd ed., eq. 6.13): for sizes of 1 that of a mean.
+    """
+    n, total = len(values), sum(sizes)
+    ratio = sum(values) / total
+    squares = sum((value - ratio * size) ** 2 for value, size in zip(values, sizes, strict=True))
+    return ratio, math.sqrt(squares * n / (n - 1)) / total if n > 1 else math.nan
+
+
+def write_results(out: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """The rows as `benchmarks.json`, with what they depend on, and as `benchmarks.csv`."""
+    table = pd.DataFrame(rows, columns=list(BENCHMARK_COLUMNS))
+    write_json(out / BENCHMARKS_FILE, {**about, "results": rows})
+    write_atomically(out / BENCHMARKS_TABLE_FILE, lambda part: table.to_csv(part, index=False))
+
+
+def find_tokenizer(
+    folder: Path | str, world: World, given: str | Path | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that a checkpoint was trained with: the world's where it has one, else what is given or its own.
+
+    Raises ValueError or FileNotFoundError where there is none, or where the world's is another than the checkpoint's.
+    """
+    own = None
+    try:
+        own = load_tokenizer(given or folder)
+    except FileNotFoundError:
+        if given is not None or not Path(folder).is_dir():
+            raise
+    theirs = world.tokenizer
+    if own is None and theirs is None:
+        raise ValueError(
+            f"{folder} holds no tokenizer and this world has none of its own: give the model that it was trained from "
+            "with --tokenizer"
+        )
+    if own is not None and theirs is not None and own.get_vocab() != theirs.get_vocab():
+        raise ValueError(
+            f"{given or folder} has another vocabulary than this world; evaluate it on the world it was trained in"
+        )
+    return own if theirs is None else theirs
+
+
+def weights_of(folder: Path | str, policy: PreTrainedModel) -> str:
+    """What tells weights apart: a hash of a folder's files, the commit of a hub name."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        return f"{folder}@{getattr(policy.config, '_commit_hash', None)}"
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:12]
+
+
+def _policy_folder(checkpoint: str | Path) -> str | Path:
+    """A run folder's weights are in its `policy`."""
+    path = Path(checkpoint)
+    if not (path / RUN_FILE).is_file():
+        return checkpoint
+    if not (path / "policy").is_dir():
+        raise FileNotFoundError(f"{path} is a run that has not ended: it has no folder `policy` yet")
+    return path / "policy"
+
+
+def _by_benchmark(asked: list[Question], most: int | None, seed: int) -> dict[str, list[Question]]:
+    groups: dict[str, list[Question]] = defaultdict(list)
+    for question in asked:
+        groups[question.source or "synthetic"].append(question)
+    if most is None:
+        return dict(groups)
+    drawn = {
+        name: sorted(random.Random(f"{name} {seed}").sample(range(len(group)), min(most, len(group))))
+        for name, group in groups.items()
+    }
+    return {name: [groups[name][i] for i in places] for name, places in drawn.items()}
+
+
+def _finished(part: Path, made_for: str) -> dict[str, Any] | None:
+    """The row of a part that is done; ValueError where it belongs to another evaluation."""
+    file = part / RESULT_FILE
+    if not file.is_file():
+        return None
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        row, of = result["row"], result["made_for"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged; delete it to play this part again") from error
+    if of != made_for:
+        raise ValueError(
+            f"{file} belongs to another checkpoint, world, number of questions or setting; choose another folder with --out"
+        )
+    log.info("%s is done already", part)
+    return row
+
+
+def _play(
+    sampler: Sampler,
+    policy: PreTrainedModel,
+    questions: list[Question],
+    place: tuple[Path, str, Decoding],
+    seed: int,
+    trajectories: int,
+    made_for: str,
+    progress: bool,
+) -> dict[str, Any]:
+    """One benchmark with one decoding: its row, also written to its folder with the answers and some trajectories."""
+    folder, benchmark, decoding = place
+    began = time.perf_counter()
+    generator = torch.Generator().manual_seed(seed)
+    episodes, kept = [], []
+    with tqdm(
+        total=len(questions), desc=f"{benchmark} {decoding}", unit="question", disable=not progress
+    ) as bar:
+        for some in _chunks(questions, sampler):
+            rollout = sampler.collect(policy, some, generator, greedy=decoding == "greedy")
+            kept += trajectory_records(rollout, sampler.tokenizer, trajectories - len(kept))
+            episodes += rollout.episodes
+            bar.update(len(some))
+            bar.set_postfix(em=f"{sum(score(e.question, e.answer) for e in episodes) / len(episodes):.3f}")
+    row = {
+        "benchmark": benchmark,
+        "decoding": decoding,
+        "n_questions": len(questions),
+        **summarise(episodes),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+    replies = [
+        {"id": e.question.id, "reply": e.answer, "em": score(e.question, e.answer), "searches": e.n_searches}
+        for e in episodes
+    ]
+    write_json(folder / TRAJECTORIES_FILE, kept)
+    write_json(
+        folder / RESULT_FILE, {"made_for": made_for, "row": row, "questions": replies}
+    )  # last: it is done
+    return row
+
+
+def _chunks(questions: list[Question], sampler: Sampler) -> Iterator[list[Question]]:
+    """What is sampled at once; an engine gets more, for it is handed the weights each time."""
+    config = sampler.config
+    size = config.batch_size if config.engine == "torch" else 8 * config.max_num_seqs
+    for start in range(0, len(questions), size):
+        yield questions[start : start + size]
+
+
+def _hash(texts: Iterator[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]

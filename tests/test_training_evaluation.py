@@ -1,0 +1,277 @@
+"""`stppo evaluate`: any checkpoint on any benchmarks, written down as each ends."""
+
+import json
+import random
+import re
+import statistics
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from stppo import cli, schema
+from stppo import config as configs
+from stppo.agent.rollout_torch import TorchRollout
+from stppo.agent.tiny_model import make_tiny_model
+from stppo.training.evaluation import evaluate_checkpoint, ratio_and_error, summarise
+from stppo.training.metrics import evaluate, write_tables
+from stppo.world import DemonstrationNoise, SyntheticWorld, play
+from stppo.world.retrieval_client import RetrievalUnavailable
+
+NQ = [{"question": f"who wrote book {i}", "answer": [f"author {i}"]} for i in range(7)]
+BAMBOOGLE = [{"Question": f"Where is town {i}?", "Answer": f"Land {i}"} for i in range(5)]
+CORPUS = [{"id": str(i), "contents": f'"Town {i}"\nTown {i} is in Land {i}.'} for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """A folder with two benchmarks, a corpus and a random model."""
+    folder = tmp_path_factory.mktemp("bench")
+    for name, records in (("nq", NQ), ("bamboogle", BAMBOOGLE), ("corpus", CORPUS)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    make_tiny_model(folder / "model", [json.dumps(CORPUS)], vocabulary=400)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def overrides(bench):
+    return [
+        "world=benchmark",
+        "world.benchmark=[nq,bamboogle]",
+        f"world.records={{nq: {bench}/nq.jsonl, bamboogle: {bench}/bamboogle.jsonl}}",
+        f"world.corpus={bench}/corpus.jsonl",
+        "world.cache_dir=null",
+        "world.turn_budget=1",
+        "world.max_turn_tokens=6",
+        "rollout.max_tokens=900",
+        "rollout.batch_size=4",
+    ]
+
+
+def run(bench, overrides, out, **options):
+    return evaluate_checkpoint(bench / "model", configs.compose(overrides), out, progress=False, **options)
+
+
+def content(folder):
+    """Every file of a folder but for how long things took."""
+    texts = {}
+    for path in sorted(folder.rglob("*.json")):
+        texts[str(path.relative_to(folder))] = found = json.loads(path.read_text())
+        for row in (
+            [found["row"]] if "row" in found else found.get("results", []) if isinstance(found, dict) else []
+        ):
+            row.pop("seconds")
+    return texts
+
+
+# --- numbers ---------------------------------------------------------------------------------------
+
+
+def test_means_are_those_of_the_episodes():
+    world = SyntheticWorld(n_train=8, n_validation=8, n_test=200)
+    episodes = play(world, world.questions("test"), random.Random(0), DemonstrationNoise(malformed=0.2))
+    found = summarise(episodes)
+    right = [float((e.answer or "").lower() == e.question.answers[0]) for e in episodes]
+    turns = [turn for e in episodes for turn in e.turns]
+    assert 0.2 < found["em"] < 0.9, "the case must have right and wrong answers"
+    assert found["em"] == pytest.approx(statistics.mean(right))
+    assert found["em_se"] == pytest.approx(statistics.stdev(right) / len(right) ** 0.5)
+    assert found["turns"] == pytest.approx(len(turns) / len(episodes))
+    assert found["valid_format_rate"] == pytest.approx(
+        sum(turn.action.kind != "invalid" for turn in turns) / len(turns)
+    )
+    assert found["f1"] > found["em"], "wrong entities share a name with right ones"
+
+
+def test_standard_error_of_a_ratio_is_that_of_its_variances_and_covariance():
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 6, 300)
+    values = rng.binomial(sizes, 0.7)
+    ratio, error = ratio_and_error(values.tolist(), sizes.tolist())
+    (vy, vxy), (_, vx) = np.cov(values, sizes)
+    assert ratio == pytest.approx(values.sum() / sizes.sum())
+    expected = (vy + ratio**2 * vx - 2 * ratio * vxy) / len(sizes) / sizes.mean() ** 2
+    assert error == pytest.approx(expected**0.5)
+    assert np.isnan(ratio_and_error([1.0], [1.0])[1])
+
+
+def test_training_keeps_the_success_on_each_of_several_benchmarks(bench, overrides, tmp_path):
+    from stppo.agent.policy import load_policy
+    from stppo.training.evaluation import find_tokenizer
+
+    config = configs.compose(overrides)
+    world, settings = configs.build(config["world"], "world"), configs.validate(config)
+    policy = load_policy(bench / "model")
+    sampler = TorchRollout(world.environment, find_tokenizer(bench / "model", world), settings.rollout)
+    row, _ = evaluate(sampler, policy, world.questions("test"), True, 0)
+    assert row["by_benchmark"] == {"nq": 0.0, "bamboogle": 0.0}
+    one, _ = evaluate(sampler, policy, world.questions("test")[:3], True, 0)
+    assert "by_benchmark" not in one
+    place = {"iteration": 4, "update": 8}
+    write_tables(tmp_path, [], [{**place, **row}])
+    (kept,) = json.loads((tmp_path / schema.BY_BENCHMARK_FILE).read_text())
+    assert kept == {**place, "temperature": 0.0, "by_benchmark": row["by_benchmark"]}
+    assert list(pd.read_parquet(tmp_path / schema.EVALUATIONS_FILE)) == list(schema.EVALUATION_COLUMNS)
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def test_each_benchmark_and_decoding_has_its_row_and_its_folder(bench, overrides, tmp_path):
+    rows = run(bench, overrides, tmp_path, decodings=("greedy", "sampled"), trajectories=2)
+    pairs = [(row["benchmark"], row["decoding"], row["n_questions"]) for row in rows]
+    assert pairs == [(b, d, n) for b, n in (("nq", 7), ("bamboogle", 5)) for d in ("greedy", "sampled")]
+    table = pd.read_csv(tmp_path / schema.BENCHMARKS_TABLE_FILE)
+    assert list(table) == list(schema.BENCHMARK_COLUMNS) and len(table) == 4
+    whole = json.loads((tmp_path / schema.BENCHMARKS_FILE).read_text())
+    assert whole["results"] == rows and whole["environment"]["versions"]["torch"]
+    part = json.loads((tmp_path / "nq" / "sampled" / schema.RESULT_FILE).read_text())
+    assert [question["id"] for question in part["questions"]] == [f"nq-{i}" for i in range(1, 8)]
+    kept = json.loads((tmp_path / "nq" / "sampled" / schema.TRAJECTORIES_FILE).read_text())
+    assert [set(record) for record in kept] == [set(schema.TRAJECTORY_FIELDS)] * 2
+    assert kept[0]["question"] == NQ[0]["question"] and "<|im_start|>" in kept[0]["tokens"]
+
+
+def test_a_sample_of_the_questions_is_one_of_each_benchmark(bench, overrides, tmp_path):
+    def asked(out, **options):
+        run(bench, overrides, out, questions=3, **options)
+        return {
+            name: [q["id"] for q in json.loads((out / name / "greedy/result.json").read_text())["questions"]]
+            for name in ("nq", "bamboogle")
+        }
+
+    first, again, other = asked(tmp_path / "a"), asked(tmp_path / "b"), asked(tmp_path / "c", seed=1)
+    assert first == again != other and {len(ids) for ids in first.values()} == {3}
+
+
+def test_what_was_finished_before_a_failure_is_kept_and_not_played_again(
+    bench, overrides, tmp_path, monkeypatch
+):
+    uninterrupted, broken = tmp_path / "whole", tmp_path / "broken"
+    run(bench, overrides, uninterrupted)
+    original, asked = TorchRollout.collect, []
+
+    def collect(self, policy, questions, *args, **kwargs):
+        asked.append({question.source for question in questions})
+        if len(asked) == 4:  # nq has two chunks, bamboogle fails at its second
+            raise RetrievalUnavailable("retrieval server http://x: no usable answer")
+        return original(self, policy, questions, *args, **kwargs)
+
+    monkeypatch.setattr(TorchRollout, "collect", collect)
+    with pytest.raises(OSError, match="no usable answer; 1 of 2 results are in .*goes on from there"):
+        run(bench, overrides, broken)
+    assert [row["benchmark"] for row in json.loads((broken / "benchmarks.json").read_text())["results"]] == [
+        "nq"
+    ]
+    run(bench, overrides, broken)
+    assert asked[4:] == [{"bamboogle"}] * 2
+    run(bench, overrides, broken)
+    assert len(asked) == 6, "a finished evaluation plays nothing"
+    assert content(broken) == content(uninterrupted)
+
+
+def test_another_benchmark_joins_those_that_are_done(bench, overrides, tmp_path):
+    run(bench, [*overrides, "world.benchmark=[bamboogle]"], tmp_path)
+    time = (tmp_path / "bamboogle/greedy/result.json").stat().st_mtime_ns
+    assert len(run(bench, overrides, tmp_path)) == 2
+    assert (tmp_path / "bamboogle/greedy/result.json").stat().st_mtime_ns == time
+
+
+@pytest.mark.parametrize("change", ["checkpoint", "world.top_k=1", "rollout.max_tokens=800", "questions"])
+def test_results_of_something_else_are_refused_and_stay(bench, overrides, tmp_path, change):
+    out = tmp_path / "out"
+    run(bench, overrides, out)
+    before = content(out)
+    other, options = list(overrides), {}
+    place = bench
+    if change == "checkpoint":
+        place = tmp_path / "other"
+        make_tiny_model(place / "model", [json.dumps(CORPUS)], vocabulary=400, seed=1)
+    elif change == "questions":
+        options["questions"] = 3
+    else:
+        other.append(change)
+    with pytest.raises(ValueError, match="nq/greedy/result.json belongs to another .*--out"):
+        run(place, other, out, **options)
+    assert content(out) == before
+
+
+def test_a_damaged_result_is_named(bench, overrides, tmp_path):
+    run(bench, overrides, tmp_path)
+    (tmp_path / "nq/greedy/result.json").write_text('{"row": ')
+    with pytest.raises(ValueError, match="nq/greedy/result.json is damaged; delete it"):
+        run(bench, overrides, tmp_path)
+
+
+# --- the command -----------------------------------------------------------------------------------
+
+
+def command(monkeypatch, capsys, *arguments):
+    """(exit status, what was printed, what was printed as an error)."""
+    monkeypatch.setattr("sys.argv", ["stppo", *map(str, arguments)])
+    try:
+        cli.main()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+SMALL = ["preset=smoke", "world.n_train=64", "world.n_validation=32", "world.n_test=32"]
+
+
+def test_a_warm_start_and_a_run_folder_are_checkpoints(barely_trained, tmp_path, monkeypatch, capsys):
+    arguments = ("evaluate", barely_trained, *SMALL, "--decoding", "both", "--out", tmp_path / "a")
+    status, said, _ = command(monkeypatch, capsys, *arguments)
+    assert status == 0 and said.splitlines()[0].split()[:4] == ["benchmark", "decoding", "n_questions", "em"]
+    assert [line.split()[:3] for line in said.splitlines()[1:]] == [
+        ["synthetic", "greedy", "32"],
+        ["synthetic", "sampled", "32"],
+    ]
+    folder = tmp_path / "run"
+    (folder / "policy").mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):  # weights alone: the world has the tokenizer
+        (folder / "policy" / name).write_bytes((barely_trained / name).read_bytes())
+    status, again, _ = command(monkeypatch, capsys, *arguments[:1], folder, *arguments[2:-1], tmp_path / "b")
+    assert status == 0 and again == said
+
+
+def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, monkeypatch, capsys):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((bench / "model" / name).read_bytes())
+    large = tmp_path / "large"
+    make_tiny_model(large, [json.dumps(CORPUS * 9) + "".join(map(chr, range(900)))], vocabulary=800)
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    (unfinished / "run.json").write_text("{}")
+    model = bench / "model"
+    cases = [
+        ([tmp_path / "none", *overrides], "none cannot be loaded"),
+        ([unfinished, *overrides], "no folder `policy` yet"),
+        ([bare, *overrides], "holds no tokenizer and this world has none.*--tokenizer"),
+        ([bare, *overrides, "--tokenizer", tmp_path], "the tokenizer at .* cannot be loaded"),
+        ([model, *overrides, "--tokenizer", large], "tokens, the policy .* belong together"),
+        ([model, *SMALL], "another vocabulary than this world"),
+        ([model, *overrides, "world.corpus=none.jsonl"], "corpus: no file none.jsonl"),
+        ([model, *overrides, "world.records=none.jsonl"], "records: no file none.jsonl"),
+        ([model, *overrides, "rollout.max_tokens=100"], "rollout.max_tokens=100 leaves no room"),
+        ([model, *overrides, "--decoding", "beam"], "allowed are greedy, sampled, both"),
+    ]
+    for arguments, message in cases:
+        status, _, error = command(monkeypatch, capsys, "evaluate", *arguments, "--out", tmp_path / "out")
+        lines = [line for line in error.splitlines() if line.startswith("error")]
+        assert status == 1 and len(lines) == 1, (message, error)
+        assert re.search(message, lines[0]), lines[0]
+
+
+def test_tiny_model_command_writes_a_model(bench, tmp_path):
+    result = CliRunner().invoke(
+        cli.app,
+        ["tiny-model", str(tmp_path / "m"), "--corpus", str(bench / "corpus.jsonl"), "--vocabulary", "400"],
+    )
+    assert result.exit_code == 0 and (tmp_path / "m" / "tokenizer.json").is_file()
