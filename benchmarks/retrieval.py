@@ -223,36 +223,27 @@ def measure_size(n: int, scratch: Path) -> dict[str, Any]:
 
 
 def extrapolated(small: dict, large: dict, n: int) -> dict[str, float]:
-    """To n passages, from two sizes: straight lines through both for what is stored or read once, power laws for the rest."""
+    """To n passages, from two sizes: by straight lines through both; the number of words by a power law."""
     (a, b) = (run["build"]["documents"] for run in (small, large))
 
-    def line(y: float, z: float) -> float:
+    def line(phase: str, *keys: str) -> float:
+        y, z = small[phase], large[phase]
+        for key in keys:
+            y, z = y[key], z[key]
         return z + (z - y) / (b - a) * (n - b)
 
-    def stored(phase: str, key: str) -> float:
-        return line(small[phase][key], large[phase][key])
-
-    def power(y: float, z: float) -> float:
-        return z * (n / b) ** (np.log(z / y) / np.log(b / a))
-
+    words_small, words = (run["build"]["words"] for run in (small, large))
+    more_words = words * (n / b) ** (np.log(words / words_small) / np.log(b / a)) - words
+    build_mib = large["build"]["own_mib_peak"] + (150 * more_words + 12 * (n - b)) / 2**20
     return {
-        "index GiB": stored("build", "index_mib") / 1024,
-        "build, CPU hours": stored("build", "cpu_seconds") / 3600,
-        "build, own memory GiB": (
-            large["build"]["own_mib_peak"]
-            + (power(small["build"]["words"], large["build"]["words"]) - large["build"]["words"])
-            * 150
-            / 2**20
-            + (n - b) * 12 / 2**20
-        )
-        / 1024,
-        "search, own memory GiB": stored("search", "own_mib_peak") / 1024,
-        "one query, CPU ms p50": power(*(run["search"]["single_ms"]["p50"] for run in (small, large))),
-        "one query, CPU ms p95": power(*(run["search"]["single_ms"]["p95"] for run in (small, large))),
-        "64 queries, CPU ms p50": power(*(run["search"]["batch_64_ms"]["p50"] for run in (small, large))),
-        "all scores added up, one query, CPU ms p50": line(
-            *(run["search_all"]["single_ms"]["p50"] for run in (small, large))
-        ),
+        "index GiB": line("build", "index_mib") / 1024,
+        "build, CPU minutes": line("build", "cpu_seconds") / 60,
+        "build, own memory GiB": build_mib / 1024,
+        "search, own memory GiB": line("search", "own_mib_peak") / 1024,
+        "one query, CPU ms p50": line("search", "single_ms", "p50"),
+        "one query, CPU ms p95": line("search", "single_ms", "p95"),
+        "64 queries, CPU ms p50": line("search", "batch_64_ms", "p50"),
+        "one query with all scores, CPU ms p50": line("search_all", "single_ms", "p50"),
     }
 
 
@@ -324,13 +315,17 @@ def render(found: dict[str, Any]) -> str:
             guess = extrapolated(sizes[0], sizes[-1], WIKIPEDIA)
             lines += [
                 "",
-                f"Extrapolated to Wikipedia's {WIKIPEDIA:,} passages (not measured). Straight lines through the smallest "
-                "and the largest size: index, build time, memory of search, time with all scores. Power laws through them: "
-                "number of words, time of pruned search. Memory of the build: that of the largest size, 150 bytes for "
-                "each word and 12 for each passage more. A machine whose free memory is below the index's size reads from "
-                "disk besides.",
+                f"Extrapolated to Wikipedia's {WIKIPEDIA:,} passages (not measured) by straight lines through the smallest "
+                "and the largest size. Memory of the build is that of the largest size, and 150 bytes for each word and 12 "
+                "for each passage more; the number of words grows by a power law through both sizes. A machine whose free "
+                "memory is below the index's size reads from disk besides.",
                 "",
-                *table([{"": name, "estimate": f"{value:.3g}"} for name, value in guess.items()]),
+                *table(
+                    [
+                        {"": name, "estimate": f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"}
+                        for name, value in guess.items()
+                    ]
+                ),
             ]
     return "\n".join(lines) + "\n"
 
