@@ -36,21 +36,26 @@ def test_weights_as_they_are_are_measured_saved_and_trained(
     assert trained["warm_start"]["success_sampled"] == record["success_sampled"]
 
 
-def test_supervised_start_from_pretrained_weights_trains_them(
-    tmp_path, tiny, barely_trained, without_tokenizer
+def test_supervised_start_from_pretrained_weights_trains_them_in_micro_batches(
+    tmp_path, tiny, barely_trained, without_tokenizer, monkeypatch
 ):
-    config = tiny(
-        f"policy.pretrained={barely_trained}",
-        "warm_start.max_steps=400",
-        "warm_start.demonstrations=512",
-        "warm_start.target_success=0.01",
-        "training.micro_batch_tokens=1500",
-    )
-    record = warm_start(config, tmp_path, progress=False)
-    assert record["steps"] >= 50
-    assert not torch.equal(
-        next(load_policy(tmp_path).parameters()), next(load_policy(barely_trained).parameters())
-    )
+    measured = {"success": 1.0, "valid_format_rate": 1.0}
+    monkeypatch.setattr("stppo.training.warm_start.evaluate", lambda *_, **__: (measured, None))
+    losses = []
+    for budget in ("null", 1500):
+        config = tiny(
+            f"policy.pretrained={barely_trained}",
+            "warm_start.evaluate_every=5",
+            f"training.micro_batch_tokens={budget}",
+        )
+        record = warm_start(config, tmp_path / str(budget), progress=False)
+        assert record["steps"] == 5
+        losses.append(record["history"][0]["loss"])
+    first, cut = (load_policy(tmp_path / name).state_dict() for name in ("null", "1500"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for name, before in load_policy(barely_trained).state_dict().items():
+        assert not torch.equal(first[name], before)
+        torch.testing.assert_close(first[name], cut[name], atol=2e-3, rtol=0)
 
 
 def test_a_world_without_tokenizer_needs_a_model_that_brings_one(tmp_path, tiny, without_tokenizer):

@@ -1,0 +1,167 @@
+"""LoRA by peft: what is trained, saved, merged, sampled with, and which policy is the reference."""
+
+import json
+
+import pytest
+import torch
+
+from stppo.agent.compute import body_of, head_of
+from stppo.agent.critic import Critic
+from stppo.agent.policy import LoraSettings, load_policy, save_policy, score
+from stppo.training.checkpoint import newest
+from stppo.training.gradients import Passes, PolicyPass
+from stppo.training.trainer import Trainer
+from tests.training_runs import assert_same_metrics, interrupted, run, tables
+
+pytestmark = pytest.mark.engines
+peft = pytest.importorskip("peft", reason="peft is not installed; `make test-engines` installs it")
+
+LORA = [
+    "policy.lora={rank: 4, alpha: 8}",
+    "training.iterations=3",
+    "training.learning_rate=1e-2",
+    "training.kl_coefficient=0.1",
+]
+
+
+@pytest.fixture(scope="module")
+def start(barely_trained, tmp_path_factory):
+    """The same weights as a warm start of the config with adapters."""
+    import shutil
+
+    from stppo import config as configs
+    from stppo.training.warm_start import made_for
+    from tests.conftest import TINY
+
+    folder = tmp_path_factory.mktemp("lora") / "start"
+    shutil.copytree(barely_trained, folder)
+    record = json.loads((folder / "warm_start.json").read_text())
+    record["made_for"] = made_for(configs.compose([*TINY, *LORA]))
+    (folder / "warm_start.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.fixture
+def trainer(tiny, tmp_path, start):
+    return Trainer(tiny(*LORA), tmp_path / "run", start, progress=False)
+
+
+def shake(trainer):
+    """Adapters that do something, as after training."""
+    with torch.no_grad():
+        for weight in trainer.parameters:
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+
+
+def test_only_adapters_are_trained_and_start_without_effect(trainer, start):
+    names = [name for name, weight in trainer.policy.named_parameters() if weight.requires_grad]
+    assert names and all("lora_" in name for name in names)
+    assert sum(p.numel() for p in trainer.parameters) < 0.5 * sum(
+        p.numel() for p in trainer.policy.parameters()
+    )
+    batch = trainer._sample().trajectories
+    with torch.no_grad():
+        plain = score(load_policy(start), batch).logprobs
+        torch.testing.assert_close(score(trainer.policy, batch).logprobs, plain)
+        torch.testing.assert_close(plain, batch.behaviour_logprobs, atol=1e-4, rtol=0)
+
+
+def test_reference_is_the_policy_without_its_adapters(trainer, start):
+    batch = trainer._sample().trajectories
+    shake(trainer)
+    found = trainer.models.reference_logprobs(batch, Passes(200), 1.0)
+    with torch.no_grad():
+        torch.testing.assert_close(found, score(load_policy(start), batch).logprobs, atol=1e-5, rtol=1e-5)
+        assert (score(trainer.policy, batch).logprobs - found).abs().max() > 0.05, "they are back on"
+    assert all(weight.requires_grad for weight in trainer.parameters)
+
+
+def test_roll_outs_use_the_adapters(trainer):
+    shake(trainer)
+    batch = trainer._sample().trajectories
+    with torch.no_grad():
+        again = score(trainer.policy, batch).logprobs
+    torch.testing.assert_close(again, batch.behaviour_logprobs, atol=1e-4, rtol=0)
+
+
+def test_saved_policy_has_the_adapters_merged(trainer, tmp_path):
+    shake(trainer)
+    batch = trainer._sample().trajectories
+    save_policy(trainer.policy, tmp_path / "policy")
+    merged = load_policy(tmp_path / "policy")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            score(merged, batch).logprobs, score(trainer.policy, batch).logprobs, atol=1e-4, rtol=1e-4
+        )
+    assert type(merged).__name__ == "Qwen2ForCausalLM"
+
+
+def test_critic_has_adapters_of_its_own(trainer):
+    names = [name for name, weight in trainer.critic.named_parameters() if weight.requires_grad]
+    assert {"head.weight", "head.bias"} < set(names)
+    assert all("lora_" in name for name in names if not name.startswith("head"))
+    batch = trainer._sample().trajectories
+    torch.nn.init.normal_(trainer.critic.head.weight)
+    with torch.no_grad():
+        before = trainer.critic(batch)
+        shake(trainer)
+        assert torch.equal(trainer.critic(batch), before), "it does not move with the policy"
+    trainer.critic(batch).sum().backward()
+    assert all(p.grad is None for name, p in trainer.critic.named_parameters() if name not in names)
+
+
+def test_micro_batches_and_checkpointed_layers_keep_gradient_and_norm(trainer):
+    batch = trainer._sample().trajectories
+    shake(trainer)
+    found = []
+    for budget, again in ((None, False), (200, False), (200, True)):
+        body_of(trainer.policy).checkpoint_layers = again
+        trainer.optimizer.zero_grad()
+        scored = PolicyPass(trainer.policy, batch, Passes(budget))
+        loss = scored.scores.logprobs.square().mean()
+        norm = scored.backward(loss, {"c": scored.scores.logprobs.mean()})["c"]
+        found.append((torch.cat([p.grad.flatten() for p in trainer.parameters]), norm))
+    for gradient, norm in found[1:]:
+        torch.testing.assert_close(gradient, found[0][0], atol=1e-6, rtol=1e-4)
+        assert norm == pytest.approx(found[0][1], rel=1e-4) and norm > 0
+
+
+def test_run_with_adapters_resumes_bit_for_bit_and_saves_them_alone(tmp_path, tiny, start):
+    record = run(tiny(*LORA), tmp_path / "whole", start)
+    assert record["status"] == "completed"
+    updates = tables(tmp_path / "whole")[0]
+    assert updates["kl_reference"].iloc[0] == pytest.approx(0, abs=1e-5)
+    assert updates["kl_reference"].iloc[-1] > 1e-3 and (updates["update_norm"] > 0).all()
+    interrupted(tiny(*LORA), tmp_path / "cut", start)
+    saved = newest(tmp_path / "cut" / "checkpoint") / "policy.safetensors"
+    assert saved.stat().st_size < 0.6 * (start / "model.safetensors").stat().st_size
+    run(tiny(*LORA), tmp_path / "cut", start)
+    assert_same_metrics(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_frozen_weights_are_bfloat16_beside_float32_adapters(tiny, tmp_path, start):
+    config = tiny(*LORA, "training.precision=bfloat16", "training.micro_batch_tokens=400")
+    trainer = Trainer(config, tmp_path, start, progress=False)
+    assert {p.dtype for p in trainer.parameters} == {torch.float32}
+    frozen = [
+        p for model in (trainer.policy, trainer.critic) for p in model.parameters() if not p.requires_grad
+    ]
+    assert {p.dtype for p in frozen} == {torch.bfloat16}
+    assert trainer.train()["status"] == "completed"
+    updates = tables(tmp_path)[0]
+    assert updates["kl_reference"].iloc[0] == pytest.approx(0, abs=1e-4), "one model, one precision"
+
+
+def test_target_modules_that_do_not_exist_are_named(start):
+    from stppo.agent.lora import with_lora
+
+    with pytest.raises(ValueError, match=r"policy\.lora\.target_modules=\['nothing'\]"):
+        with_lora(load_policy(start), LoraSettings(target_modules=["nothing"]))
+
+
+def test_named_layers_alone_get_adapters(start):
+    policy = load_policy(start)
+    critic = Critic(policy, LoraSettings(target_modules=["q_proj"]))
+    names = [name for name, weight in critic.body.named_parameters() if weight.requires_grad]
+    assert names and all(".q_proj." in name for name in names)
+    assert head_of(policy) is policy.lm_head
