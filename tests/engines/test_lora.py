@@ -1,16 +1,20 @@
 """LoRA by peft: what is trained, saved, merged, sampled with, and which policy is the reference."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
+from stppo import config as configs
 from stppo.agent.compute import body_of, head_of
 from stppo.agent.critic import Critic
 from stppo.agent.policy import LoraSettings, load_policy, save_policy, score
 from stppo.training.checkpoint import newest
 from stppo.training.gradients import Passes, PolicyPass
 from stppo.training.trainer import Trainer
+from stppo.training.warm_start import made_for
+from tests.conftest import TINY
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
 pytestmark = pytest.mark.engines
@@ -27,12 +31,6 @@ LORA = [
 @pytest.fixture(scope="module")
 def start(barely_trained, tmp_path_factory):
     """The same weights as a warm start of the config with adapters."""
-    import shutil
-
-    from stppo import config as configs
-    from stppo.training.warm_start import made_for
-    from tests.conftest import TINY
-
     folder = tmp_path_factory.mktemp("lora") / "start"
     shutil.copytree(barely_trained, folder)
     record = json.loads((folder / "warm_start.json").read_text())
