@@ -115,7 +115,8 @@ class Trainer:
         check_vocabulary(policy, tokenizer)
         learns_values = self.objective.credit.needs_critic and training.values == "critic"
         self.models = make_models(policy, warm_start_dir, self.settings, learns_values)
-        self.policy, self.reference, self.critic = vars(self.models).values()
+        self.policy, self.critic = self.models.policy, self.models.critic
+        self.reference = self.models.reference
         self.sampler = make_rollout(self.world.environment, tokenizer, self.settings.rollout, self.policy)
         self.evaluator = self.sampler.for_evaluation()
         self.passes = Passes(training.micro_batch_tokens, training.length_chunks)
