@@ -45,15 +45,15 @@ def forest(
         return None
     labels = COLUMNS | dict(labels or {})
     n_rows = sum(map(len, tables.values()))
-    body = n_rows * ROW + len(tables) * (HEADING + GAP)
+    body = n_rows * ROW + sum(GAP + HEADING * bool(heading) for heading in tables)
     with style():
         fig = Figure(figsize=(WIDTH, body + 2.0), layout="constrained")
         axes = list(np.atleast_1d(fig.subplots(1, len(columns), sharey=True)))
         ticks: list[tuple[float, str]] = []
         y = 0.0
         for heading, table in tables.items():
-            y += GAP + HEADING
-            for ax in axes:
+            y += GAP + HEADING * bool(heading)
+            for ax in axes if heading else ():
                 ax.axhline(y - HEADING * 0.35, color="#DDDDDD", linewidth=0.8, zorder=0)
             axes[0].annotate(
                 heading,

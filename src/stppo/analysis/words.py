@@ -9,12 +9,16 @@ import pandas as pd
 
 from stppo.analysis.resampling import Estimate
 from stppo.analysis.statistics import CONFIDENCE
+from stppo.analysis.style import look
 
 
 def listed(items: Sequence[str]) -> str:
-    """a, b and c."""
+    """a, b and c; with semicolons where an item has a comma of its own."""
     items = list(items)
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else ""
+    if len(items) < 2:
+        return "".join(items)
+    comma = "; " if any("," in item for item in items) else ", "
+    return f"{comma.join(items[:-1])} and {items[-1]}"
 
 
 def capital(text: str) -> str:
@@ -70,6 +74,21 @@ def _where(table: pd.DataFrame, column: str, which: int) -> pd.DataFrame:
         side(low, high) for low, high in zip(table[f"{column}_low"], table[f"{column}_high"], strict=True)
     ]
     return table[[one == which for one in sides]]
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """A table for people: value and interval in one cell, labels in place of arms, no plan that is not known."""
+    shown = table.drop(columns=["arm", "group"], errors="ignore") if "label" in table else table.copy()
+    if "algorithm" in shown:
+        shown["algorithm"] = [look(name).label for name in shown["algorithm"]]
+    for name in [column for column in table if f"{column}_low" in table]:
+        cells = table[[name, f"{name}_low", f"{name}_high"]].itertuples(index=False, name=None)
+        shown[name] = [interval(*cell) if math.isfinite(cell[0]) else "" for cell in cells]
+        shown = shown.drop(columns=[f"{name}_low", f"{name}_high"])
+    if "planned" in shown and shown["planned"].isna().all():
+        shown = shown.drop(columns="planned")
+    first = [name for name in ("block",) if name in shown]
+    return shown[[*first, *shown.columns.drop(first)]].rename(columns=lambda name: name.replace("_", " "))
 
 
 def group_sentence(table: pd.DataFrame) -> str:

@@ -1,0 +1,38 @@
+"""Everything that a study concludes, as tables beside its metrics: verdicts, answers, what was run."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+
+from stppo.analysis.answers import all_answers
+from stppo.analysis.claims import evaluate, write_ledger
+from stppo.analysis.comparisons import coverage, load_plan
+from stppo.analysis.runs import load_metrics
+from stppo.analysis.study import Study
+from stppo.files import write_atomically
+
+ANSWERS_FILE, COVERAGE_FILE = "answers.csv", "coverage.csv"
+
+
+def write_evaluation(
+    metrics_dir: str | Path, out_dir: str | Path, planned: str | Path | None = None
+) -> list[Path]:
+    """Write claims.csv, claims.md, answers.csv and coverage.csv; returns the paths.
+
+    planned: file of `comparisons.load_plan`; without it nothing is said of what was to be run.
+    """
+    metrics, plan = load_metrics(metrics_dir), load_plan(planned)
+    study = Study(metrics)
+    answers = pd.DataFrame(
+        [[a.id, a.question, a.text, a.figure, " ".join(a.see)] for a in all_answers(study, plan)],
+        columns=["id", "question", "answer", "figure", "see"],
+    )
+    paths = write_ledger(evaluate(metrics, planned=plan), out_dir)
+    for name, table in ((ANSWERS_FILE, answers), (COVERAGE_FILE, coverage(metrics, plan))):
+        paths.append(Path(out_dir) / name)
+        text = table.to_csv(index=False, lineterminator="\n")
+        write_atomically(paths[-1], partial(Path.write_text, data=text, encoding="utf-8"))
+    return paths

@@ -1,0 +1,172 @@
+"""What the ablations and the mechanism show, in sentences made from the numbers; see `answers` for Q1-Q8."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+
+from stppo.analysis import words
+from stppo.analysis.answers import Answer, other_settings, versus
+from stppo.analysis.arms import ABLATIONS, CONTROLS, DRIVERS, LONG, MAIN, ON_POLICY, PPO_VARIANTS, SETTINGS
+from stppo.analysis.claims import Plan
+from stppo.analysis.comparisons import group_table
+from stppo.analysis.diagnostic_figures import critic_errors
+from stppo.analysis.forest import forest
+from stppo.analysis.mechanism import departures, lead_table
+from stppo.analysis.phase_diagram import FINAL, RISK, phase_table
+from stppo.analysis.study import Arm, Study
+from stppo.analysis.study_figures import factorial_effects
+from stppo.analysis.style import look
+
+GROUPS = {group.name: group for group in (*ABLATIONS, *DRIVERS)} | {f"controls_{g.name}": g for g in CONTROLS}
+
+
+def ablation(study: Study, name: str, planned: Plan | None = None) -> Answer:
+    """What one group of `arms` shows. KeyError for a name that no group has."""
+    group = GROUPS[name]
+    table = group_table(study, group, planned)
+    return Answer(group.title, group.question, words.group_sentence(table), "normalisers", table)
+
+
+def shown(study: Study, answer: Answer) -> Answer:
+    """An answer whose numbers compare arms, with their forest plot; without one where nothing can be compared."""
+    blocks = answer.table.groupby("block", sort=False) if "block" in answer.table else [("", answer.table)]
+    run = {
+        block: rows for block, rows in blocks if rows["runs"].iloc[0] and (rows["runs"].iloc[1:] > 0).any()
+    }
+    plot = forest(
+        study.metrics, answer.figure, answer.question, answer.question, run, role="first of the block"
+    )
+    return replace(answer, plot=plot)
+
+
+def phase(study: Study) -> Answer:
+    """How collapse depends on epochs, learning rate, age of the batches and the split of the updates."""
+    data = phase_table(study)
+    question = "What drives collapse: epochs, learning rate, or the age of the batches?"
+    if data.empty:
+        return Answer(
+            "Phase diagram", question, words.untested(["the phase diagram's cells"]), "phase_diagram", data
+        )
+    sentences = []
+    for name in PPO_VARIANTS:
+        mine = data[data["algorithm"] == name]
+        if mine.empty:
+            continue
+        clauses = []
+        for part, column, what in (
+            ("phase", "x", "epochs"),
+            ("phase", "y", "the learning rate"),
+            ("staleness", "x", "the age"),
+        ):
+            cells = mine[mine["part"] == part]
+            values = cells.groupby(cells[column].astype(float))[RISK].mean()
+            if len(values) > 1:
+                low, high = values.iloc[0], values.iloc[-1]
+                verb = "rises" if high > low else "falls" if high < low else "stays"
+                span = (
+                    f"from {words.number(low)} to {words.number(high)}"
+                    if high != low
+                    else f"at {words.number(low)}"
+                )
+                clauses.append(f"{verb} {span} with {what} ({values.index[0]:g} to {values.index[-1]:g})")
+        splits = mine[mine["part"] == "split"]
+        if len(splits) > 1:
+            shares = [f"{row.x}: {words.share(row.collapsed, row.runs)}" for row in splits.itertuples()]
+            clauses.append(f"is {', '.join(shares)} as 32 updates are split (epochs × minibatches)")
+        if clauses:
+            sentences.append(
+                f"{look(name).label}'s share of collapsed runs, averaged over the cells, {words.listed(clauses)}."
+            )
+    best = data.loc[data[FINAL].idxmax()]
+    sentences.append(
+        f"The highest final success of any cell, {words.number(best[FINAL])}, is that of {look(best['algorithm']).label} "
+        f"({best['arm']}, {best['runs']} runs)."
+    )
+    return Answer("Phase diagram", question, " ".join(sentences), "phase_diagram", data)
+
+
+def factorial(study: Study) -> Answer:
+    """Main effects of ratio and credit on survival."""
+    question = "Is it the turn-level ratio that helps, or credit that is as coarse?"
+    effects = factorial_effects(study)
+    table = pd.DataFrame(
+        [[name, effect.value, *effect.interval(0.95)] for name, effect in effects.items()],
+        columns=["effect on mean survival (share of the horizon)", "value", "low", "high"],
+    )
+    if not effects:
+        text = words.untested(["one of the four corners"])
+    else:
+        told = [
+            f"{name} {words.difference(effect, 'lengthens', 'shortens', 'is not shown to change')}"
+            for name, effect in list(effects.items())[:2]
+        ]
+        inter = words.difference(effects["interaction"], "positive", "negative", "not shown to differ from 0")
+        text = f"On restricted mean survival (share of the horizon): {'; '.join(told)}. The interaction is {inter}."
+    return Answer("Factorial", question, text, "factorial", table)
+
+
+def moves_first(study: Study, regime: str = MAIN, algorithm: str = "token_ppo") -> Answer:
+    """Which signals leave their healthy range before the collapse, and which do so in survivors too."""
+    question = "In runs that collapse, what moves first?"
+    arm = Arm(regime, algorithm)
+    name = f"{look(algorithm).label} in {regime}"
+    departed = departures(study, arm)
+    table = lead_table(departed) if len(departed) else departed
+    if table.empty:
+        runs = len(study.runs(arm))
+        text = f"None of the {runs} runs of {name} collapsed." if runs else words.untested([str(arm)])
+        return Answer(f"Mechanism, {regime}", question, text, "mechanism", table)
+    specific = table[
+        (table["departed"] / table["collapsed"] > 0.5)
+        & (table["survivors_departed"] / table["survivors"].where(table["survivors"] > 0) < 0.25).where(
+            table["survivors"] > 0, True
+        )
+    ]
+    first = table.iloc[0]
+    text = (
+        f"In {name}, {first['label']} leaves its healthy range first on average, "
+        f"{words.interval(first['lead_mean'], first['lead_low'], first['lead_high'])} iterations before the collapse, in "
+        f"{words.share(first['departed'], first['collapsed'])} collapsed runs and {words.share(first['survivors_departed'], first['survivors'])} "
+        "survivors. "
+    )
+    if len(specific):
+        told = [f"{row.label} ({words.number(row.lead_mean)})" for row in specific.itertuples()]
+        text += f"Of all signals, those that leave it in most collapsed runs and in less than a quarter of the survivors are, with their mean lead, {words.listed(told)}."
+    else:
+        text += "No signal leaves it in most collapsed runs and in less than a quarter of the survivors."
+    if first["reference"] != "survivors":
+        text += " There are fewer than three survivors, so ranges are each run's own first quarter and false alarms are not known."
+    return Answer(f"Mechanism, {regime}", question, text, "mechanism", table)
+
+
+def settings(study: Study, planned: Plan | None = None) -> Answer:
+    """The stabilised variants against token PPO in every other setting."""
+    question = "Does it hold in other worlds, and for another model family?"
+    table = other_settings(study, planned)
+    clauses = [
+        f"{words_}: {versus(study, Arm(regime, 's_ppo'), Arm(regime, 'token_ppo'))}; "
+        f"{versus(study, Arm(regime, 'st_ppo'), Arm(regime, 'token_ppo'))}"
+        for regime, words_ in SETTINGS.items()
+    ]
+    text = ". ".join(map(words.capital, clauses)) + "."
+    return Answer("Settings", question, text, "settings", table)
+
+
+def critic(study: Study) -> Answer:
+    """The critic's error before the collapse, by arm."""
+    errors = critic_errors(study)
+    question = "How far are the critic's values from the truth?"
+    if errors.empty:
+        return Answer("Critic", question, "Not tested: no run measured the critic's error.", "critic", errors)
+    table = (
+        errors.groupby(["regime", "algorithm"])["error"].agg(["count", "mean", "min", "max"]).reset_index()
+    )
+    told = [
+        f"{look(algorithm).label} in {regime} {words.number(part['error'].mean())} ({len(part)} runs)"
+        for (regime, algorithm), part in errors.groupby(["regime", "algorithm"])
+        if regime in (MAIN, ON_POLICY, LONG) and algorithm in PPO_VARIANTS
+    ]
+    text = f"Root mean squared error of V over the spread of the true values, mean before the collapse: {words.listed(told)}."
+    return Answer("Critic", question, text, "critic", table)
