@@ -197,6 +197,14 @@ def test_sampling_frequencies_are_pytorchs(sampler, policy, world):
     assert chi2 < freedom + 5 * (2 * freedom) ** 0.5
 
 
+def test_prompts_of_more_tokens_than_one_step_takes(sampler):
+    """Seeded requests whose prompts would be cut in two end in an error on a CPU."""
+    prompts = torch.randint(5, 100, (90, 100), generator=generator()).tolist()
+    params = [sampler.engine.sampling(1.0, seed, 2) for seed in range(len(prompts))]
+    answers = sampler.engine.generate(prompts, params)
+    assert [len(answer.tokens) for answer in answers] == [2] * len(prompts)
+
+
 def test_earlier_turns_come_from_the_prefix_cache(sampler, policy, world, rollout):
     assert rollout.metrics["prefix_cache_hit_rate"] > 0.1
     row = int(rollout.trajectories.lengths.argmax())
