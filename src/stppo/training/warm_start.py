@@ -103,7 +103,6 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
         many = list(itertools.islice(itertools.cycle(evaluated), settings.final_samples))
         sampled, _ = evaluate(sampler, policy, many, greedy=False, seed=run.warm_start_seed)
         greedy, _ = evaluate(sampler, policy, evaluated, greedy=True, seed=0)
-    sampler.close()
     finally:
         sampler.close()
     record = {
