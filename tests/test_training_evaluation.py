@@ -8,15 +8,19 @@ import statistics
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from stppo import cli, schema
 from stppo import config as configs
+from stppo.agent.policy import load_policy, load_tokenizer
+from stppo.agent.rollout import Rollout
 from stppo.agent.rollout_torch import TorchRollout
 from stppo.agent.tiny_model import make_tiny_model
 from stppo.training.evaluation import evaluate_checkpoint, ratio_and_error, summarise
-from stppo.training.metrics import evaluate, write_tables
-from stppo.world import DemonstrationNoise, SyntheticWorld, play
+from stppo.training.metrics import evaluate, trajectory_records, write_tables
+from stppo.trajectories import Trajectories
+from stppo.world import DemonstrationNoise, Episode, Question, SyntheticWorld, play
 from stppo.world.retrieval_client import RetrievalUnavailable
 
 NQ = [{"question": f"who wrote book {i}", "answer": [f"author {i}"]} for i in range(7)]
@@ -97,13 +101,10 @@ def test_standard_error_of_a_ratio_is_that_of_its_variances_and_covariance():
 
 
 def test_training_keeps_the_success_on_each_of_several_benchmarks(bench, overrides, tmp_path):
-    from stppo.agent.policy import load_policy
-    from stppo.training.evaluation import find_tokenizer
-
     config = configs.compose(overrides)
     world, settings = configs.build(config["world"], "world"), configs.validate(config)
     policy = load_policy(bench / "model")
-    sampler = TorchRollout(world.environment, find_tokenizer(bench / "model", world), settings.rollout)
+    sampler = TorchRollout(world.environment, load_tokenizer(bench / "model"), settings.rollout)
     row, _ = evaluate(sampler, policy, world.questions("test"), True, 0)
     assert row["by_benchmark"] == {"nq": 0.0, "bamboogle": 0.0}
     one, _ = evaluate(sampler, policy, world.questions("test")[:3], True, 0)
@@ -113,6 +114,29 @@ def test_training_keeps_the_success_on_each_of_several_benchmarks(bench, overrid
     (kept,) = json.loads((tmp_path / schema.BY_BENCHMARK_FILE).read_text())
     assert kept == {**place, "temperature": 0.0, "by_benchmark": row["by_benchmark"]}
     assert list(pd.read_parquet(tmp_path / schema.EVALUATIONS_FILE)) == list(schema.EVALUATION_COLUMNS)
+
+
+def test_a_character_of_several_tokens_is_shown_whole(bench):
+    tokenizer = load_tokenizer(bench / "model")
+    text = "Zürich 한국 𝄞 <answer> Łódź </answer>"
+    ids = tokenizer(text)["input_ids"]
+    half = tokenizer("한")["input_ids"][:2]
+    assert len(ids) > len(text) and "\ufffd" in tokenizer.decode(half)
+    zeros = torch.zeros(1, len(ids + half))
+    own = torch.tensor([[False] * len(ids) + [True] * len(half)])
+    batch = Trajectories(
+        torch.tensor([ids + half]),
+        torch.tensor([len(ids + half)]),
+        own,
+        zeros,
+        zeros,
+        torch.tensor([0]),
+        torch.tensor([0]),
+    )
+    episode = Episode(Question("1", "Who?", ("I",)), "")
+    (record,) = trajectory_records(Rollout(batch, [episode]), tokenizer, 1)
+    assert "".join(record["tokens"][: len(ids)]) == text
+    assert "\ufffd" in "".join(record["tokens"][len(ids) :]), "what the agent left unfinished"
 
 
 # --- files -----------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ CSS = f"""
 .stppo-trajectory .turn {{ border-radius: 4px; padding: .15em .25em; box-decoration-break: clone;
   -webkit-box-decoration-break: clone; }}
 .stppo-trajectory .turn span:hover {{ outline: 1px solid #333; }}
-.stppo-trajectory .reward {{ float: right; font-weight: 600; }}
+.stppo-trajectory .reward {{ float: right; font-weight: 600; margin-left: 1.2em; }}
 .stppo-trajectory .measured {{ line-height: 2.3; }}
 .stppo-trajectory .bare {{ box-shadow: inset 0 0 0 1px #bbb; padding: .3em .25em; }}
 .stppo-trajectory .clipped-token, .stppo-legend .clipped-token {{ text-decoration: line-through 2px #222; }}

@@ -72,7 +72,7 @@ def evaluate_checkpoint(
         raise ValueError(f"decoding must be of {', '.join(DECODINGS)}, got {unknown[0]!r}")
     settings = validate(config)
     world: World = build(config["world"], "world")
-    asked = _by_benchmark(world.questions("test"), questions, seed)
+    asked = sample_of_each(world.questions("test"), questions, seed)
     folder = _policy_folder(checkpoint)
     policy = load_policy(folder, settings.policy.attention)
     reads = find_tokenizer(folder, world, tokenizer)
@@ -218,7 +218,8 @@ def _policy_folder(checkpoint: str | Path) -> str | Path:
     return path / "policy"
 
 
-def _by_benchmark(asked: list[Question], most: int | None, seed: int) -> dict[str, list[Question]]:
+def sample_of_each(asked: list[Question], most: int | None, seed: int) -> dict[str, list[Question]]:
+    """Questions by benchmark, of each at most so many, chosen by `seed` and in their order; None takes all."""
     groups: dict[str, list[Question]] = defaultdict(list)
     for question in asked:
         groups[question.source or "synthetic"].append(question)

@@ -107,19 +107,32 @@ def trajectory_records(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, n: 
     batch, records = rollout.trajectories, []
     for row, episode in enumerate(rollout.episodes[:n]):
         length = int(batch.lengths[row])
-        ids = batch.tokens[row, :length].tolist()
+        ids, mask = batch.tokens[row, :length].tolist(), batch.agent_mask[row, :length].int().tolist()
         records.append(
             {
                 "question": episode.question.text,
                 "answers": list(episode.question.answers),
                 "reward": float(episode.reward),
-                "tokens": [tokenizer.decode([i]) for i in ids],
-                "agent_mask": batch.agent_mask[row, :length].int().tolist(),
+                "tokens": _texts(ids, mask, tokenizer),
+                "agent_mask": mask,
                 "turn_ids": batch.turn_ids[row, :length].tolist(),
                 "logprobs": [round(x, 5) for x in batch.behaviour_logprobs[row, :length].tolist()],
             }
         )
     return records
+
+
+def _texts(ids: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of each token; a character of several tokens is that of the last of them."""
+    texts, part = [], []
+    for t, token in enumerate(ids):
+        part.append(token)
+        text = tokenizer.decode(part)
+        last = t + 1 == len(ids) or mask[t + 1] != mask[t] or len(part) == 4  # bytes of a character at most
+        whole = last or not text.endswith("\ufffd")
+        texts.append(text if whole else "")
+        part = [] if whole else part
+    return texts
 
 
 def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int = 3) -> None:
