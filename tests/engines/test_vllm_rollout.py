@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from stppo.agent.compute import place
 from stppo.agent.mismatch import trainer_logprobs
 from stppo.agent.policy import PolicyConfig, build_policy, score
 from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig, make_rollout
@@ -434,6 +435,23 @@ def test_an_output_layer_tied_in_the_engine_is_noticed(world, monkeypatch, sampl
             policy.lm_head.weight.mul_(1.3)
         with pytest.raises(RuntimeError, match="tied to the embeddings kept old ones"):
             other.collect(policy, world.questions("train")[:4], generator())
+    finally:
+        other.close()
+
+
+def test_bfloat16_beside_float32_weights(world, policy, sampler):
+    """A policy that computes under autocast gets an engine of that type, compared with less expected of it."""
+    sampler.close()
+    mixed = copy.deepcopy(policy)
+    place(mixed, torch.device("cpu"), "bfloat16")
+    other = make(world.environment, world.tokenizer, mixed)
+    try:
+        found = other.collect(mixed, world.questions("train"), generator()).metrics
+        assert other.engine.dtype == torch.bfloat16
+        assert 1e-4 < found["mismatch_mean"] < other.engine.tolerance
+        with pytest.raises(RuntimeError, match="does not sample from the trainer's weights"):
+            other.engine.tolerance = 1e-4
+            other.engine.sync(mixed)
     finally:
         other.close()
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stppo.agent.policy import score
-from stppo.agent.weights import without_adapters
 from stppo.trajectories import Trajectories
 
 _ROWS_SCORED = 16
@@ -48,6 +47,5 @@ def trainer_logprobs(policy: PreTrainedModel, batch: Trajectories, temperature: 
     found = torch.zeros_like(batch.behaviour_logprobs)
     for rows in torch.argsort(batch.lengths).split(_ROWS_SCORED):
         part = batch.select(rows)
-        scores = score(without_adapters(policy), part.to(policy.device), temperature)
-        found[rows, : part.tokens.shape[1]] = scores.logprobs.to(found)
+        found[rows, : part.tokens.shape[1]] = score(policy, part, temperature).logprobs.to(found)
     return found

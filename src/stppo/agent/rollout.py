@@ -56,14 +56,14 @@ class VLLMRolloutConfig:
 
     temperature, max_tokens: as in PyTorch.
     max_num_seqs: trajectories that are decoded at once; the others wait.
-    dtype: of the engine's weights; "policy" takes the policy's.
+    dtype: the engine computes in; "policy" takes what the policy computes in.
     gpu_memory_utilization: share of the GPU's memory for the engine (weights and KV cache). On a CPU the KV
     cache holds `max_num_seqs` whole trajectories instead.
     sleep_level: what the engine hands back between roll-outs: 0 nothing, 1 the KV cache (weights move to host
     memory), 2 both. Without effect on a CPU.
     enforce_eager: no CUDA graphs: slower decoding, quicker start, less memory.
     sync_tolerance: largest mean |log-prob difference| (nats) to the trainer after a hand-over of weights; null takes
-    `SYNC_TOLERANCE` of the dtype.
+    `vllm_engine.SYNC_TOLERANCE` of the coarser of both dtypes.
     behaviour_logprobs: whose log-probs are recorded as the behaviour policy's: "trainer" scores the trajectories
     again, so that ratios start at 1; "engine" takes what vLLM sampled from.
     importance_correction: "truncated" multiplies each token's term by min(pi_trainer / pi_engine, importance_cap).

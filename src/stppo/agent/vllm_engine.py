@@ -66,7 +66,11 @@ class Engine:
     ) -> None:
         self.config = config
         model = without_adapters(policy)
-        self.dtype = policy.dtype if config.dtype == "policy" else getattr(torch, config.dtype)
+        computes = getattr(model.base_model, "autocast_dtype", None) or model.dtype
+        self.dtype = computes if config.dtype == "policy" else getattr(torch, config.dtype)
+        self.tolerance = config.sync_tolerance or max(
+            SYNC_TOLERANCE[dtype] for dtype in (computes, self.dtype)
+        )
         on_cpu = current_platform.is_cpu()
         self.sleeps = config.sleep_level > 0 and not on_cpu
         shape = copy.deepcopy(model.config)
@@ -167,13 +171,12 @@ class Engine:
         trainer = probe.layout.gather(trainer_logprobs(policy, probe, 1.0))
         if not trainer.isfinite().all():
             raise FloatingPointError("non-finite log-probs of the policy in a roll-out")
-        tolerance = self.config.sync_tolerance or SYNC_TOLERANCE[self.dtype]
         engine = torch.tensor([answer.logprobs for answer in answers]).flatten()
         difference = float((trainer - engine).abs().mean())
-        if not difference <= tolerance:
+        if not difference <= self.tolerance:
             raise RuntimeError(
                 f"vLLM does not sample from the trainer's weights: the log-probs of {engine.numel()} tokens differ by "
-                f"{difference:.2g} nats on average, above {tolerance:.2g}: weights were left out, or an output layer tied "
+                f"{difference:.2g} nats on average, above {self.tolerance:.2g}: weights were left out, or an output layer tied "
                 "to the embeddings kept old ones; a mere difference of kernels passes with a larger rollout.sync_tolerance"
             )
 
