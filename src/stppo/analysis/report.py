@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,87 +12,16 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stppo import schema
+from stppo.analysis.arms import COVERED, MAIN, variant
+from stppo.analysis.claims import CSV_FILE, INCONCLUSIVE, NOT_SUPPORTED, NOT_TESTED, SUPPORTED
+from stppo.analysis.evaluation import ANSWERS_FILE, COVERAGE_FILE
+from stppo.analysis.report_figures import OBJECTIVES, figure_sections
 from stppo.analysis.runs import Metrics, load_metrics
 from stppo.analysis.style import in_order, look
 from stppo.files import write_atomically
 
-METRICS, FIGURES, OBJECTIVES = "metrics", "figures", "objectives"
+METRICS, FIGURES, CLAIMS = "metrics", "figures", "claims"
 FALLBACK_PRESET = "laptop"
-
-# File name (or its part before the regime) -> heading and the question the figure asks.
-HEADINGS: dict[str, tuple[str, str]] = {
-    OBJECTIVES: (
-        "Objectives",
-        "What tells the algorithms apart? (a schematic, drawn from their configs; asks what the paper's fig. 1 shows)",
-    ),
-    "overview": ("Every algorithm", "Which algorithms learn, and which lose what they had learned?"),
-    "collapse": (
-        "Token PPO, seed by seed",
-        "Does token-level PPO fail, and what moves when it does? (asks what the paper's fig. 2 asks)",
-    ),
-    "diagnostics": (
-        "Diagnostics",
-        "Do gradient norm and clipping bias grow, and for which variant? (fig. 3 a-d)",
-    ),
-    "stability": ("Stability", "Do the stabilised variants keep learning where token PPO fails? (fig. 4)"),
-    "clip_ratio": ("Clipping", "How much is clipped, and how far does the policy move? (fig. 5)"),
-    "so_grpo": (
-        "Group-based variants",
-        "Do the same ideas carry over to GRPO? (asked by the second version)",
-    ),
-    "granularity": ("Granularity", "Does a coarser importance ratio help by itself?"),
-}
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One figure of one results folder."""
-
-    src: str  # data URI
-    caption: str
-
-
-def _picture(figures_dir: Path, name: str) -> Picture | None:
-    for extension, mime in (("png", "image/png"), ("svg", "image/svg+xml")):
-        path = figures_dir / f"{name}.{extension}"
-        if path.is_file():
-            caption = figures_dir / f"{name}.txt"
-            text = caption.read_text(encoding="utf-8").strip() if caption.is_file() else ""
-            return Picture(f"data:{mime};base64,{base64.b64encode(path.read_bytes()).decode()}", text)
-    return None
-
-
-def _figure_names(*folders: Path | None) -> list[str]:
-    """Names of the figures in any of the folders: known ones in the order of HEADINGS, others behind."""
-    found = {path.stem for folder in folders if folder for path in folder.glob("*.png")}
-    ranks = {name: i for i, name in enumerate(HEADINGS)}
-    return sorted(found, key=lambda name: (ranks.get(_kind(name), len(ranks)), name))
-
-
-def _kind(name: str) -> str:
-    """The figure's entry in HEADINGS: `diagnostics_A` is of kind `diagnostics`."""
-    return next((kind for kind in HEADINGS if name == kind or name.startswith(f"{kind}_")), name)
-
-
-def _sections(own: Path, reference: Path | None) -> list[dict[str, Any]]:
-    sections = []
-    for name in _figure_names(own, reference):
-        kind = _kind(name)
-        heading, question = HEADINGS.get(kind, (name.replace("_", " ").capitalize(), ""))
-        if name != kind:
-            heading = f"{heading}, regime {name.removeprefix(f'{kind}_')}"
-        mine, theirs = _picture(own, name), _picture(reference, name) if reference else None
-        sections.append(
-            {
-                "name": name,
-                "heading": heading,
-                "question": question,
-                "own": mine,
-                "reference": None if theirs == mine else theirs,  # the schematic needs no run: one is enough
-                "same": mine is not None and theirs == mine,
-            }
-        )
-    return sections
 
 
 def _names(*folders: Path | None) -> list[dict[str, Any]]:
@@ -169,9 +96,70 @@ def _rows(metrics: Metrics, reference: Metrics | None) -> list[dict[str, Any]]:
     order = {name: i for i, name in enumerate(in_order(metrics.algorithms()))}
     rows.sort(key=lambda row: (row["regime"], order[row["algorithm"]]))
     return [
-        {**row, "look": look(row["algorithm"]), "reference": other.get((row["regime"], row["algorithm"]))}
+        {
+            **row,
+            "look": look(row["algorithm"]),
+            "side": _is_side(row),
+            "reference": other.get((row["regime"], row["algorithm"])),
+        }
         for row in rows
     ]
+
+
+def _is_side(row: dict[str, Any]) -> bool:
+    """Whether a row is an ablation or a cell of the study, whose place is a figure rather than the first table."""
+    return row["regime"] in COVERED or variant(row["algorithm"]) is not None
+
+
+def _table(file: Path) -> list[dict[str, Any]]:
+    """Rows of a table that the evaluation wrote; none where it did not."""
+    return pd.read_csv(file, keep_default_na=False).to_dict("records") if file.is_file() else []
+
+
+def _claims(folder: Path, sections: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Verdicts with the section of their figure, if the page has it."""
+    rows = []
+    for row in _table(folder / CSV_FILE):
+        numbers = {
+            name: math.nan if row[name] == "" else float(row[name]) for name in ("value", "low", "high")
+        }
+        rows.append({**row, **numbers, "section": _section_of(row["figure"], sections)})
+    return rows
+
+
+def _section_of(figure: str, sections: list[dict[str, Any]]) -> str | None:
+    return next(
+        (section["name"] for section in sections if figure in (section["name"], section["kind"])), None
+    )
+
+
+def _tally(claims: list[dict[str, Any]]) -> str:
+    """How many primary verdicts came out how."""
+    primary = [row["verdict"] for row in claims if row["kind"] == "primary"]
+    counts = {
+        verdict: primary.count(verdict) for verdict in (SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE, NOT_TESTED)
+    }
+    return (
+        f"Of {len(primary)} primary verdicts: "
+        + ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+        + "."
+    )
+
+
+def _origin(metrics: Metrics) -> str:
+    """How the regimes that provoke collapse were chosen."""
+    if MAIN in metrics.regimes:
+        return (
+            f"The learning rate of regime {MAIN} was chosen blind, by token PPO alone, on tuning seeds, a world and warm starts "
+            "that are never reported, as the one whose share of collapsed runs came nearest to 0.8 "
+            "(results/reference/study/PROTOCOL.md): that token PPO collapses there is therefore by selection; what the other "
+            "algorithms do is not."
+        )
+    return (
+        "The learning rates of the regimes were chosen on a tuning seed that is not reported, by what token PPO did there (see "
+        "configs/training): that token PPO collapses in the off-policy regimes is therefore by selection; what the other "
+        "algorithms do is not."
+    )
 
 
 def _notebooks(results_dir: Path, out_file: Path) -> dict[str, list[tuple[str, str]]]:
@@ -233,6 +221,16 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
     reference = _find_reference(Path(reference_dir) if reference_dir else None)
     metrics = load_metrics(results_dir / METRICS)
     reference_metrics = load_metrics(reference / METRICS) if reference else None
+    committed = reference_metrics is not None and reference_metrics.runs == metrics.runs
+    whose = "committed runs" if committed else "your run"
+    if committed:  # the page would show everything twice
+        reference = reference_metrics = None
+    sections = figure_sections(results_dir / FIGURES, reference / FIGURES if reference else None)
+    claims = _claims(results_dir / CLAIMS, sections)
+    answers = [
+        {**row, "section": _section_of(row["figure"], sections), "see": row["see"].split()}
+        for row in _table(results_dir / CLAIMS / ANSWERS_FILE)
+    ]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -247,13 +245,20 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         provenance=_provenance(metrics),
         reference_provenance=_provenance(reference_metrics) if reference_metrics else None,
         doubts={
-            "Your run": _doubts(metrics),
+            whose.capitalize(): _doubts(metrics),
             "Reference": _doubts(reference_metrics) if reference_metrics else [],
         },
         rows=_rows(metrics, reference_metrics),
         spacings=sorted({f"{v.spacing:g}" for v in metrics.collapses.values() if math.isfinite(v.spacing)}),
         runs=metrics.runs,
-        sections=_sections(results_dir / FIGURES, reference / FIGURES if reference else None),
+        whose=whose,
+        committed=committed,
+        claims=claims,
+        tally=_tally(claims),
+        answers=answers,
+        coverage=_table(results_dir / CLAIMS / COVERAGE_FILE),
+        origin=_origin(metrics),
+        sections=sections,
         notebooks=_notebooks(results_dir, out_file),
         names=_names(results_dir / FIGURES, reference / FIGURES if reference else None),
         glossary=schema.GLOSSARY,

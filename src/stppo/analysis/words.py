@@ -77,7 +77,7 @@ def _where(table: pd.DataFrame, column: str, which: int) -> pd.DataFrame:
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """A table for people: value and interval in one cell, labels in place of arms, no plan that is not known."""
+    """A table for people: value and interval in one cell, labels in place of arms, counts as k of n."""
     shown = table.drop(columns=["arm", "group"], errors="ignore") if "label" in table else table.copy()
     if "algorithm" in shown:
         shown["algorithm"] = [look(name).label for name in shown["algorithm"]]
@@ -85,8 +85,15 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
         cells = table[[name, f"{name}_low", f"{name}_high"]].itertuples(index=False, name=None)
         shown[name] = [interval(*cell) if math.isfinite(cell[0]) else "" for cell in cells]
         shown = shown.drop(columns=[f"{name}_low", f"{name}_high"])
-    if "planned" in shown and shown["planned"].isna().all():
-        shown = shown.drop(columns="planned")
+    if "collapsed" in shown and "warm_starts" in shown:  # of `comparisons.compare`
+        shown["collapsed"] = [share(*pair) for pair in zip(table["collapsed"], table["runs"], strict=True)]
+        plans = table["planned"].where(table["planned"] != table["runs"])
+        shown["runs"] = [
+            n if pd.isna(plan) else share(n, plan) for n, plan in zip(table["runs"], plans, strict=True)
+        ]
+        shown = shown.drop(
+            columns=["planned", "warm_starts", *(["recovered"] if not table["recovered"].any() else [])]
+        )
     first = [name for name in ("block",) if name in shown]
     return shown[[*first, *shown.columns.drop(first)]].rename(columns=lambda name: name.replace("_", " "))
 
