@@ -30,7 +30,7 @@ class WarmStartConfig(Section):
     """Supervised start on noisy scripted demonstrations, stopped when sampled success reaches the target; with
     max_steps=0 the pretrained weights as they are."""
 
-    target_success: float = Field(gt=0, lt=1)
+    target_success: float = Field(ge=0, lt=1)
     max_steps: int = Field(ge=0)
     evaluate_every: int = Field(gt=0)
     evaluate_questions: int = Field(gt=0)

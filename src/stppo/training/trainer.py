@@ -179,6 +179,7 @@ class Trainer:
         finally:
             self.sampler.close()
         save_policy(self.policy, self.run_dir / "policy")
+        self.sampler.tokenizer.save_pretrained(self.run_dir / "policy")
         return record
 
     def _train(self) -> dict[str, Any]:

