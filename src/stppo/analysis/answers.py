@@ -56,6 +56,7 @@ class Answer:
         rows = words.readable(self.table).to_html(
             index=False, float_format="{:.3g}".format, na_rep="", border=0
         )
+        rows = rows.replace("<td>", '<td style="white-space: nowrap">')
         see = "".join(f' <a href="{name}.ipynb">notebook {name[:2]}</a>' for name in self.see)
         text = html.escape(self.text) + (f" See also{see}." if see else "")
         return (

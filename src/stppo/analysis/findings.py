@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -9,7 +10,7 @@ import pandas as pd
 from stppo.analysis import words
 from stppo.analysis.answers import Answer, other_settings, versus
 from stppo.analysis.arms import ABLATIONS, CONTROLS, DRIVERS, LONG, MAIN, ON_POLICY, PPO_VARIANTS, SETTINGS
-from stppo.analysis.claims import Plan
+from stppo.analysis.claims import Plan, Verdict
 from stppo.analysis.comparisons import group_table
 from stppo.analysis.diagnostic_figures import critic_errors
 from stppo.analysis.forest import forest
@@ -27,6 +28,20 @@ def ablation(study: Study, name: str, planned: Plan | None = None) -> Answer:
     group = GROUPS[name]
     table = group_table(study, group, planned)
     return Answer(group.title, group.question, words.group_sentence(table), "normalisers", table)
+
+
+def ledger(verdicts: Sequence[Verdict]) -> pd.DataFrame:
+    """The verdicts, short: id, claim, kind, measured, verdict."""
+    rows = [[v.id, v.text, v.kind, _measured(v), v.verdict] for v in verdicts]
+    return pd.DataFrame(rows, columns=["", "claim", "kind", "measured", "verdict"])
+
+
+def _measured(verdict: Verdict) -> str:
+    return (
+        f"{words.number(verdict.value)} [{words.number(verdict.low)}, {words.number(verdict.high)}]"
+        if verdict.checks
+        else ""
+    )
 
 
 def shown(study: Study, answer: Answer) -> Answer:

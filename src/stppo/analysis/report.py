@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,10 @@ def _claims(folder: Path, sections: list[dict[str, Any]]) -> list[dict[str, Any]
         numbers = {
             name: math.nan if row[name] == "" else float(row[name]) for name in ("value", "low", "high")
         }
-        rows.append({**row, **numbers, "section": _section_of(row["figure"], sections)})
+        counts = [(int(n), int(of or 0)) for n, of in re.findall(r" (\d+)(?: of (\d+))?(?=,|$)", row["runs"])]
+        recorded, planned = (sum(column) for column in zip(*counts, strict=True))
+        n_runs = f"{recorded} of {planned}" if " of " in row["runs"] else str(recorded)
+        rows.append({**row, **numbers, "n_runs": n_runs, "section": _section_of(row["figure"], sections)})
     return rows
 
 
