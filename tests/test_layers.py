@@ -25,6 +25,7 @@ ALLOWED = {
     "oracle": {"objectives", "trajectories"},
     "plugins": {"objectives", "trajectories", "world"},
     "plan": {"config"},
+    "preflight": {"agent", "config", "files", "settings", *FLOOR},
     "axes": {"config", "objectives", "trajectories", "analysis"},
     "cli_retriever": {"world"},
     "cli": {
@@ -34,6 +35,7 @@ ALLOWED = {
             "agent",
             "config",
             "plan",
+            "preflight",
             "settings",
             "schema",
             "files",

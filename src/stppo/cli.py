@@ -124,6 +124,39 @@ def plan_command(overrides: Overrides = None) -> None:
 
 
 @app.command()
+def preflight(
+    overrides: Overrides = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option(min=0.01, help="Memory of the GPU to plan for; default: the one here.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder that will be written.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything to this file too.")
+    ] = None,
+) -> None:
+    """Check a run before anything is trained: memory, disk, time, software, model, data, retriever.
+
+    Examples:
+
+    * `stppo preflight preset=qwen`
+
+    * `stppo preflight preset=qwen policy.pretrained=Qwen/Qwen2.5-3B-Instruct --gpu-gib 80`
+
+    Trains nothing. Exit code 1 where something is missing or does not fit; the table says what to change.
+    """
+    from stppo.files import write_json
+    from stppo.preflight.report import preflight as check
+    from stppo.preflight.report import text
+
+    found = check(overrides, gpu_gib, out)
+    typer.echo(text(found))
+    if json_file is not None:
+        write_json(json_file, found.as_json())
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def play(
     overrides: Overrides = None,
     questions: Annotated[

@@ -1,0 +1,271 @@
+"""Where the memory of a run goes, in bytes, before there is a run: GPU by phase, host, disk.
+
+What is exact is counted: weights, gradients, optimizer states, buffers of their size. Activations are counted from what
+autograd saves in one layer of a Qwen2 or Llama. The rest are the assumptions that stand first. Every trajectory
+is taken to be as long as the config allows.
+"""
+
+from dataclasses import dataclass
+
+from stppo.preflight.shapes import Shape
+from stppo.settings import RunConfig
+from stppo.world.protocol import Protocol
+
+GIB = 2**30
+
+# Assumptions.
+CUDA_CONTEXT = 1.0 * GIB  # driver, kernels, libraries' workspaces
+FRAGMENTATION = 0.04  # of what PyTorch allocates, lost between blocks
+ASLEEP = 1.5 * GIB  # what a sleeping vLLM keeps: CUDA graphs, workspaces
+ENGINE_STEP = 2.0 * GIB  # vLLM's own activations and logits in one step
+PROCESS = 5.0 * GIB  # host: Python, PyTorch, CUDA, vLLM, `datasets`
+QUESTIONS = 2.0 * GIB  # host: the questions of all benchmarks with their paragraphs
+HUB_DATA = 8.0 * GIB  # disk: the benchmarks' files and what `datasets` makes of them
+QUEUE_TOKEN = 40  # host: bytes that queued batches hold for one token
+
+# Measured on the CPU with a vocabulary of 151,936, or counted: bytes for one logit while a piece of logits is computed.
+LOGIT_BYTES = 22
+LOGITS_AT_ONCE = 2**27  # of `stppo.agent.policy`
+ROWS_AT_ONCE = 16  # of `stppo.agent.mismatch`, whatever the micro-batch
+TRANSIENT = 1.5  # of one layer's activations: they and the gradients on the way back
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is in the GPU's memory in one phase of an iteration: bytes by name."""
+
+    name: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What of an algorithm costs memory and time: a critic, and scalars whose gradient norms are watched at once."""
+
+    critic: bool
+    watched: int
+    exact_norm: bool
+
+    @classmethod
+    def of(cls, run: RunConfig, objective) -> "Algorithm":
+        """objective: the built `stppo.objectives.Objective` of the run."""
+        training, stabilizer = run.training, objective.stabilizer
+        extra = training.kl_coefficient or training.entropy_coefficient or hasattr(stabilizer, "kl")
+        return cls(
+            objective.credit.needs_critic and training.values == "critic",
+            2 if extra else 1,
+            stabilizer.estimator == "exact",
+        )
+
+
+def trained_parameters(run: RunConfig, shape: Shape, critic: bool = False) -> int:
+    """How many numbers the optimizer of the policy (or of the critic) changes."""
+    lora = run.policy.lora
+    own = shape.body if critic else shape.parameters
+    return (own if lora is None else lora.rank * shape.lora_inputs) + (shape.hidden + 1 if critic else 0)
+
+
+def optimizer_bytes(name: str) -> float:
+    """For one parameter: two moments of float32; of one byte with a scale for each 256; none."""
+    return {"adam": 8.0, "adam8bit": 2 + 8 / 256, "sgd": 0.0}[name]
+
+
+def resting(run: RunConfig, shape: Shape, algorithm: Algorithm) -> dict[str, float]:
+    """What stays in the GPU's memory from the first update on; gradients stay until the next are computed."""
+    training = run.training
+    frozen = 2 if training.precision == "bfloat16" else 4
+    trained = trained_parameters(run, shape)
+    parts = {"policy": 4 * trained if run.policy.lora is None else frozen * shape.parameters + 4 * trained}
+    if run.policy.lora is None:
+        parts["reference"] = frozen * shape.parameters
+    parts["policy: gradient"] = 4 * trained
+    parts[f"policy: {training.optimizer}"] = optimizer_bytes(training.optimizer) * trained
+    if algorithm.critic:
+        values = trained_parameters(run, shape, critic=True)
+        kind = "adam8bit" if training.optimizer == "adam8bit" else "adam"
+        parts["critic"] = 4 * values + (0 if run.policy.lora is None else frozen * shape.body)
+        parts["critic: gradient"] = 4 * values
+        parts[f"critic: {kind}"] = optimizer_bytes(kind) * values
+    return parts
+
+
+def saved_by_layer(run: RunConfig, shape: Shape) -> float:
+    """Bytes that autograd keeps of one layer for one token.
+
+    Counted on Qwen2 as transformers computes it. Under autocast the stream beside the layers stays float32 and each
+    linear layer keeps a bfloat16 copy of its input.
+    """
+    h, kv, i = shape.hidden, shape.key_width, shape.intermediate
+    half = run.training.precision == "bfloat16"
+    own = 30 * h + 4 * kv + 8 * i if half else 32 * h + 8 * kv + 16 * i
+    if run.policy.attention == "eager":
+        own += (6 if half else 4) * shape.heads * longest(run, shape)
+    return own
+
+
+def longest(run: RunConfig, shape: Shape) -> int:
+    return min(run.rollout.max_tokens, shape.positions)
+
+
+def micro_batch_tokens(run: RunConfig, shape: Shape) -> tuple[int, bool]:
+    """Tokens in one pass of an update at most, and whether a minibatch takes several passes."""
+    training, row = run.training, longest(run, shape)
+    minibatch = training.trajectories_per_iteration // training.minibatches * row
+    budget = training.micro_batch_tokens
+    if budget is None or minibatch <= budget:
+        return minibatch, False
+    return max(budget // row, 1) * row, True
+
+
+def phases_of(run: RunConfig, shape: Shape, algorithm: Algorithm, gpu: float | None) -> list[Phase]:
+    """The phases of an iteration. gpu: its bytes, of which vLLM takes its share; None: all is in the host's memory.
+
+    roll-out: sampling. scoring: log-probs of policy and reference, values. critic, update: their passes back.
+    """
+    training, rollout = run.training, run.rollout
+    half = training.precision == "bfloat16"
+    kept = resting(run, shape, algorithm)
+    asleep: dict[str, float] = {}
+    if rollout.engine == "vllm" and gpu is None:
+        room = engine_room(run, shape, 0)
+        sampling = asleep = {"vLLM": room.weights + rollout.max_num_seqs * room.trajectory}
+    elif rollout.engine == "vllm":
+        share = rollout.gpu_memory_utilization * gpu
+        asleep = {"vLLM, asleep": ASLEEP} if rollout.sleep_level else {"vLLM": share}
+        sampling = {"vLLM": share}
+    else:
+        lanes = min(rollout.batch_size, training.trajectories_per_iteration)
+        cache = shape.kv_values() * (3 if half else 4) * lanes * longest(run, shape)
+        sampling = {"KV cache": cache, "logits": LOGIT_BYTES * lanes * shape.vocabulary}
+    copies = 2 * shape.linear if half and run.policy.lora is None else 0
+    tokens, several = micro_batch_tokens(run, shape)
+    # Scoring takes whole rows by a budget of its own where vLLM's tokens are scored again.
+    scored = tokens
+    if rollout.engine == "vllm":
+        scored = max(tokens, ROWS_AT_ONCE * longest(run, shape))
+    layer = (12 if half else 16) * shape.hidden + (8 if half else 16) * shape.intermediate
+    scoring = {
+        "activations": scored * layer,
+        "logits": LOGIT_BYTES * _logits(shape, scored) + 2 * shape.vocabulary * shape.hidden,
+        "bfloat16 copies of weights": copies,
+    }
+    back = {
+        "activations": tokens * _activations(run, shape),
+        "bfloat16 copies of weights": copies,
+    }
+    trained = trained_parameters(run, shape)
+    head = (10 if half else 8) * shape.vocabulary * shape.hidden if run.policy.lora is None else 0
+    buffers = 4 * trained * (algorithm.watched + 1 if several else 1)
+    update = back | {
+        "logits": LOGIT_BYTES * _logits(shape, tokens),
+        "gradient of the output layer": head,
+        "gradients for watched norms": buffers,
+    }
+    stepping = {"policy before the step": 4 * trained}
+    if sum(stepping.values()) > sum(update.values()):
+        update = stepping
+    phases = {"roll-out": sampling, "scoring": scoring | asleep}
+    if algorithm.critic:
+        phases["critic"] = back | asleep
+    phases["update"] = update | asleep
+    return [Phase(name, _with_overhead(kept | parts, gpu is not None)) for name, parts in phases.items()]
+
+
+def _logits(shape: Shape, tokens: int) -> int:
+    """Logits computed at once: of agent tokens, here all of them, in pieces."""
+    return min(tokens, max(1, LOGITS_AT_ONCE // shape.vocabulary)) * shape.vocabulary
+
+
+def _activations(run: RunConfig, shape: Shape) -> float:
+    """Bytes for one token of a pass with gradients."""
+    layer = saved_by_layer(run, shape)
+    if not run.training.gradient_checkpointing:
+        return (shape.layers - 1 + TRANSIENT) * layer
+    stream = 2 if run.policy.lora is not None and run.training.precision == "bfloat16" else 4
+    return shape.layers * stream * shape.hidden + TRANSIENT * layer
+
+
+def _with_overhead(parts: dict[str, float], on_gpu: bool) -> dict[str, float]:
+    own = sum(size for name, size in parts.items() if not name.startswith("vLLM"))
+    parts = {name: size for name, size in parts.items() if size} | {"fragmentation": FRAGMENTATION * own}
+    return parts | {"CUDA": CUDA_CONTEXT} if on_gpu else parts
+
+
+@dataclass(frozen=True)
+class EngineRoom:
+    """vLLM's weights, what its share of the GPU leaves for its KV cache, and one longest trajectory there, in bytes."""
+
+    weights: float
+    cache: float
+    trajectory: float
+
+    @property
+    def trajectories(self) -> int:
+        return max(0, int(self.cache // self.trajectory))
+
+
+def engine_room(run: RunConfig, shape: Shape, total: float) -> EngineRoom:
+    """vLLM holds weights of its own, the output layer untied."""
+    rollout = run.rollout
+    size = {"float32": 4, "bfloat16": 2, "float16": 2}.get(rollout.dtype)
+    if size is None:  # what the policy computes in
+        size = 2 if run.training.precision == "bfloat16" else 4
+    untied = shape.parameters + (shape.vocabulary * shape.hidden if shape.tied else 0)
+    cache = rollout.gpu_memory_utilization * total - size * untied - ENGINE_STEP
+    one = size * shape.kv_values() * longest(run, shape)
+    return EngineRoom(size * untied, cache, one)
+
+
+def checkpoint_bytes(run: RunConfig, shape: Shape, algorithm: Algorithm) -> float:
+    """A checkpoint: what is trained, in float32, with its optimizer states; the queue is small beside it."""
+    training = run.training
+    size = (4 + optimizer_bytes(training.optimizer)) * trained_parameters(run, shape)
+    if algorithm.critic:
+        kind = "adam8bit" if training.optimizer == "adam8bit" else "adam"
+        size += (4 + optimizer_bytes(kind)) * trained_parameters(run, shape, critic=True)
+    return size
+
+
+def host_parts(run: RunConfig, shape: Shape, algorithm: Algorithm) -> dict[str, float]:
+    """Host memory at its peak, which is a resumption: the whole checkpoint is read before it moves to the GPU."""
+    training, world = run.training, run.world
+    real = "BenchmarkWorld" in world["_target_"]
+    vllm = run.rollout.engine == "vllm"
+    parts = {
+        "process": PROCESS if vllm or real else PROCESS / 5,
+        "questions": QUESTIONS if real else 0.0,
+        "queue": (training.staleness_iterations + 1)
+        * training.trajectories_per_iteration
+        * longest(run, shape)
+        * QUEUE_TOKEN,
+        "checkpoint or weights while they are read": max(
+            checkpoint_bytes(run, shape, algorithm), 4.0 * shape.parameters
+        ),
+    }
+    if vllm and run.rollout.sleep_level == 1:
+        parts["vLLM's weights, asleep"] = engine_room(run, shape, 0).weights
+    return {name: size for name, size in parts.items() if size}
+
+
+def disk_parts(run: RunConfig, shape: Shape, algorithm: Algorithm, to_download: bool) -> dict[str, float]:
+    """New files of one run; to_download: weights and data come from the hub."""
+    parts = {
+        "weights from the hub": 2.0 * shape.parameters if to_download else 0.0,
+        "data from the hub": HUB_DATA if to_download else 0.0,
+        "warm start": 4.0 * shape.parameters,
+        "checkpoint, and the one before it": 2 * checkpoint_bytes(run, shape, algorithm),
+        "trained policy": 4.0 * shape.parameters,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def observation_tokens(world: dict) -> int:
+    """Most tokens of one observation that a world allows; a word is taken for 1.4 tokens where it counts words."""
+    defaults = {name: field.default for name, field in Protocol.__dataclass_fields__.items()}
+    limit = world.get("max_observation_tokens", defaults.get("max_observation_tokens"))
+    words = world.get("max_information_words") or 0
+    return int(min(limit or 10**9, 1.4 * words or 10**9))

@@ -1,0 +1,318 @@
+"""`stppo preflight`: what a run needs, what the machine has, and what to change where it does not fit."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stppo import config as configs
+from stppo.files import repository_path
+from stppo.preflight import checks
+from stppo.preflight.checks import Row
+from stppo.preflight.memory import (
+    GIB,
+    Algorithm,
+    EngineRoom,
+    Phase,
+    disk_parts,
+    engine_room,
+    host_parts,
+    micro_batch_tokens,
+    phases_of,
+)
+from stppo.preflight.shapes import Shape, policy_config, shape_of, smaller
+from stppo.preflight.speed import USUAL, Speed, estimate_speed
+from stppo.settings import RunConfig
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is, in bytes. gpu: None where there is none, and the host's memory serves."""
+
+    gpu_name: str
+    gpu: float | None
+    gpu_free: float
+    host: float
+    disk: float
+
+    @classmethod
+    def found(cls, folder: Path, gpu_gib: float | None = None) -> "Machine":
+        """This machine, its GPU as given by hand where `gpu_gib` (GiB) is; folder: on the disk that is written to."""
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        disk = shutil.disk_usage(checks.existing(folder)).free
+        if gpu_gib is not None:
+            return cls(USUAL, gpu_gib * GIB, gpu_gib * GIB, host, disk)
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            return cls(torch.cuda.get_device_name(), total, free, host, disk)
+        return cls("none", None, host, host, disk)
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting that would help: what each phase that does not fit would need with it (bytes), and whether all fit."""
+
+    override: str
+    phases: dict[str, float]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Everything computed from the config alone; sizes in bytes."""
+
+    shape: Shape
+    algorithm: Algorithm
+    phases: list[Phase]
+    engine: EngineRoom | None
+    host: dict[str, float]
+    disk: dict[str, float]
+    speed: Speed
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True)
+class Report:
+    rows: list[Row]
+    estimate: Estimate
+    knobs: list[Knob]
+    machine: Machine
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok is not False for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ok": self.ok} | dataclasses.asdict(self)
+
+
+def estimate(
+    run: RunConfig,
+    objective: Any,
+    vocabulary: int | None,
+    gpu: float | None,
+    gpu_name: str = USUAL,
+    download: bool = False,
+) -> Estimate:
+    """objective: built. vocabulary: of the world's tokenizer, where it has one. gpu: its bytes, or None. download: see `disk_parts`."""
+    shape = shape_of(policy_config(run.policy, vocabulary), run.policy.lora)
+    algorithm = Algorithm.of(run, objective)
+    return Estimate(
+        shape,
+        algorithm,
+        phases_of(run, shape, algorithm, gpu),
+        engine_room(run, shape, gpu or 0) if run.rollout.engine == "vllm" else None,
+        host_parts(run, shape, algorithm),
+        disk_parts(run, shape, algorithm, download),
+        estimate_speed(run, shape, algorithm, gpu_name),
+    )
+
+
+def preflight(
+    overrides: list[str] | None = None, gpu_gib: float | None = None, out: Path | None = None
+) -> Report:
+    """Check one run of a config before anything is trained.
+
+    gpu_gib: memory (GiB) of the GPU to plan for; None takes what is here. out: where the run will be written.
+    Raises ConfigError where the config itself is wrong, FileNotFoundError where the policy's sizes are unknown.
+    """
+    config = configs.compose(overrides)
+    run = configs.validate(config)
+    world = configs.build(config["world"], "world")
+    objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+    folder = out or repository_path("results") / config["preset"]
+    machine = Machine.found(folder, gpu_gib)
+    vocabulary = None if world.tokenizer is None else len(world.tokenizer)
+    name = run.policy.pretrained
+    download = name is not None and not Path(name).is_dir()
+    made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name, download)
+    rows = [
+        *checks.software(run, gpu_gib is not None),
+        *checks.model(run),
+        *checks.data(world, config["world"]),
+        checks.writable(folder),
+        *_fits(run, made, machine),
+    ]
+    largest = made.peak.total > (machine.gpu or machine.host)
+    knobs = list(_knobs(run, objective, vocabulary, made, machine)) if largest else []
+    return Report(rows, made, knobs, machine)
+
+
+def _fits(run: RunConfig, made: Estimate, machine: Machine) -> Iterator[Row]:
+    memory = machine.gpu or machine.host
+    kind = "GPU" if machine.gpu else "host (no GPU)"
+    for phase in made.phases:
+        yield Row(
+            f"{kind} memory, {phase.name}",
+            _gib(memory),
+            _gib(phase.total),
+            phase.total <= memory,
+            "see the knobs below; " + _largest(phase.parts),
+        )
+    if machine.gpu and machine.gpu_free < 0.95 * machine.gpu:
+        yield Row(
+            "GPU memory, free now",
+            _gib(machine.gpu_free),
+            _gib(machine.gpu),
+            None,
+            "another process uses this GPU (nvidia-smi)",
+        )
+    if made.engine is not None and machine.gpu:
+        yield Row(
+            "vLLM's KV cache",
+            f"{_gib(max(made.engine.cache, 0))}, {made.engine.trajectories} trajectories",
+            f"1, better {run.rollout.max_num_seqs}",
+            made.engine.trajectories >= 1,
+            f"its weights take {_gib(made.engine.weights)}: raise rollout.gpu_memory_utilization, set "
+            "rollout.dtype=bfloat16, or lower rollout.max_tokens",
+        )
+    host = sum(made.host.values())
+    yield Row(
+        "host memory",
+        _gib(machine.host),
+        _gib(host if machine.gpu else host + made.peak.total),
+        host <= machine.host,
+        "policy.lora='{rank: 16}' or training.optimizer=adam8bit shrink the checkpoint; "
+        + _largest(made.host),
+    )
+    disk = sum(made.disk.values())
+    yield Row(
+        "disk, one run",
+        f"{_gib(machine.disk)} free",
+        _gib(disk),
+        disk <= machine.disk,
+        "make room, or write elsewhere (--out); " + _largest(made.disk),
+    )
+
+
+def _knobs(
+    run: RunConfig, objective: Any, vocabulary: int | None, made: Estimate, machine: Machine
+) -> Iterator[Knob]:
+    """Settings that lower a phase that does not fit, cheapest first, each tried alone."""
+    memory = machine.gpu or machine.host
+    too_large = {phase.name: phase.total for phase in made.phases if phase.total > memory}
+    for override, changed, other in _variants(run, objective, made):
+        tried = estimate(changed, other, vocabulary, machine.gpu, machine.gpu_name)
+        phases = {phase.name: phase.total for phase in tried.phases if phase.name in too_large}
+        if any(too_large[name] - size > 0.01 * GIB for name, size in phases.items()):
+            yield Knob(override, phases, tried.peak.total <= memory)
+
+
+def _variants(run: RunConfig, objective: Any, made: Estimate) -> Iterator[tuple[str, RunConfig, Any]]:
+    """(override, run with it, objective with it); those that change no result come first."""
+    training, rollout, policy = run.training, run.rollout, run.policy
+
+    def trained(**changes: Any) -> RunConfig:
+        return run.model_copy(update={"training": training.model_copy(update=changes)})
+
+    tokens = micro_batch_tokens(run, made.shape)[0]
+    for share in (2, 4):
+        half = tokens // share
+        yield f"training.micro_batch_tokens={half}", trained(micro_batch_tokens=half), objective
+    if not training.gradient_checkpointing:
+        yield "training.gradient_checkpointing=true", trained(gradient_checkpointing=True), objective
+    if rollout.engine == "vllm":
+        if rollout.gpu_memory_utilization > 0.2:
+            lower = round(rollout.gpu_memory_utilization - 0.1, 2)
+            changed = replace(rollout, gpu_memory_utilization=lower)
+            yield (
+                f"rollout.gpu_memory_utilization={lower}",
+                run.model_copy(update={"rollout": changed}),
+                objective,
+            )
+        if rollout.sleep_level == 0:
+            changed = replace(rollout, sleep_level=2)
+            yield "rollout.sleep_level=2", run.model_copy(update={"rollout": changed}), objective
+    else:
+        lanes = max(rollout.batch_size // 2, 1)
+        changed = replace(rollout, batch_size=lanes)
+        yield f"rollout.batch_size={lanes}", run.model_copy(update={"rollout": changed}), objective
+    if training.precision == "float32":
+        yield "training.precision=bfloat16", trained(precision="bfloat16"), objective
+    if training.optimizer == "adam":
+        yield "training.optimizer=adam8bit", trained(optimizer="adam8bit"), objective
+    n = training.trajectories_per_iteration // 2
+    if n > 1 and n % training.minibatches == 0 and n % objective.credit.group_size == 0:
+        yield f"training.trajectories_per_iteration={n}", trained(trajectories_per_iteration=n), objective
+    if training.kl_coefficient:
+        yield "training.kl_coefficient=0", trained(kl_coefficient=0.0), objective
+    if policy.lora is None:
+        from stppo.agent.policy import LoraSettings
+
+        changed = replace(policy, lora=LoraSettings())
+        yield "'policy.lora={rank: 16}'", run.model_copy(update={"policy": changed}), objective
+    if made.algorithm.critic:
+        other = configs.build(configs.compose(["algorithm=grpo"])["algorithm"]["objective"], "algorithm")
+        yield "algorithm=grpo (no critic)", run, other
+    if policy.pretrained and (name := smaller(policy.pretrained)):
+        changed = replace(policy, pretrained=name)
+        yield f"policy.pretrained={name}", run.model_copy(update={"policy": changed}), objective
+
+
+# ---- text ---------------------------------------------------------------------------------------
+
+
+def text(report: Report) -> str:
+    """The table, what does not fit and how to mend it, and what an iteration is made of."""
+    made, machine = report.estimate, report.machine
+    shape, speed = made.shape, made.speed
+    lines = [
+        f"{shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers of {shape.hidden}, vocabulary "
+        f"{shape.vocabulary:,}. Memory and time are estimates (worst case: every trajectory as long as allowed), the rest "
+        "was looked up here.",
+        "",
+    ]
+    cells = [("what", "found", "needed", "")]
+    cells += [
+        (r.what, r.found, r.needed, {True: "ok", False: "FAIL", None: "note"}[r.ok]) for r in report.rows
+    ]
+    width = [min(max(len(row[i]) for row in cells), limit) for i, limit in enumerate((44, 60, 44))]
+    for row, source in zip(cells, [None, *report.rows], strict=True):
+        cut = [c if len(c) <= w else c[: w - 3] + "..." for c, w in zip(row, width, strict=False)]
+        lines.append("  ".join(f"{c:<{w}}" for c, w in zip(cut, width, strict=True)) + f"  {row[3]}")
+        if source is not None and source.ok is not True and source.remedy:
+            lines.append(f"    -> {source.remedy}")
+    lines += ["", f"Memory in GiB, largest phase ({made.peak.name}):"]
+    parts = sorted(made.peak.parts.items(), key=lambda item: -item[1])
+    lines += [
+        f"  {size / GIB:8.2f}  {name}" for name, size in parts if size >= 0.005 * GIB or size is parts[0][1]
+    ]
+    if report.knobs:
+        before = {phase.name: phase.total for phase in made.phases}
+        lines += ["", "What would help, each alone, in GiB; those that change no result first:"]
+        for knob in report.knobs:
+            changes = ", ".join(
+                f"{name} {(size - before[name]) / GIB:+.1f} to {size / GIB:.1f}"
+                for name, size in knob.phases.items()
+            )
+            lines.append(f"  {knob.override}: {changes}{' (fits)' if knob.fits else ''}")
+    about = ", ".join(f"{name} {seconds:.1f}" for name, seconds in speed.seconds.items())
+    if machine.gpu is not None:
+        lines += [
+            "",
+            f"Seconds of an iteration on one {speed.gpu}, if trajectories have {speed.trajectory_tokens} tokens "
+            f"({speed.agent_tokens} of the agent): {about}; {speed.iteration:.1f} together, {speed.hours:.1f} h for "
+            f"{speed.iterations} iterations.",
+        ]
+    lines += [
+        "",
+        "ready" if report.ok else f"{sum(row.ok is False for row in report.rows)} checks failed",
+    ]
+    return "\n".join(lines)
+
+
+def _largest(parts: dict[str, float]) -> str:
+    name = max(parts, key=parts.get)
+    return f"the largest part is {name} ({_gib(parts[name])})"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"

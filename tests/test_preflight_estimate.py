@@ -1,0 +1,299 @@
+"""The preflight's estimate against models, optimizers and memory as they really are."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from stppo import config as configs
+from stppo.agent.compute import computing, place
+from stppo.agent.policy import LoraSettings
+from stppo.preflight.memory import (
+    GIB,
+    Algorithm,
+    checkpoint_bytes,
+    engine_room,
+    micro_batch_tokens,
+    phases_of,
+    resting,
+    saved_by_layer,
+    trained_parameters,
+)
+from stppo.preflight.shapes import QWEN25, known_config, shape_of, smaller
+from stppo.preflight.speed import estimate_speed
+from stppo.training.checkpoint import CHECKPOINT_DIR, newest
+from stppo.training.trainer import Trainer
+
+
+def settings(*overrides):
+    return configs.validate(configs.compose(["preset=laptop", *overrides]))
+
+
+def qwen(*overrides):
+    """Settings of preset qwen and the estimate's view of its algorithm."""
+    config = configs.compose(["preset=qwen", *overrides])
+    run = configs.validate(config)
+    objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+    return run, Algorithm.of(run, objective)
+
+
+# ---- counts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", QWEN25)
+def test_parameters_of_public_models_are_those_of_the_formula(size):
+    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = QWEN25[size]
+    kv = hidden // heads * kv_heads
+    attention = hidden * hidden + hidden + 2 * (hidden * kv + kv) + hidden * hidden
+    layer = attention + 3 * hidden * intermediate + 2 * hidden
+    body = vocabulary * hidden + layers * layer + hidden
+    shape = shape_of(known_config(f"Qwen/Qwen2.5-{size}-Instruct"))
+    assert shape.body == body
+    assert shape.parameters == body + (0 if tied else vocabulary * hidden)
+    assert shape.parameters / 1e9 == pytest.approx(
+        {"0.5B": 0.49, "1.5B": 1.54, "3B": 3.09, "7B": 7.62}[size], abs=0.006
+    )
+    assert shape.kv_values() == 2 * layers * kv
+    assert shape.linear == layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * intermediate)
+
+
+def test_next_smaller_model():
+    assert smaller("Qwen/Qwen2.5-1.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert smaller("Qwen/Qwen2.5-0.5B") is None and smaller("folder") is None
+
+
+def test_adapters_train_rank_times_inputs_and_outputs():
+    config = known_config("Qwen/Qwen2.5-0.5B")
+    run = qwen("policy.lora={rank: 8, target_modules: [q_proj, down_proj]}")[0]
+    shape = shape_of(config, run.policy.lora)
+    assert trained_parameters(run, shape) == 8 * 24 * (896 + 896 + 4864 + 896)
+    everything = shape_of(config, LoraSettings())
+    # q, o: 896 + 896; k, v: 896 + 128; gate, up, down: 896 + 4864.
+    assert everything.lora_inputs == 24 * (2 * 1792 + 2 * 1024 + 3 * 5760)
+
+
+# ---- against what is really allocated -----------------------------------------------------------
+
+
+def saved_bytes(layers: int, precision: str, tokens: int) -> int:
+    """What autograd keeps of a body's forward pass, parameters aside; each storage once."""
+    shape = Qwen2Config(
+        hidden_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=1024,
+        vocab_size=64,
+    )
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    place(model, torch.device("cpu"), precision)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), computing(model.base_model):
+        states = model.base_model(input_ids=torch.zeros(2, tokens // 2, dtype=torch.long), use_cache=False)
+    assert states.last_hidden_state.requires_grad
+    return sum(storage.nbytes() for place_, storage in kept.items() if place_ not in own)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_activations_of_a_layer_are_what_autograd_saves(precision):
+    tokens = 256
+    measured = saved_bytes(3, precision, tokens) - saved_bytes(2, precision, tokens)
+    run = settings(f"training.precision={precision}")
+    shape = shape_of(
+        Qwen2Config(
+            hidden_size=256,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=1024,
+            vocab_size=64,
+        )
+    )
+    copies = 2 * shape.linear if precision == "bfloat16" else 0  # of weights
+    assert saved_by_layer(run, shape) * tokens + copies == pytest.approx(measured, rel=0.01)
+
+
+def test_resting_memory_and_checkpoint_are_those_of_a_trained_run(tiny, barely_trained, tmp_path):
+    config = tiny("algorithm=st_ppo", "training.iterations=1", "training.minibatches=1", "training.epochs=1")
+    held = {}
+
+    def measure(trainer):
+        def size(tensors):
+            return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+        def moments(optimizer):
+            states = optimizer.state.values()
+            return size(t for state in states for name, t in state.items() if name != "step")
+
+        for name, model, optimizer in (
+            ("policy", trainer.policy, trainer.optimizer),
+            ("critic", trainer.critic, trainer.critic_optimizer),
+        ):
+            held[name] = size(model.parameters())
+            held[f"{name}: gradient"] = size(p.grad for p in model.parameters())
+            held[f"{name}: adam"] = moments(optimizer)
+        held["reference"] = size(trainer.reference.parameters())
+        held["model"] = trainer.policy.config
+
+    Trainer(config, tmp_path, barely_trained, on_iteration=measure, progress=False).train()
+    run = configs.validate(config)
+    shape = shape_of(held.pop("model"))
+    algorithm = Algorithm(critic=True, watched=1, exact_norm=True)
+    assert resting(run, shape, algorithm) == held
+    written = newest(tmp_path / CHECKPOINT_DIR)
+    tensors = sum(
+        (written / f"{name}.safetensors").stat().st_size
+        for name in ("policy", "optimizer", "critic", "critic_optimizer")
+    )
+    assert checkpoint_bytes(run, shape, algorithm) == pytest.approx(tensors, rel=0.1)
+
+
+_UPDATE = """
+import json, resource, sys
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+from stppo import config as configs
+from stppo.agent.compute import place
+from stppo.training.gradients import Passes
+from stppo.training.optimizers import make_optimizer
+from stppo.training.updates import PolicyUpdates
+from stppo.trajectories import Trajectories
+
+overrides, sizes, width = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+config = configs.compose(overrides)
+run = configs.validate(config)
+objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+policy = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=torch.float32)
+place(policy, torch.device("cpu"), run.training.precision, run.training.gradient_checkpointing)
+optimizer = make_optimizer("adam", list(policy.parameters()), 1e-4)
+passes = Passes(run.training.micro_batch_tokens)
+updates = PolicyUpdates(policy, optimizer, objective, run.training, passes, 1.0, None)
+
+def step(rows, width):
+    mask = torch.ones(rows, width, dtype=torch.bool)
+    mask[:, 0] = False
+    batch = Trajectories(
+        tokens=torch.randint(sizes["vocab_size"], (rows, width)),
+        lengths=torch.full((rows,), width),
+        agent_mask=mask,
+        behaviour_logprobs=torch.where(mask, -torch.rand(rows, width) * 20, torch.zeros(rows, width)),
+        rewards=torch.zeros(rows, width),
+        group_ids=torch.zeros(rows, dtype=torch.long),
+        policy_updates=torch.zeros(rows, dtype=torch.long),
+    )
+    row = dict(update=1, iteration=3, epoch=0, minibatch=0)  # 1 - 1 + 3: norms are watched every third
+    updates.step(row, batch, torch.where(mask, torch.randn(rows, width), torch.zeros(())), torch.zeros(rows, width), None)
+    assert row["clipping_bias_norm"] > 0 and row["ppo_gradient_norm"] > 0
+
+status = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("VmRSS"))
+before = int(status["VmRSS"].split()[0]) * 1024
+step(run.training.trajectories_per_iteration, width)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps(peak - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_memory_of_an_update_is_near_the_estimate(checkpointing):
+    """Growth of a process's peak memory over one update; the factor allows for libraries' own buffers."""
+    width = 512
+    overrides = [
+        "preset=laptop",
+        "algorithm=grpo",
+        "algorithm.objective.credit.group_size=4",
+        f"rollout.max_tokens={width}",
+        "training.trajectories_per_iteration=4",
+        "training.minibatches=1",
+        "training.micro_batch_tokens=1024",
+        "training.kl_coefficient=0.01",
+        "training.bias_norm_every=3",
+        f"training.gradient_checkpointing={checkpointing}",
+    ]
+    sizes = {
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1024,
+        "vocab_size": 20_000,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 1024,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _UPDATE, json.dumps([overrides, sizes, width])], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    config = configs.compose(overrides)
+    run = configs.validate(config)
+    objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+    shape = shape_of(Qwen2Config(**sizes))
+    update = phases_of(run, shape, Algorithm.of(run, objective), None)[-1]
+    there = update.parts["policy"] + update.parts["reference"]  # weights are loaded, and no reference
+    assert json.loads(done.stdout) == pytest.approx(update.total - there, rel=0.3)
+
+
+# ---- what knobs do ------------------------------------------------------------------------------
+
+
+def largest(run, algorithm, size="1.5B"):
+    shape = shape_of(known_config(f"Qwen2.5-{size}"), run.policy.lora)
+    return {phase.name: phase.total for phase in phases_of(run, shape, algorithm, 80 * GIB)}
+
+
+@pytest.mark.parametrize(
+    ("override", "phase"),
+    [
+        ("training.micro_batch_tokens=4596", "update"),
+        ("training.optimizer=adam8bit", "update"),
+        ("policy.lora={rank: 16}", "update"),
+        ("algorithm=grpo", "update"),
+        ("training.kl_coefficient=0", "update"),
+        ("rollout.gpu_memory_utilization=0.3", "roll-out"),
+    ],
+)
+def test_every_knob_that_is_advised_lowers_the_phase(override, phase):
+    assert largest(*qwen(override))[phase] < largest(*qwen())[phase] - 0.1 * GIB
+
+
+def test_without_checkpointing_or_sleep_more_is_needed():
+    plain = largest(*qwen())
+    assert largest(*qwen("training.gradient_checkpointing=false"))["update"] > plain["update"] + 10 * GIB
+    assert largest(*qwen("rollout.sleep_level=0"))["update"] > plain["update"] + 10 * GIB
+
+
+def test_a_trajectory_longer_than_the_budget_sets_the_micro_batch():
+    run, _ = qwen("training.micro_batch_tokens=1000")
+    shape = shape_of(known_config("Qwen2.5-0.5B"))
+    assert micro_batch_tokens(run, shape) == (4596, True)
+
+
+def test_engine_holds_untied_weights_in_its_own_type():
+    shape = shape_of(known_config("Qwen2.5-0.5B"))
+    half, whole = (
+        engine_room(qwen(f"rollout.dtype={d}")[0], shape, 80 * GIB) for d in ("bfloat16", "float32")
+    )
+    assert half.weights == 2 * (shape.parameters + 151_936 * 896) == whole.weights / 2
+    assert half.trajectories > 2 * whole.trajectories > 0
+
+
+def test_a_faster_gpu_and_fewer_epochs_take_less_time():
+    shape = shape_of(known_config("Qwen2.5-0.5B"))
+    run, algorithm = qwen()
+    usual = estimate_speed(run, shape, algorithm)
+    assert estimate_speed(run, shape, algorithm, "NVIDIA H100 80GB HBM3").iteration < usual.iteration
+    twice = estimate_speed(qwen("training.epochs=2")[0], shape, algorithm)
+    assert twice.seconds["update"] == pytest.approx(2 * usual.seconds["update"])
+    assert estimate_speed(run, shape, algorithm, "unknown") == usual
