@@ -93,7 +93,7 @@ class Commands:
         except BaseException:
             process.kill()
             raise
-        self.seconds[stage] = round(time.monotonic() - began, 1)
+        self.seconds[stage] = round(self.seconds.get(stage, 0) + time.monotonic() - began, 1)
         return code
 
     def log(self, stage: str) -> Path:
@@ -174,7 +174,9 @@ def overrides_of(options: argparse.Namespace, port: int) -> list[str]:
         f"warm_start.final_samples={options.questions}",
         "warm_start.demonstrations=256",
         "warm_start.batch_size=8",
-        "+warm_start.noise={early_answer: 0.1, wrong_entity: 0.05, malformed: 0.02}",
+        "+warm_start.noise.early_answer=0.1",
+        "+warm_start.noise.wrong_entity=0.05",
+        "+warm_start.noise.malformed=0.02",
         f"evaluation.questions={options.questions}",
         f"evaluation.every={options.iterations // 2}",
         f"evaluation.greedy_every={options.iterations}",
