@@ -120,8 +120,8 @@ def notebook_content(name):
     return [content_of(notebook), code_hash([*imports, *TARGETS]), configs.fingerprint(settings)]
 
 
-PLUG_INS = "25-plug-ins"
-CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS, PLUG_INS]}
+PLUG_INS, BENCHMARKS = "25-plug-ins", "24-benchmarks"
+CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS, PLUG_INS, BENCHMARKS]}
 
 
 wildcard_constraints:
@@ -241,6 +241,37 @@ rule plug_ins:
     threads: 1
     shell:
         "papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
+
+
+# Not part of `all`: any checkpoint on any of the eight benchmarks,
+#   snakemake results/<preset>/24-benchmarks.html --config checkpoint=... data_dir=... corpus=... n_questions=500
+# Each benchmark's result is kept in results/<preset>/benchmarks as it ends, so a stopped job goes on from there.
+BENCHMARK_OPTIONS = {
+    name: str(config[name])
+    for name in ("checkpoint", "benchmarks", "data_dir", "corpus", "retriever", "n_questions")
+    if name in config
+}
+
+
+rule benchmarks:
+    output:
+        f"{RESULTS}/{BENCHMARKS}.ipynb",
+    params:
+        content=CONTENT[BENCHMARKS],
+        data=BENCHMARK_OPTIONS.get("data_dir") or os.environ.get("STPPO_DATA", ""),
+        options=" ".join(
+            f"-{'p' if name == 'n_questions' else 'r'} {name} {shlex.quote(value)}"
+            for name, value in BENCHMARK_OPTIONS.items()
+        )
+        # `overrides` here are those of the world and the roll-out.
+        + (f" -r overrides {shlex.quote(shlex.join(OVERRIDES))}" if OVERRIDES else ""),
+    log:
+        f"{RESULTS}/logs/{BENCHMARKS}.log",
+    resources:
+        **TRAIN_RESOURCES,
+    shell:
+        "papermill notebooks/{BENCHMARKS}.ipynb {output} {PAPERMILL} {params.options}"
+        " -p output_dir {RESULTS}/benchmarks > {log} 2>&1"
 
 
 rule figures:

@@ -90,6 +90,14 @@ def test_plug_ins_are_a_target_of_their_own(tmp_path):
     assert planned(page, "plug_ins") == planned(page, "html") == 1 and planned(page, "train") == 0
 
 
+def test_benchmarks_are_a_target_of_their_own_with_their_own_options(tmp_path):
+    assert planned(snakemake(tmp_path, "--config", "preset=smoke"), "benchmarks") == 0
+    options = ("--config", "preset=smoke", "checkpoint=a b", "n_questions=7")
+    page = snakemake(tmp_path, *options, targets=("-n", "-p", "results/smoke/24-benchmarks.html"))
+    assert planned(page, "benchmarks") == planned(page, "html") == 1 and planned(page, "train") == 0
+    assert "-p n_questions 7" in page.stdout and "-r checkpoint 'a b'" in page.stdout
+
+
 def test_missing_notebook_is_an_error(tmp_path):
     (tmp_path / "notebooks").mkdir()
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
