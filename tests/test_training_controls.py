@@ -11,7 +11,8 @@ import torch
 
 from stppo import config as configs
 from stppo.agent.policy import load_policy
-from stppo.agent.rollout_torch import Rollout, RolloutConfig, TorchRollout
+from stppo.agent.rollout import Rollout, RolloutConfig
+from stppo.agent.rollout_torch import TorchRollout
 from stppo.training.controls import generator_for
 from stppo.training.monte_carlo import TrueValues, true_values
 from stppo.training.trainer import Trainer

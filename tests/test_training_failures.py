@@ -83,6 +83,4 @@ def test_only_memory_and_connections_are_the_outside(tiny, tmp_path):
     assert what_stopped(RuntimeError("shape mismatch"), settings, tmp_path, 0) is None
     assert what_stopped(ValueError("out of memory"), settings, tmp_path, 0) is None
     line = str(what_stopped(RuntimeError("CUDA error: out of memory"), vllm, tmp_path, 7))
-    assert (
-        "(now 512)" in line and "rollout.gpu_memory_utilization (now 0.4)" in line
-    )
+    assert "(now 512)" in line and "rollout.gpu_memory_utilization (now 0.4)" in line
