@@ -47,7 +47,11 @@ def assert_one_line_error(result, *parts):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "warm-start", "play", "collect", "report", "plugins check", "plugins verl-data"]
+    "command",
+    [
+        *("train", "warm-start", "play", "evaluate", "tiny-model", "collect", "report"),
+        *("plugins check", "plugins verl-data"),
+    ],
 )
 def test_help_shows_an_example(command):
     shown = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})

@@ -16,7 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stppo.schema import CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, TRAJECTORIES_FILE, UPDATES_FILE
+from stppo.schema import (
+    BY_BENCHMARK_FILE,
+    CONFIG_FILE,
+    EVALUATIONS_FILE,
+    RUN_FILE,
+    TRAJECTORIES_FILE,
+    UPDATES_FILE,
+)
 
 FORMAT = 2
 CHECKPOINT_DIR = "checkpoint"  # in a run folder; holds the newest checkpoint, numbered
@@ -145,7 +152,7 @@ def restore(model: torch.nn.Module, saved: dict[str, Tensor]) -> None:
 
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in a run folder to a new sub-folder, losing nothing; None if it is empty."""
-    names = (RUN_FILE, UPDATES_FILE, EVALUATIONS_FILE, TRAJECTORIES_FILE, CONFIG_FILE)
+    names = (RUN_FILE, UPDATES_FILE, EVALUATIONS_FILE, BY_BENCHMARK_FILE, TRAJECTORIES_FILE, CONFIG_FILE)
     found = [run_dir / name for name in (CHECKPOINT_DIR, EARLIER_FILE, *names) if (run_dir / name).exists()]
     if not found:
         return None
