@@ -83,7 +83,7 @@ def test_debug_shows_the_traceback_too(stppo):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["train", "preset=desktop"], ["preset=desktop", "laptop, smoke"]),
+        (["train", "preset=desktop"], ["preset=desktop", "laptop, ", "smoke"]),
         (["train", "training.epochs=0"], ["training.epochs = 0"]),
         (["train", "algorithm.objective.clip.epsilon_low=0"], ["epsilon_low=0"]),
         (["train", "seed=0,1", "--out", "x"], ["--out", "2 runs"]),
