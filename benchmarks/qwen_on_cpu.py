@@ -331,8 +331,7 @@ def main(options: argparse.Namespace) -> None:
     indexed = commands.run("index", "retriever", "index", "--corpus", corpus, "--out", index)
     with Server(commands, index) as server:
         overrides = overrides_of(options, server.port)
-        if not options.skip_preflight:
-            commands.run("preflight", "preflight", *overrides)
+        commands.run("preflight", "preflight", *overrides, "--out", run)
         commands.run("warm start", "warm-start", *overrides)
         facts = train_interrupted(commands, server, ["train", *overrides, "--out", run], run)
         results = options.out / "evaluation"
@@ -389,6 +388,5 @@ if __name__ == "__main__":
     parser.add_argument("--vocabulary", type=int, default=4000)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--skip-preflight", action="store_true")
     parser.add_argument("--record", action="store_true", help="keep the summary in results/reference")
     main(parser.parse_args())

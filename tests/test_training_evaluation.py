@@ -19,6 +19,8 @@ from stppo.agent.rollout_torch import TorchRollout
 from stppo.agent.tiny_model import make_tiny_model
 from stppo.training.evaluation import evaluate_checkpoint, ratio_and_error, summarise
 from stppo.training.metrics import evaluate, trajectory_records, write_tables
+from stppo.training.trainer import Trainer
+from stppo.training.warm_start import warm_start
 from stppo.trajectories import Trajectories
 from stppo.world import DemonstrationNoise, Episode, Question, SyntheticWorld, play
 from stppo.world.retrieval_client import RetrievalUnavailable
@@ -261,6 +263,35 @@ def test_a_warm_start_and_a_run_folder_are_checkpoints(barely_trained, tmp_path,
         (folder / "policy" / name).write_bytes((barely_trained / name).read_bytes())
     status, again, _ = command(monkeypatch, capsys, *arguments[:1], folder, *arguments[2:-1], tmp_path / "b")
     assert status == 0 and again == said
+
+
+def test_a_run_from_pretrained_weights_is_evaluated_with_its_own_tokenizer(bench, tmp_path):
+    config = configs.compose(
+        [
+            "preset=smoke",
+            "world=benchmark",
+            "world.benchmark=bamboogle",
+            "world.train=nq",
+            f"world.records={{nq: {bench}/nq.jsonl, bamboogle: {bench}/bamboogle.jsonl}}",
+            f"world.corpus={bench}/corpus.jsonl",
+            "world.cache_dir=null",
+            "world.held_out=0.4",
+            "world.turn_budget=1",
+            "world.max_turn_tokens=6",
+            "rollout.max_tokens=900",
+            f"policy.pretrained={bench}/model",
+            "warm_start.max_steps=0",
+            "warm_start.final_samples=1",
+            "evaluation.questions=1",
+            "training.iterations=1",
+            "training.trajectories_per_iteration=4",
+            "training.epochs=1",
+        ]
+    )
+    warm_start(config, tmp_path / "start", progress=False)
+    Trainer(config, tmp_path / "run", tmp_path / "start", progress=False).train()
+    (row,) = evaluate_checkpoint(tmp_path / "run", config, tmp_path / "out", questions=2, progress=False)
+    assert row["benchmark"] == "bamboogle" and row["n_questions"] == 2
 
 
 def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, monkeypatch, capsys):
