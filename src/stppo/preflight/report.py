@@ -22,6 +22,7 @@ from stppo.preflight.memory import (
     disk_parts,
     engine_room,
     host_parts,
+    longest,
     micro_batch_tokens,
     phases_of,
 )
@@ -214,9 +215,9 @@ def _variants(run: RunConfig, objective: Any, made: Estimate) -> Iterator[tuple[
         return run.model_copy(update={"training": training.model_copy(update=changes)})
 
     tokens = micro_batch_tokens(run, made.shape)[0]
-    for share in (2, 4):
-        half = tokens // share
-        yield f"training.micro_batch_tokens={half}", trained(micro_batch_tokens=half), objective
+    row = longest(run, made.shape)  # no micro-batch holds less
+    for fewer in dict.fromkeys((max(tokens // 2, row), row)):
+        yield f"training.micro_batch_tokens={fewer}", trained(micro_batch_tokens=fewer), objective
     if not training.gradient_checkpointing:
         yield "training.gradient_checkpointing=true", trained(gradient_checkpointing=True), objective
     if rollout.engine == "vllm":
