@@ -147,9 +147,9 @@ def _point(objective: Objective) -> dict[str, str]:
     """The objective's value on each of `AXES`, in words."""
     credit, ratio = objective.credit, objective.ratio
     return {
-        "credit": _words(credit, leave_out=("pooling", "whiten", "eps")),
+        "credit": _words(credit, leave_out=("pooling", "whiten", "center", "eps")),
         "pooling": credit.pooling.replace("_", " "),
-        "whiten": "yes" if credit.whiten else "no",
+        "whiten": "yes" if credit.whiten else "centred" if credit.center else "no",
         "ratio": ratio.granularity,
         "aggregation": "–" if ratio.granularity == "token" else ratio.aggregation,  # a mean over one token
         "clip": _clip(objective.clip),
