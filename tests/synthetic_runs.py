@@ -230,6 +230,7 @@ def _simulate(
         "gradient_norm": noise[2] * np.where(spiking, 3, 1),
         "ppo_gradient_norm": noise[2] * np.where(spiking, 3, 1),
         "learning_rate": behaviour.learning_rate,
+        "critic_loss": np.nan if "grpo" in algorithm or "gspo" in algorithm else 0.1,
         "gradient_norm_max": 2 * noise[2] * np.where(spiking, 12, 1),
         "clipping_bias_norm": 0.3 * noise[3] * np.exp(behaviour.bias_growth * t),
         "staleness_iterations": np.minimum(2, t - 1).astype(float),

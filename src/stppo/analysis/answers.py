@@ -153,10 +153,9 @@ def baselines(study: Study, planned: Plan | None) -> Answer:
 
 def turn_level_on_top(study: Study, planned: Plan | None) -> Answer:
     """Q2: the turn ratio once the correction is on."""
-    table = pd.concat(
-        [_compared(study, names, planned) for names in (("s_ppo", "st_ppo"), ("s_grpo", "so_grpo"))],
-        ignore_index=True,
-    )
+    pairs = {"with a critic": ("s_ppo", "st_ppo"), "without a critic": ("s_grpo", "so_grpo")}
+    parts = [_compared(study, names, planned).assign(block=block) for block, names in pairs.items()]
+    table = pd.concat(parts, ignore_index=True)
     text = (
         f"With the divisor on, {versus(study, _main('st_ppo'), _main('s_ppo'))}. "
         f"Without a critic, {versus(study, _main('so_grpo'), _main('s_grpo'))}."
@@ -233,8 +232,8 @@ def why_divide(study: Study, planned: Plan | None) -> Answer:
         if run.empty or not table["runs"].iloc[0]:
             parts.append(f"{treated}: {words.untested(missing_arms(table)).rstrip('.')}")
             continue
-        more = run[run["extra_risk_low"] > 0]
-        less = run[run["extra_risk_high"] < 0]
+        enough = run["shared"] >= words.FEWEST
+        more, less = run[enough & (run["extra_risk_low"] > 0)], run[enough & (run["extra_risk_high"] < 0)]
         rest = run.drop(index=[*more.index, *less.index])
         told = [
             f"{words.listed(list(rows['label']))} {verb}"

@@ -77,15 +77,20 @@ def describe_regime(metrics: Metrics, regime: str, algorithms: Sequence[str]) ->
 
 
 def caption(
-    metrics: Metrics, what: str, regimes: Sequence[str], algorithms: Sequence[str], means: bool = True
+    metrics: Metrics,
+    what: str,
+    regimes: Sequence[str],
+    algorithms: Sequence[str],
+    means: bool = True,
+    marks: bool = True,
 ) -> str:
-    """What was drawn and of which runs; with `means`, how lines and bands summarise the seeds."""
+    """What was drawn and of which runs; with `means`, how lines and bands summarise the seeds; with `marks`, what an x is."""
     runs = metrics.summary[
         metrics.summary["regime"].isin(regimes) & metrics.summary["algorithm"].isin(algorithms)
     ]
     counts = runs.groupby(["regime", "algorithm"]).size().tolist()
     settings = "; ".join(f"regime {r}: {describe_regime(metrics, r, algorithms)}" for r in regimes)
-    mark = " An x marks a seed's collapse." if runs["collapsed"].any() else ""
+    mark = " An x marks a seed's collapse." if marks and runs["collapsed"].any() else ""
     arms = {(run["regime"], run["algorithm"]) for run in metrics.runs}
     clustered = any(
         is_clustered(replicates(metrics, *arm).values())

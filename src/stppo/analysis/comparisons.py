@@ -94,7 +94,8 @@ def group_table(study: Study, group: Group, planned: Plan | None = None) -> pd.D
 def compare(study: Study, arms: Sequence[tuple[Arm, str]], planned: Plan | None = None) -> pd.DataFrame:
     """One row per arm; differences are to the first one, over the warm starts that both have.
 
-    Columns: arm, label, runs, planned (NA: unknown), warm_starts, collapsed, recovered, and each of
+    Columns: arm, label, runs, planned (NA: unknown), warm_starts, shared (warm starts of the comparison), collapsed,
+    recovered, and each of
     collapse_risk, extra_risk (the arm's minus the default's), final_success, final_difference (likewise)
     with _low and _high; NaN where runs are missing, an interval also from a single warm start.
     """
@@ -119,6 +120,8 @@ def compare(study: Study, arms: Sequence[tuple[Arm, str]], planned: Plan | None 
             compared = name in ("extra_risk", "final_difference")
             found = None if compared and arm == default else estimate(_ESTIMATES[name], study, arm, default)
             low, high = found.interval(CONFIDENCE) if found else (math.nan, math.nan)
+            if compared:
+                row["shared"] = found.n_clusters if found else 0
             row |= {name: found.value if found else math.nan, f"{name}_low": low, f"{name}_high": high}
         rows.append(row)
     return pd.DataFrame(rows).astype({"planned": "Int64"})

@@ -46,6 +46,8 @@ def _measured(verdict: Verdict) -> str:
 
 def shown(study: Study, answer: Answer) -> Answer:
     """An answer whose numbers compare arms, with their forest plot; without one where nothing can be compared."""
+    if "collapse_risk" not in answer.table:
+        return answer
     blocks = answer.table.groupby("block", sort=False) if "block" in answer.table else [("", answer.table)]
     run = {
         block: rows for block, rows in blocks if rows["runs"].iloc[0] and (rows["runs"].iloc[1:] > 0).any()

@@ -76,7 +76,7 @@ def survival_figure(study: Study) -> Plot | None:
         "iteration. Shaded: pointwise 95 % intervals (log-log), which take runs as independent. Curves are set "
         f"apart by {STEP:g} so that equal ones are all seen."
     )
-    return Plot("survival", fig, data, caption(study.metrics, what, regimes, algorithms, False))
+    return Plot("survival", fig, data, caption(study.metrics, what, regimes, algorithms, False, False))
 
 
 def _steps(ax: Axes, algorithm: str, curve: pd.DataFrame, shift: float) -> None:
@@ -287,5 +287,5 @@ def factorial_figure(study: Study) -> Plot | None:
     table = pd.DataFrame(
         [[n, e.value, *e.interval(CONFIDENCE)] for n, e in effects.items()], columns=["effect", *columns[4:7]]
     )
-    text = caption(study.metrics, what, [MAIN], names, False)
+    text = caption(study.metrics, what, [MAIN], names, False, False)
     return Plot("factorial", fig, pd.DataFrame(rows, columns=columns), text, {"effects": table})

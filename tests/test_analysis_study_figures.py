@@ -1,0 +1,272 @@
+"""The study's figures, tables and sentences, on made-up metrics of its whole plan and on fragments of it."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from stppo.analysis import (
+    answers,
+    arms,
+    comparisons,
+    diagnostic_figures,
+    figures,
+    findings,
+    mechanism_figures,
+    phase_diagram,
+    resampling,
+    study_figures,
+    words,
+)
+from stppo.analysis.claims import evaluate
+from stppo.analysis.ledger import load_ledger
+from stppo.analysis.report_figures import HEADINGS
+from stppo.analysis.resampling import Replicate
+from stppo.analysis.study import Arm, Study
+from stppo.analysis.style import LOOKS, look
+from tests.study_cases import TUNED, planned_replicates, study_metrics
+from tests.synthetic_runs import Behaviour, make_metrics, replicates
+
+PLAN = {arm: len(of) for arm, of in planned_replicates().items()}
+FAST = 50
+
+
+def draw_all(study, plan=None):
+    drawn = [
+        study_figures.survival_figure(study),
+        study_figures.controls_figure(study, plan),
+        study_figures.drivers_figure(study, plan),
+        study_figures.normalisers_figure(study, plan),
+        study_figures.best_settings_figure(study, plan),
+        study_figures.settings_figure(study, FAST),
+        study_figures.factorial_figure(study),
+        phase_diagram.phase_diagram_figure(study),
+        mechanism_figures.mechanism_figure(study),
+        mechanism_figures.spikes_figure(study),
+        diagnostic_figures.critic_figure(study, FAST),
+        diagnostic_figures.trends_figure(study),
+    ]
+    return {plot.name: plot for plot in drawn if plot}
+
+
+@pytest.fixture(scope="module")
+def study():
+    return Study(study_metrics())
+
+
+@pytest.fixture(scope="module")
+def plots(study):
+    return draw_all(study, PLAN | TUNED)
+
+
+# --- the plan ---------------------------------------------------------------------------------
+def test_every_planned_arm_has_its_place():
+    grouped = {
+        name for g in (*arms.CONTROLS, *arms.DRIVERS, *arms.ABLATIONS) for name in (g.default, *g.arms)
+    }
+    for arm in PLAN:
+        assert arm.regime in {arms.MAIN, arms.ON_POLICY, arms.LONG, *arms.COVERED}, arm
+        split = any(ending and arm.algorithm.endswith(ending) for ending in arms.SPLITS.values())
+        assert arm.algorithm in LOOKS or split or str(arm) in grouped, arm
+        assert (arms.variant(arm.algorithm) is None) == (arm.algorithm in LOOKS), arm
+    planned = {str(arm) for arm in {*PLAN, *TUNED}}
+    for name in grouped:
+        assert name in planned or name.endswith("*"), f"{name} is no arm of the study"
+
+
+def test_arms_of_the_ledger_are_planned_or_tuned():
+    conditions = [c for claim in load_ledger().claims for part in claim.parts for c in part.conditions]
+    for names in (names for condition in conditions for names in condition.arms.values()):
+        assert any(comparisons.arm_of(name) in {*PLAN, *TUNED} for name in names.split("|")), names
+
+
+def test_variants_look_like_what_they_vary():
+    assert look("st_ppo_max_c2").color == look("st_ppo").color != look("turn_ppo_sgd").color
+    assert "max(1, ‖C‖/2)" in look("st_ppo_max_c2").label
+    assert arms.variant("my_st_ppo") is None and arms.variant("token_ppo_turn_mean") is None
+
+
+# --- figures ----------------------------------------------------------------------------------
+def test_every_figure_of_the_ledger_is_drawn(plots, study):
+    named = {part.figure for claim in load_ledger().claims for part in claim.parts}
+    curves = {"collapse", "stability", "clip_ratio", "so_grpo", "diagnostics"}  # of `figures`
+    assert named - curves <= set(plots)
+    assert {answer.figure for answer in answers.all_answers(study)} <= {*plots, *curves, "granularity"}
+    assert {*plots, *curves} <= set(HEADINGS)
+
+
+def test_curves_leave_ablations_and_covered_regimes_out(study):
+    plot = figures.stability_figure(study.metrics, FAST)
+    assert set(plot.data["regime"]) == {"MAIN", "ON_POLICY", "LONG"}
+    assert set(plot.data["algorithm"]) == {*arms.PPO_VARIANTS, "so_ppo_ctn"}
+    assert "warm starts, then seeds" in plot.caption
+    settings = study_figures.settings_figure(study, FAST)
+    assert set(settings.data["regime"]) == set(arms.SETTINGS)
+
+
+def test_forests_show_every_arm_and_its_counts(plots):
+    data = plots["normalisers"].data
+    assert set(data["group"]) == {group.name for group in arms.ABLATIONS}
+    assert data["runs"].min() > 0
+    shown = [text.get_text() for text in plots["controls"].figure.axes[0].get_yticklabels()]
+    assert "untreated: token PPO   15/18" in shown and "learning rate matched by KL   5/6" in shown
+
+
+def test_planned_arm_without_runs_is_drawn_as_not_run():
+    keep = {
+        arm: of
+        for arm, of in planned_replicates().items()
+        if not arm.algorithm.endswith(("_max_c2", "kl_stop"))
+    }
+    study = Study(make_metrics({arm: Behaviour() for arm in keep}, keep))
+    plot = study_figures.normalisers_figure(study, PLAN)
+    labels = [text.get_text() for text in plot.figure.axes[0].get_yticklabels()]
+    assert "max(1, ‖C‖/2)   not run" in labels
+    table = comparisons.coverage(study.metrics, PLAN).set_index("regime")
+    assert "st_ppo_max_c2 0 of 3" in table.loc["MAIN", "missing"] and table.loc["LONG", "missing"] == ""
+    assert table.loc["MAIN", "runs"] == table.loc["MAIN", "runs_planned"] - 9
+
+
+def test_phase_diagram_counts_collapses(plots):
+    cells = plots["phase_diagram"].data.set_index(["part", "algorithm", "x", "y"])
+    assert cells.loc[("phase", "token_ppo", "8", "1"), ["runs", "collapsed"]].tolist() == [18, 15]
+    assert cells.loc[("phase", "st_ppo", "8", "1.5"), "collapse_share"] == 0
+    assert cells.loc[("staleness", "token_ppo", "4", ""), "collapse_share"] == 1
+    assert len(cells.loc["phase"]) == 4 * 9 and ("split", "turn_ppo", "8 × 4", "") not in cells.index
+
+
+def test_spikes_are_those_of_the_runs(plots):
+    scores = plots["spikes"].data
+    ill, well = (scores.loc[scores["kind"] == kind, "score"] for kind in ("collapsed", "control"))
+    assert ill.min() > well.max() and (plots["spikes"].tables["auc"]["auc"] == 1).all()
+
+
+def test_trends_find_the_growth(plots):
+    table = plots["trends"].tables["summary"].set_index(["algorithm", "metric"])
+    grown = table.loc[("st_ppo", "clipping_bias_norm")]
+    assert grown["factor_low"] < np.exp(0.3) < grown["factor_high"] * 1.02 and grown["r_squared"] > 0.8
+    assert table.loc[("st_ppo", "gradient_norm"), "factor"] == pytest.approx(1, abs=0.05)
+
+
+def test_fragments_of_the_study_are_enough(tmp_path):
+    one = [Replicate(11, 111, 1111)]
+    for names in (
+        ["MAIN/token_ppo"],
+        ["A/gspo"],
+        ["MAIN/st_ppo", "MAIN/st_ppo_raw"],
+        ["E2_LR1/s_ppo", "LLAMA/s_ppo"],
+    ):
+        chosen = [comparisons.arm_of(name) for name in names]
+        fragment = Study(make_metrics({arm: Behaviour() for arm in chosen}, one, iterations=8))
+        for plot in draw_all(fragment).values():
+            plot.save(tmp_path)
+        for answer in (
+            *answers.all_answers(fragment),
+            *(findings.ablation(fragment, n) for n in findings.GROUPS),
+        ):
+            assert answer.text.endswith(".") and "nan" not in answer.text, answer.text
+            assert findings.shown(fragment, answer)._repr_html_()
+        for finding in (findings.phase(fragment), findings.factorial(fragment), findings.critic(fragment)):
+            assert finding.text
+        assert findings.moves_first(fragment).text and findings.settings(fragment).text
+
+
+# --- sentences --------------------------------------------------------------------------------
+def test_answers_follow_the_metrics(study):
+    cured = {answer.id: answer.text for answer in answers.all_answers(study)}
+    same = {answer.id: answer.text for answer in answers.all_answers(Study(study_metrics(cure=False)))}
+    assert "ST-PPO (SO-PPO) collapsed in 0 of 18" in cured["Q5"] and "collapse more often" in cured["Q5"]
+    assert "are not shown to differ" in same["Q5"] and "collapse more often" not in same["Q5"]
+    assert "less often (−0.83" in cured["Q7"] and "less often" not in same["Q7"]
+    assert all(cured[name] != same[name] for name in cured)
+
+
+def test_missing_runs_are_named():
+    study = Study(make_metrics({Arm("MAIN", "token_ppo"): Behaviour()}))
+    told = {answer.id: answer.text for answer in answers.all_answers(study)}
+    assert "no runs of LLAMA/s_ppo and LLAMA/token_ppo" in told["Q6"]
+    assert "no runs of MAIN/so_grpo and MAIN/grpo" in told["Q7"]
+    assert (
+        told["Q1"].startswith("Not tested")
+        and "Not run: MAIN/turn_ppo, MAIN/s_ppo and MAIN/st_ppo." in told["Q4"]
+    )
+
+
+def test_no_direction_from_two_warm_starts():
+    behaviours = {
+        Arm("MAIN", "token_ppo"): Behaviour(final=0.25),
+        Arm("MAIN", "st_ppo"): Behaviour(final=0.60),
+    }
+    few, many = (
+        answers.versus(Study(make_metrics(behaviours, of)), Arm("MAIN", "st_ppo"), Arm("MAIN", "token_ppo"))
+        for of in (replicates(2, 1, 1), replicates())
+    )
+    assert "too few warm starts" in few and "higher" not in few
+    assert "ends higher (+0.3" in many
+
+
+def group_text(**of):
+    """The sentence on three arms whose final successes are given, beside a default of 0.40."""
+    group = arms.Group("g", "t", "q", "MAIN/st_ppo", {f"MAIN/st_ppo_{name}": name for name in of})
+    made = {Arm("MAIN", f"st_ppo_{name}"): Behaviour(final=final) for name, final in of.items() if final}
+    study = Study(make_metrics({Arm("MAIN", "st_ppo"): Behaviour(final=0.40)} | made))
+    return words.group_sentence(comparisons.group_table(study, group))
+
+
+def test_group_sentence_tells_higher_lower_equal_and_missing():
+    text = group_text(up=0.6, down=0.25, equal=0.40, gone=None)
+    assert "Higher at the end: up (+0.2" in text or "Higher at the end: up (+0.1" in text
+    assert "Lower at the end: down (−0.1" in text
+    assert "No difference shown for equal" in text and "Not run: MAIN/st_ppo_gone." in text
+    assert group_text(gone=None) == "Not tested: no runs of MAIN/st_ppo_gone."
+
+
+def test_mechanism_names_what_moves_in_the_ill_alone(study):
+    told = findings.moves_first(study)
+    assert set(told.table["signal"]) >= {"entropy", "gradient_norm_max"}
+    assert "of 15 collapsed runs" in told.text.replace("15 of 15", "of 15") and "survivors" in told.text
+    assert (
+        findings.moves_first(study, "ON_POLICY").text
+        == "None of the 18 runs of token PPO in ON_POLICY collapsed."
+    )
+
+
+def test_words():
+    assert words.listed([]) == "" and words.listed(["a", "b", "c"]) == "a, b and c"
+    assert words.listed(["a, x", "b", "c"]) == "a, x; b and c"
+    assert words.interval(-0.5, -1, 0.25, sign=True) == "−0.50 [−1.00, +0.25]"
+    assert "one warm start" in words.interval(0.1, np.nan, np.nan)
+
+
+def test_short_intervals_from_few_warm_starts_are_as_short_as_captions_say():
+    rng = np.random.default_rng(0)
+    for n, low, high in ((2, 0.5, 0.7), (3, 0.74, 0.87), (6, 0.84, 0.94)):
+        held = 0
+        for _ in range(400):
+            runs = {Replicate(1, i, i): value for i, value in enumerate(rng.normal(size=n))}
+            below, above = resampling.mean(runs, n_draws=500).interval(0.95)
+            held += below <= 0 <= above
+        assert low < held / 400 < high
+
+
+# --- input ------------------------------------------------------------------------------------
+def test_plan_is_read_and_bad_ones_are_named(tmp_path):
+    file = tmp_path / "planned.json"
+    file.write_text(json.dumps({"MAIN/st_ppo": 18}))
+    assert comparisons.load_plan(file) == {Arm("MAIN", "st_ppo"): 18} and comparisons.load_plan("") is None
+    for text in ("[1]", '{"MAIN": 3}', '{"MAIN/st_ppo": "many"}', "{"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="planned.json: must map REGIME/algorithm"):
+            comparisons.load_plan(file)
+    with pytest.raises(FileNotFoundError, match="snakemake"):
+        comparisons.load_plan(tmp_path / "none.json")
+
+
+def test_coverage_without_a_plan_claims_none(study):
+    assert list(comparisons.coverage(study.metrics, None)) == ["regime", "arms", "runs"]
+
+
+def test_verdict_table_is_short(study):
+    table = findings.ledger(evaluate(study.metrics))
+    assert isinstance(table, pd.DataFrame) and "0.83 [0.39, 1.00]" in set(table["measured"])
