@@ -75,20 +75,18 @@ def optimizer_bytes(name: str) -> float:
 
 
 def resting(run: RunConfig, shape: Shape, algorithm: Algorithm) -> dict[str, float]:
-    """What stays in the GPU's memory from the first update on; gradients stay until the next are computed."""
+    """What stays in the GPU's memory from the first update on, gradients not among it."""
     training = run.training
     frozen = 2 if training.precision == "bfloat16" else 4
     trained = trained_parameters(run, shape)
     parts = {"policy": 4 * trained if run.policy.lora is None else frozen * shape.parameters + 4 * trained}
     if run.policy.lora is None:
         parts["reference"] = frozen * shape.parameters
-    parts["policy: gradient"] = 4 * trained
     parts[f"policy: {training.optimizer}"] = optimizer_bytes(training.optimizer) * trained
     if algorithm.critic:
         values = trained_parameters(run, shape, critic=True)
         kind = "adam8bit" if training.optimizer == "adam8bit" else "adam"
         parts["critic"] = 4 * values + (0 if run.policy.lora is None else frozen * shape.body)
-        parts["critic: gradient"] = 4 * values
         parts[f"critic: {kind}"] = optimizer_bytes(kind) * values
     return parts
 
@@ -161,16 +159,17 @@ def phases_of(run: RunConfig, shape: Shape, algorithm: Algorithm, gpu: float | N
     head = (10 if half else 8) * shape.vocabulary * shape.hidden if run.policy.lora is None else 0
     buffers = 4 * trained * (algorithm.watched + 1 if several else 1)
     update = back | {
+        "gradient": 4 * trained,
         "logits": LOGIT_BYTES * _logits(shape, tokens),
         "gradient of the output layer": head,
         "gradients for watched norms": buffers,
     }
-    stepping = {"policy before the step": 4 * trained}
+    stepping = {"gradient": 4 * trained, "policy before the step": 4 * trained}
     if sum(stepping.values()) > sum(update.values()):
         update = stepping
     phases = {"roll-out": sampling, "scoring": scoring | asleep}
     if algorithm.critic:
-        phases["critic"] = back | asleep
+        phases["critic"] = back | {"gradient": 4 * trained_parameters(run, shape, critic=True)} | asleep
     phases["update"] = update | asleep
     return [Phase(name, _with_overhead(kept | parts, gpu is not None)) for name, parts in phases.items()]
 

@@ -83,7 +83,6 @@ class PolicyUpdates:
         self._require_finite(loss, "loss", row)
 
         watched, norms = self._watched(surrogate, scores, loss, row)
-        self.optimizer.zero_grad()
         norms |= scored.backward(loss, watched)
         del scored, scores
         bias_norms = [norms[column] for column in BIAS_NORM_COLUMNS.values() if not math.isnan(norms[column])]
@@ -98,6 +97,7 @@ class PolicyUpdates:
         self._require_finite(row["gradient_norm"], "gradient norm", row)
         row["stabilizer_divisor"] = divisor
         row["update_norm"] = self._step(divisor, gradients)
+        self.optimizer.zero_grad()  # now, not before the next pass: a roll-out may need their memory
         row["seconds_update"] = time.perf_counter() - began
         self._require_finite(row["update_norm"], "parameters", row)
 
@@ -209,13 +209,13 @@ class CriticUpdates:
         losses = []
         for _ in range(training.critic_epochs):
             for rows in torch.randperm(len(batch.lengths), generator=generator).split(size):
-                self.optimizer.zero_grad()
                 minibatch = batch.select(rows)
                 loss = self._backward(minibatch, returns[rows], mask[rows], old[rows])
                 require_finite(loss, "critic loss", update, iteration)
                 gradients = [p.grad for p in self.parameters if p.grad is not None]
                 require_finite(global_norm(gradients), "critic gradient norm", update, iteration)
                 self.optimizer.step()
+                self.optimizer.zero_grad()
                 losses.append(loss)
         return float(torch.stack(losses).mean())
 
