@@ -162,6 +162,7 @@ def overrides_of(options: argparse.Namespace, port: int) -> list[str]:
         f"rollout.max_num_seqs={options.trajectories}",
         "training.device=cpu",
         "training.precision=float32",
+        "training.optimizer=adam",
         "training.micro_batch_tokens=8192",
         f"training.iterations={options.iterations}",
         f"training.trajectories_per_iteration={options.trajectories}",
