@@ -21,21 +21,12 @@ if not find_spec("vllm"):
     )
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "qwen_on_cpu.py"
-SMALL = {
-    "iterations": 6,
-    "trajectories": 8,
-    "warm-start-steps": 80,
-    "questions": 8,
-    "vocabulary": 1000,
-    "hidden-size": 64,
-    "layers": 2,
-}
+ITERATIONS = 6
 
 
 def test_warm_start_training_kill_outage_resume_and_evaluation(tmp_path):
-    sizes = [f"--{name}={value}" for name, value in SMALL.items()]
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--data", DATA, "--out", tmp_path, *sizes],
+        [sys.executable, SCRIPT, "--data", DATA, "--out", tmp_path, f"--iterations={ITERATIONS}"],
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -43,10 +34,9 @@ def test_warm_start_training_kill_outage_resume_and_evaluation(tmp_path):
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["killed"] == {"iteration": 2, "updates_kept": 4}
-    assert 4 <= found["without_server"]["iteration"] < SMALL["iterations"]
+    assert 4 <= found["without_server"]["iteration"] < ITERATIONS
     assert {(row["benchmark"], row["decoding"]) for row in found["test"]} == {
         ("hotpotqa", "greedy"),
         ("hotpotqa", "sampled"),
     }
-    loss = found["warm_start"]["history"][-1]["loss"]
-    assert loss < 5  # nats a token; a uniform guess among 1000 costs 6.9
+    assert found["warm_start"]["history"][-1]["loss"] < 1  # nats a token; a uniform guess costs 7.6
