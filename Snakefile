@@ -9,8 +9,10 @@
 #
 # What a run depends on is content: its composed config, and the syntax of the modules that it imports. Both
 # go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
+import json
 import os
 import shlex
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -93,7 +95,8 @@ DERIVATIONS = [
     "04-stabilised-objectives",
     "05-search-agent",
 ]
-NOTEBOOKS = ["20-collapse", "21-clip-ratio"]
+NOTEBOOKS = ["20-collapse", "21-clip-ratio", "22-ablations", "23-open-questions"]
+PLANNED = f"{RESULTS}/planned.json"
 PAPERMILL = f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
 REFERENCE = f"results/reference/{PRESET}"
 
@@ -243,6 +246,30 @@ rule plug_ins:
         "papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
 
 
+rule planned:  # how many runs each arm is to have, for tables that say how many it has
+    output:
+        PLANNED,
+    params:
+        counts=json.dumps(Counter(f"{run.regime}/{run.algorithm}" for run in RUNS.values()), indent=1),
+    shell:
+        "echo {params.counts:q} > {output}"
+
+
+rule claims:
+    input:
+        METRICS,
+        PLANNED,
+    output:
+        multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "answers.csv", "coverage.csv"),
+    params:
+        code=code_hash("stppo.analysis.evaluation"),
+        ledger=content_of("src/stppo/analysis/claims.yaml"),
+    log:
+        f"{RESULTS}/logs/claims.log",
+    shell:
+        "stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {PLANNED} > {log} 2>&1"
+
+
 # Not part of `all`: any checkpoint on any of the eight benchmarks,
 #   snakemake results/<preset>/24-benchmarks.html --config checkpoint=... data_dir=... corpus=... n_questions=500
 # Each benchmark's result is kept in results/<preset>/benchmarks as it ends, so a stopped job goes on from there.
@@ -277,17 +304,20 @@ rule benchmarks:
 rule figures:
     input:
         METRICS,
+        PLANNED,
     output:
         directory(f"{RESULTS}/figures"),
         expand(f"{RESULTS}/{{name}}.ipynb", name=NOTEBOOKS),
     params:
         content=[CONTENT[name] for name in NOTEBOOKS],
+        ledger=content_of("src/stppo/analysis/claims.yaml"),
         options=f"{PAPERMILL} -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures",
     log:
         expand(f"{RESULTS}/logs/{{name}}.log", name=NOTEBOOKS),
     shell:
         " && ".join(
-            f"papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}} > {RESULTS}/logs/{name}.log 2>&1"
+            f"papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}}"
+            f"{f' -p planned {PLANNED}' if name > '22' else ''} > {RESULTS}/logs/{name}.log 2>&1"
             for name in NOTEBOOKS
         )
 
@@ -312,6 +342,7 @@ rule report:
         rules.figures.output,
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
         METRICS,
+        rules.claims.output,
     output:
         f"{RESULTS}/report.html",
     params:
@@ -328,5 +359,5 @@ rule reference:
     input:
         f"{RESULTS}/report.html",
     shell:
-        "mkdir -p {REFERENCE} && rm -rf {REFERENCE}/metrics {REFERENCE}/figures"
-        " && cp -r {RESULTS}/metrics {RESULTS}/figures {REFERENCE}/"
+        "mkdir -p {REFERENCE} && rm -rf {REFERENCE}/metrics {REFERENCE}/figures {REFERENCE}/claims"
+        " && cp -r {RESULTS}/metrics {RESULTS}/figures {RESULTS}/claims {REFERENCE}/"

@@ -278,6 +278,26 @@ def collect(
 
 
 @app.command()
+def claims(
+    metrics: Annotated[
+        Path, typer.Argument(help="Folder of the metrics tables, e.g. results/study/metrics.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder of the tables to write, e.g. results/study/claims.")],
+    planned: Annotated[
+        Path | None, typer.Option(help="JSON file {REGIME/algorithm: planned runs}; the pipeline writes it.")
+    ] = None,
+) -> None:
+    """Evaluate the claims ledger and the open questions on recorded metrics.
+
+    Example: `stppo claims results/study/metrics results/study/claims --planned results/study/planned.json`
+    """
+    from stppo.analysis.evaluation import write_evaluation
+
+    for path in write_evaluation(metrics, out, planned):
+        typer.echo(path)
+
+
+@app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="Folder with metrics/ and figures/, e.g. results/smoke.")],
     reference: Annotated[Path | None, typer.Option(help="The committed reference to show beside it.")] = None,
