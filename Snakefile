@@ -360,4 +360,4 @@ rule reference:
         f"{RESULTS}/report.html",
     shell:
         "mkdir -p {REFERENCE} && rm -rf {REFERENCE}/metrics {REFERENCE}/figures {REFERENCE}/claims"
-        " && cp -r {RESULTS}/metrics {RESULTS}/figures {RESULTS}/claims {REFERENCE}/"
+        " && cp -r {RESULTS}/metrics {RESULTS}/figures {RESULTS}/claims {PLANNED} {REFERENCE}/"

@@ -1,5 +1,4 @@
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,10 +10,10 @@ from stppo.analysis.captions import describe_regime, describe_setting
 from stppo.analysis.drawing import curves_of
 from stppo.analysis.runs import collect, load_metrics
 from stppo.analysis.style import LOOKS, in_order, look, publish
+from tests.reference import assert_as_committed, references
 from tests.synthetic_runs import make_run, make_study
 
 FAST = 50
-REFERENCE = Path(__file__).parents[1] / "results" / "reference"
 
 
 @pytest.fixture(scope="module")
@@ -224,10 +223,6 @@ def test_figure_of_one_run_from_its_tables(tmp_path):
     assert picture.startswith(b"\x89PNG") and size["width"] < Image.open(BytesIO(picture)).width
 
 
-def references() -> list[Path]:
-    return sorted(path.parent for path in REFERENCE.glob("*/metrics"))
-
-
 def test_reference_figures_follow_from_the_reference_metrics():
     if not references():
         pytest.skip("no reference results are committed yet")
@@ -235,19 +230,4 @@ def test_reference_figures_follow_from_the_reference_metrics():
         committed = {path.stem for path in (folder / "figures").glob("*.png")}
         for plot in figures.all_figures(load_metrics(folder / "metrics")):
             assert plot.name in committed, f"{plot.name} is missing in {folder}"
-            for suffix, table in {"": plot.data, **{f"_{k}": t for k, t in plot.tables.items()}}.items():
-                name = f"{plot.name}{suffix}.csv"
-                was = pd.read_csv(folder / "figures" / name)
-                now = table.reset_index(drop=True)
-                assert list(now) == list(was) and len(now) == len(was), name
-                for column in was:
-                    if pd.api.types.is_numeric_dtype(was[column]) and was[column].dtype != bool:
-                        new = pd.to_numeric(now[column]).to_numpy(float, na_value=np.nan)
-                        np.testing.assert_allclose(
-                            new, was[column], rtol=1e-3, atol=1e-5, err_msg=f"{name}: {column}"
-                        )
-                    else:
-                        assert now[column].astype(str).tolist() == was[column].astype(str).tolist(), (
-                            name,
-                            column,
-                        )
+            assert_as_committed(plot, folder / "figures")

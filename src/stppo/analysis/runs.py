@@ -201,11 +201,17 @@ class Metrics:
         return sorted({run["algorithm"] for run in self.runs if regime in (None, run["regime"])})
 
     def select(self, frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
-        """Rows of one run."""
-        keep = pd.Series(True, index=frame.index)
-        for name in KEYS:
-            keep &= frame[name] == record[name]
-        return frame[keep]
+        """Rows of one run in `iterations` or `evaluations`."""
+        by_run = self._iterations_by_run if frame is self.iterations else self._evaluations_by_run
+        return by_run.get(tuple(record[name] for name in KEYS), frame.iloc[:0])
+
+    @cached_property
+    def _iterations_by_run(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.iterations.groupby(KEYS, sort=False)))
+
+    @cached_property
+    def _evaluations_by_run(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.evaluations.groupby(KEYS, sort=False)))
 
     def success(self, record: schema.RunRecord, temperature: float = 1.0) -> pd.DataFrame:
         """Evaluations of one run at a temperature, in order of iteration."""

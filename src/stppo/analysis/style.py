@@ -158,6 +158,8 @@ class Plot:
         """
         out_dir, name = Path(out_dir), self.name
         with style():
+            self.figure.draw_without_rendering()
+            self.figure.set_layout_engine("none")  # laid out once, not anew for every format
             for extension, metadata in VECTOR_METADATA.items():
                 write_atomically(
                     out_dir / f"{name}.{extension}",
