@@ -201,6 +201,14 @@ def make_metrics(
     )
 
 
+def write_metrics(metrics: Metrics, folder: Path) -> None:
+    """Write a metrics folder as `collect` does, from memory."""
+    folder.mkdir(parents=True)
+    metrics.iterations.to_parquet(folder / schema.ITERATIONS_FILE, index=False)
+    metrics.evaluations.to_parquet(folder / schema.COLLECTED_EVALUATIONS_FILE, index=False)
+    (folder / schema.RUNS_FILE).write_text(json.dumps(metrics.runs, default=int))
+
+
 def _simulate(
     regime: str, algorithm: str, replicate: Replicate, behaviour: Behaviour, collapses: bool, iterations: int
 ) -> tuple[dict, pd.DataFrame, pd.DataFrame]:

@@ -11,7 +11,13 @@ from stppo.analysis.runs import collect
 from tests.synthetic_runs import make_run
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = ["20-collapse", "21-clip-ratio"]
+PARAMETERS = {
+    "20-collapse": ["metrics_dir", "output_dir", "fast"],
+    "21-clip-ratio": ["metrics_dir", "output_dir", "fast"],
+    "22-ablations": ["metrics_dir", "output_dir", "planned", "fast"],
+    "23-open-questions": ["metrics_dir", "output_dir", "planned", "fast"],
+}
+NOTEBOOKS = list(PARAMETERS)
 
 
 def cells(name, kind="code"):
@@ -29,11 +35,11 @@ def test_committed_without_outputs_and_with_short_cells(name):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_one_parameters_cell_with_the_three_parameters(name):
+def test_one_parameters_cell_with_its_parameters(name):
     tagged = [cell for cell in cells(name) if "parameters" in cell["metadata"].get("tags", [])]
     assert len(tagged) == 1
     names = [node.targets[0].id for node in ast.parse("".join(tagged[0]["source"])).body]
-    assert names == ["metrics_dir", "output_dir", "fast"]
+    assert names == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -59,6 +65,8 @@ def metrics_dir(tmp_path_factory):
             {"objectives", "overview", "collapse", "diagnostics_A", "stability", "so_grpo", "granularity"},
         ),
         ("21-clip-ratio", {"clip_ratio"}),
+        ("22-ablations", set()),
+        ("23-open-questions", {"survival"}),
     ],
 )
 def test_notebook_renders_its_figures(name, figures, metrics_dir, tmp_path):
@@ -71,5 +79,10 @@ def test_notebook_renders_its_figures(name, figures, metrics_dir, tmp_path):
         progress_bar=False,
     )
     assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == figures
+    said = " ".join(
+        str(o.get("data", {}).get("text/html", "")) for c in executed.cells for o in c.get("outputs", [])
+    )
+    if name > "22":  # the question that no run answers says so
+        assert "Not tested: no runs of MAIN/" in said
     shown = [o for c in executed.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
     assert len(shown) == len(figures)

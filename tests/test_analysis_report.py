@@ -8,17 +8,20 @@ from matplotlib.figure import Figure
 
 from stppo import schema
 from stppo.analysis import figures
+from stppo.analysis.evaluation import write_evaluation
+from stppo.analysis.ledger import load_ledger
 from stppo.analysis.report import render_report
 from stppo.analysis.runs import collect
+from stppo.analysis.study import Arm
 from stppo.analysis.style import LOOKS, Plot
 from stppo.analysis.trajectory_view import show_trajectories
-from tests.synthetic_runs import make_run
+from tests.synthetic_runs import Behaviour, make_metrics, make_run, write_metrics
 
 
 class Page(HTMLParser):
     """Collects what a page refers to, and checks that its tags are balanced."""
 
-    VOID = {"meta", "img", "br", "link", "input", "hr"}
+    VOID = {"meta", "img", "br", "wbr", "link", "input", "hr"}
 
     def __init__(self, text):
         super().__init__()
@@ -134,9 +137,23 @@ def test_reference_of_another_preset_is_remarked(page):
 
 
 def test_reference_of_the_same_preset_is_not_remarked(results, tmp_path):
-    render_report(results / "reference" / "laptop", results / "reference" / "laptop", tmp_path / "r.html")
+    mine = make_results(tmp_path / "results" / "laptop")
+    render_report(mine, results / "reference" / "laptop", tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text()
     assert "There is no reference" not in text and "committed reference" in text
+
+
+def test_committed_runs_are_shown_once(results, tmp_path):
+    reference = results / "reference" / "laptop"
+    render_report(reference, reference, tmp_path / "r.html")
+    page = Page((tmp_path / "r.html").read_text())
+    text = re.sub(r"\s+", " ", " ".join(page.text))
+    assert len(page.images) == 3 and "committed runs" in text and "These are the committed runs" in text
+    assert (
+        "your run" not in text.lower()
+        and "No committed reference" not in text
+        and "reference final" not in text
+    )
 
 
 def test_without_any_reference_the_page_says_so(results, tmp_path):
@@ -168,6 +185,79 @@ def test_mixed_code_and_uncommitted_changes_are_remarked(page, tmp_path):
 def test_page_says_how_the_learning_rates_were_chosen(page):
     text = re.sub(r"\s+", " ", " ".join(page.text))
     assert "tuning seed that is not reported" in text and "by selection" in text
+
+
+@pytest.fixture(scope="module")
+def study_page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project") / "results" / "study"
+    runs = {Arm("MAIN", "token_ppo"): Behaviour(risk=16 / 18), Arm("MAIN", "s_ppo"): Behaviour()}
+    ablation = Arm("MAIN", "st_ppo_raw")
+    metrics = make_metrics(runs | {ablation: Behaviour()})
+    write_metrics(metrics, folder / "metrics")
+    plan = folder / "planned.json"
+    plan.write_text(json.dumps({str(arm): 18 for arm in runs} | {str(ablation): 20, "LLAMA/s_ppo": 3}))
+    write_evaluation(folder / "metrics", folder / "claims", plan)
+    Plot("stability", Figure(figsize=(1, 1)), pd.DataFrame({"x": [1]}), "curves").save(folder / "figures")
+    Plot("controls", Figure(figsize=(1, 1)), pd.DataFrame({"x": [1]}), "bars").save(folder / "figures")
+    html = render_report(folder, None, folder / "report.html").read_text()
+    Page(html)
+    return html
+
+
+def section(html, name):
+    return html.split(f'<section id="{name}"')[1].split("</section>")[0]
+
+
+def words_of(html):
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
+
+
+def test_claims_come_first_with_their_verdicts_and_numbers(study_page):
+    assert re.findall(r'<section id="([^"]+)"', study_page)[:4] == [
+        "claims",
+        "questions",
+        "coverage",
+        "results",
+    ]
+    claims = section(study_page, "claims")
+    assert len(re.findall(r'class="verdict ', claims)) == sum(len(c.parts) for c in load_ledger().claims)
+    row = next(row for row in claims.split("<tr") if "S-PPO prevents token PPO" in row)
+    text = words_of(row)
+    assert 'class="verdict supported"' in row and 'href="#stability"' in row and "36 of 36" in text
+    assert re.search(r"0\.89 \[0\.\d\d, 1\.00\]", text) and "below 0.25: holds" in text
+    missing = words_of(next(row for row in claims.split("<tr") if "SO-GRPO (reading A, divisor)" in row))
+    assert "not tested" in missing and "no runs of MAIN/grpo, MAIN/so_grpo" in missing
+    counted = re.search(
+        r"Of (\d+) primary verdicts: (\d+) supported, (\d+) not supported, (\d+) inconclusive, (\d+) not tested",
+        claims,
+    )
+    total, *parts = map(int, counted.groups())
+    assert total == load_ledger().n_primary == sum(parts) and parts[0] >= 1 and parts[3] >= 1
+
+
+def test_what_was_run_and_answers_stand_behind_the_claims(study_page):
+    coverage = words_of(section(study_page, "coverage"))
+    assert "MAIN 3 54 3 56 st_ppo_raw 18 of 20" in coverage and "LLAMA 0 0 1 3 s_ppo 0 of 3" in coverage
+    questions = words_of(section(study_page, "questions"))
+    assert (
+        all(f"Q{i}." in questions for i in range(1, 9))
+        and "no runs of LLAMA/s_ppo and LLAMA/token_ppo" in questions
+    )
+    assert "chosen blind, by token PPO alone" in words_of(section(study_page, "results"))
+
+
+def test_ablations_are_folded_away_in_the_table(study_page):
+    shown, folded = section(study_page, "results").split("1 more arms")
+    assert LOOKS["s_ppo"].label in shown and "neither centred nor scaled" not in shown
+    assert "neither centred nor scaled" in folded
+
+
+def test_claims_that_no_run_tests_are_folded_away(results, tmp_path):
+    folder = make_results(tmp_path / "results" / "smoke")
+    write_evaluation(folder / "metrics", folder / "claims")
+    html = render_report(folder, None, tmp_path / "r.html").read_text()
+    assert "None of the paper's claims is tested by the preset smoke" in words_of(section(html, "claims"))
+    assert '<details class="plain">' in html
 
 
 def test_text_from_records_is_escaped(results, tmp_path):

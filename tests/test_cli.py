@@ -49,7 +49,7 @@ def assert_one_line_error(result, *parts):
 @pytest.mark.parametrize(
     "command",
     [
-        *("train", "warm-start", "play", "evaluate", "tiny-model", "collect", "report"),
+        *("train", "warm-start", "play", "evaluate", "tiny-model", "collect", "claims", "report"),
         *("plugins check", "plugins verl-data"),
     ],
 )
@@ -93,6 +93,7 @@ def test_debug_shows_the_traceback_too(stppo):
         (["play", "world=benchmark"], ["world.records=FILE"]),
         (["play", "world=benchmark", "world.records=none.jsonl", "world.corpus=none.jsonl"], ["none.jsonl"]),
         (["collect", "metrics", "runs/none"], ["runs/none/run.json is missing", "snakemake"]),
+        (["claims", "none", "out"], ["none/runs.json is missing"]),
         (["report", "results/none"], ["results/none/metrics/runs.json is missing", "snakemake"]),
     ],
 )
