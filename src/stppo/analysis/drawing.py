@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,10 +165,12 @@ def from_zero(axes: Iterable[Axes]) -> None:
 
 def frame(fig: Figure, title: str, metrics: Metrics, handles: list[Line2D]) -> None:
     fig.suptitle(title, x=0.012, ha="left")
+    inches = sum(0.66 + 0.08 * len(str(handle.get_label())) for handle in handles)
+    n_rows = max(1, math.ceil(inches / fig.get_figwidth()))
     fig.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=len(handles) if len(handles) <= 6 else -(-len(handles) // 2),
+        ncols=math.ceil(len(handles) / n_rows),
         title=f"{describe_setting(metrics)} · own measurement",
         title_fontproperties={"size": 8},
     ).get_title().set_color("#777777")

@@ -260,7 +260,7 @@ def granularity_figure(metrics: Metrics) -> Plot | None:
                     for i, run in enumerate(runs.itertuples()):
                         marker = "X" if run.collapsed else "o"
                         ax.plot(
-                            x + 0.03 * (i - (len(runs) - 1) / 2),
+                            x + min(0.03, 0.2 / len(runs)) * (i - (len(runs) - 1) / 2),
                             run.success_final,
                             marker=marker,
                             markersize=8,

@@ -53,7 +53,13 @@ def shown(study: Study, answer: Answer) -> Answer:
         block: rows for block, rows in blocks if rows["runs"].iloc[0] and (rows["runs"].iloc[1:] > 0).any()
     }
     plot = forest(
-        study.metrics, answer.figure, answer.question, answer.question, run, role="first of the block"
+        study.metrics,
+        answer.figure,
+        answer.question,
+        answer.question,
+        run,
+        labels={"final_difference": "final success,\nminus the diamond's"},
+        role="first of the block",
     )
     return replace(answer, plot=plot)
 

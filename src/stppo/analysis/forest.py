@@ -138,5 +138,5 @@ def _handles(role: str) -> list[Line2D]:
         Line2D([], [], color=grey, marker="D", markerfacecolor="white", linestyle="none", label=role),
         Line2D([], [], color=grey, marker="o", linestyle="none", label="other arm"),
         Line2D([], [], color=grey, linewidth=1.6, label="95 % interval"),
-        Line2D([], [], color=grey, linewidth=0.8, linestyle=(0, (3, 3)), label=f"level of the {role}"),
+        Line2D([], [], color=grey, linewidth=0.8, linestyle=(0, (3, 3)), label="level of the diamond"),
     ]
