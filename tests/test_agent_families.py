@@ -9,7 +9,7 @@ from stppo.agent.critic import Critic
 from stppo.agent.policy import PolicyConfig, build_policy, load_policy, score
 from stppo.agent.rollout_torch import TorchRollout
 
-POLICIES = configs.options("policy")
+POLICIES = ["tiny", "tiny_gpt2", "tiny_llama"]  # one of each family, from scratch
 
 
 @pytest.fixture(scope="module", params=POLICIES)

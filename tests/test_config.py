@@ -133,7 +133,10 @@ OBJECTIVE = "algorithm.objective"
         (["training.epochs=abc"], "training.epochs = 'abc': Input should be a valid integer"),
         (["training.epochs=1.5"], "training.epochs = 1.5: Input should be a valid integer"),
         (["training.epochs=0"], "training.epochs = 0: Input should be greater than 0"),
-        (["training.optimizer=lion"], "training.optimizer = 'lion': Input should be 'adam', 'sgd' or 'adam8bit'"),
+        (
+            ["training.optimizer=lion"],
+            "training.optimizer = 'lion': Input should be 'adam', 'sgd' or 'adam8bit'",
+        ),
         (["training.learning_rate=nan"], "training.learning_rate = nan: Input should be a finite number"),
         (["training.learning_rate=inf"], "training.learning_rate = inf: Input should be a finite number"),
         (["~training.epochs"], "training.epochs: Field required"),

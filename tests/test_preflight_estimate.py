@@ -160,7 +160,7 @@ def test_resting_memory_and_checkpoint_are_those_of_a_trained_run(tiny, barely_t
 
 
 _UPDATE = """
-import json, resource, sys
+import json, sys
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 from stppo import config as configs
@@ -198,11 +198,13 @@ def step(rows, width):
     updates.step(row, batch, torch.where(mask, torch.randn(rows, width), torch.zeros(())), torch.zeros(rows, width), None)
     assert row["clipping_bias_norm"] > 0 and row["ppo_gradient_norm"] > 0
 
-status = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("VmRSS"))
-before = int(status["VmRSS"].split()[0]) * 1024
+def resident(name):  # not ru_maxrss, which a process inherits from the one that started it
+    status = dict(line.split(":") for line in open("/proc/self/status") if line.startswith(name))
+    return int(status[name].split()[0]) * 1024
+
+before = resident("VmRSS")
 step(run.training.trajectories_per_iteration, width)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps(peak - before))
+print(json.dumps(resident("VmHWM") - before))
 """
 
 
