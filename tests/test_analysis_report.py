@@ -292,7 +292,7 @@ def test_schematic_comes_first_and_once(page, results):
     assert "The reference has no such figure" not in section
 
 
-def test_derivations_are_linked_by_title_in_reading_order_before_the_others(results):
+def test_derivations_are_linked_by_title_in_reading_order_before_the_others(page, results):
     html = (results / "smoke" / "report.html").read_text()
     listed = html.split('<section id="notebooks">')[1].split("</section>")[0]
     assert re.findall(r"<h3>(.+?)</h3>", listed) == [

@@ -174,8 +174,10 @@ def test_runs_of_a_sweep_do_not_overwrite_each_other(stppo, started):
 
 def test_interrupted_run_says_how_to_go_on_and_does(stppo, started):
     arguments = ["train", *TINY, "training.iterations=12", "training.checkpoint_every=1", "--out", "run"]
+    # A shell's background job, as these tests may be, starts with SIGINT ignored.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     child = subprocess.Popen(
-        [sys.executable, "-c", "from stppo.cli import main; main()", *arguments],
+        [sys.executable, "-c", heed + "from stppo.cli import main; main()", *arguments],
         cwd=started,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
