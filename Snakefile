@@ -29,7 +29,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 PRESET = config.get("preset", "laptop")
-OVERRIDES = shlex.split(str(config.get("overrides", "")))
+try:
+    OVERRIDES = shlex.split(config.get("overrides") or "")
+except (ValueError, AttributeError) as error:
+    raise WorkflowError(
+        f"overrides={config['overrides']!r} is not what was typed ({error}): Snakemake strips a quote from either end "
+        "and reads ': ' as YAML; write {rank:16}, and quote no first and no last override"
+    )
 RESULTS = f"results/{PRESET}"
 KERNEL = config.get("kernel", "python3")
 FAST = PRESET == "smoke"

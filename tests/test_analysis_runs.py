@@ -36,6 +36,20 @@ def test_collected_again_in_another_order_gives_the_same_bytes(study, tmp_path):
         assert (tmp_path / name).read_bytes() == (out / name).read_bytes(), name
 
 
+def test_collected_in_parts_gives_the_same_bytes(study, tmp_path):
+    folders, _, out = study
+    collect(folders[3:11], tmp_path / "part")
+    collect([*folders[11:], tmp_path / "part", *folders[:3]], tmp_path / "whole")
+    for path in out.iterdir():
+        assert (tmp_path / "whole" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_run_in_two_parts_is_refused(study, tmp_path):
+    folders, _, out = study
+    with pytest.raises(ValueError, match="are the same run"):
+        collect([out, folders[0]], tmp_path)
+
+
 def test_iterations_hold_means_and_peaks(study):
     folders, collected, _ = study
     record, updates, _ = read_run(folders[0])

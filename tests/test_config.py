@@ -120,6 +120,7 @@ OBJECTIVE = "algorithm.objective"
             [GRPO, f"{OBJECTIVE}.credit.group_size=7"],
             "group_size=7 must divide training.trajectories_per_iteration=",
         ),
+        (["rollout.max_tokens=300"], "rollout.max_tokens=300 exceeds the policy's 256 positions: lower it"),
         (["training.minibatches=5"], "training.minibatches=5 must divide trajectories_per_iteration="),
         (
             ["algorithm=token_ppo", f"{OBJECTIVE}.clip.clip_on=turn"],

@@ -127,6 +127,8 @@ def test_missing_notebook_is_an_error(tmp_path):
         ("preset=gigantic", "preset=gigantic: unknown preset; allowed: laptop, "),
         ("kernel=fortran", "no Jupyter kernel named fortran"),
         ("overrides=training.epoch=3", "epoch"),
+        ("overrides=seed=1 'world.benchmark=[nq,hotpotqa]'", "quote no first and no last override"),
+        ("overrides=seed=1 policy.lora={rank: 16}", "write {rank:16}"),
     ],
 )
 def test_bad_input_stops_before_anything_runs(tmp_path, option, said):

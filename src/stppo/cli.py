@@ -266,11 +266,15 @@ def tiny_model(
 @app.command()
 def collect(
     out: Annotated[Path, typer.Argument(help="Folder of the metrics tables, e.g. results/smoke/metrics.")],
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or metrics folders made before.")],
 ) -> None:
     """Aggregate the recorded metrics of several runs.
 
-    Example: `stppo collect results/smoke/metrics results/smoke/runs/A/*/*`
+    Examples:
+
+    * `stppo collect results/smoke/metrics results/smoke/runs/A/*/*`
+
+    * `stppo collect /tmp/both results/reference/study/metrics results/study/runs/MAIN/*/*`
     """
     from stppo.analysis.runs import collect as collect_runs
 

@@ -150,6 +150,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _trajectories_have_positions(self) -> "RunConfig":
+        longest, positions = self.rollout.max_tokens, self.policy.max_positions
+        if self.policy.pretrained is None and longest > positions:
+            raise ValueError(
+                f"rollout.max_tokens={longest} exceeds the policy's {positions} positions: lower it or raise "
+                "policy.max_positions"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _start_has_weights(self) -> "RunConfig":
         if not self.warm_start.max_steps and self.policy.pretrained is None:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -124,35 +124,47 @@ def _keyed(frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
     return pd.concat([keys, frame.drop(columns=KEYS, errors="ignore")], axis=1)
 
 
-def collect(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Metrics:
+def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
 
-    Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. Reads
-    every run before it writes anything, so a broken run leaves an earlier collection untouched.
+    sources: run folders, and metrics folders that this made before. Writes iterations.parquet, evaluations.parquet,
+    runs.json and summary.csv into `out_dir`. Reads everything before it writes anything, so a broken run leaves an
+    earlier collection untouched.
     """
-    if not run_dirs:
+    if not sources:
         raise ValueError("no runs to collect: give at least one run folder")
-    runs = []
-    for run_dir in run_dirs:
-        record, updates, evaluations = read_run(run_dir)
-        runs.append((tuple(record[name] for name in KEYS), str(run_dir), record, updates, evaluations))
+    runs = [
+        (tuple(record[name] for name in KEYS), str(source), record, iterations, evaluations)
+        for source in sources
+        for record, iterations, evaluations in _recorded(Path(source))
+    ]
     runs.sort(key=lambda run: run[:2])
     for (key, one, *_), (other_key, other, *_) in zip(runs, runs[1:], strict=False):
         if key == other_key:
             raise ValueError(f"{one} and {other} are the same run {key}; collect only one of them")
-    metrics = Metrics(
-        runs=[record for _, _, record, _, _ in runs],
-        iterations=_stack(_keyed(per_iteration(updates), record) for _, _, record, updates, _ in runs),
-        evaluations=_stack(_keyed(evaluations, record) for _, _, record, _, evaluations in runs),
-    )
-    out_dir = Path(out_dir)
-    _write_table(metrics.iterations, out_dir / schema.ITERATIONS_FILE)
-    _write_table(metrics.evaluations, out_dir / schema.COLLECTED_EVALUATIONS_FILE)
+    out_dir = Path(out_dir).resolve()
+    iterations = _stack(_keyed(iterations, record) for _, _, record, iterations, _ in runs)
+    evaluations = _stack(_keyed(evaluations, record) for _, _, record, _, evaluations in runs)
+    _write_table(iterations, out_dir / schema.ITERATIONS_FILE)
+    _write_table(evaluations, out_dir / schema.COLLECTED_EVALUATIONS_FILE)
+    records = [record for _, _, record, _, _ in runs]
+    text = json.dumps(records, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    write_atomically(out_dir / schema.RUNS_FILE, lambda p: p.write_text(text, encoding="utf-8"))
+    metrics = load_metrics(out_dir)  # the summary is that of the rounded numbers, whoever computes it
     summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
     write_atomically(out_dir / schema.SUMMARY_FILE, lambda p: p.write_text(summary, encoding="utf-8"))
-    text = json.dumps(metrics.runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    write_atomically(out_dir / schema.RUNS_FILE, lambda p: p.write_text(text, encoding="utf-8"))
     return metrics
+
+
+def _recorded(source: Path) -> Iterator[tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]]:
+    """Record, iterations and evaluations of a run folder's run, or of each run of a metrics folder."""
+    if not (source / schema.RUNS_FILE).exists():
+        record, updates, evaluations = read_run(source)
+        yield record, per_iteration(updates), evaluations
+        return
+    metrics = load_metrics(source.resolve())
+    for record in metrics.runs:
+        yield record, metrics.select(metrics.iterations, record), metrics.select(metrics.evaluations, record)
 
 
 def missing_runs(

@@ -117,7 +117,7 @@ class RetrievalClient:
             raise RetrievalUnavailable(
                 f"retrieval server {self.url}: no usable answer in {self.attempts} attempts and "
                 f"{time.monotonic() - began:.0f} s, at last {error}; start it with `stppo retriever serve`, or set "
-                "url to where it runs, then go on from the last checkpoint"
+                "world.retriever.url to where it runs"
             ) from error
 
     def _report(self, state: RetryCallState) -> None:
