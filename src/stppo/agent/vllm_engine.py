@@ -22,7 +22,6 @@ from stppo.agent.rollout import VLLMRolloutConfig
 from stppo.agent.weights import named_weights, without_adapters
 from stppo.trajectories import Trajectories
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors reach only an engine in this process
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 try:
@@ -114,6 +113,7 @@ class Engine:
         self.folder = tempfile.TemporaryDirectory(prefix="stppo-vllm-")
         shape.save_pretrained(self.folder.name)
         tokenizer.save_pretrained(self.folder.name)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors reach only an engine in this process
         try:
             self.llm = LLM(model=self.folder.name, **options)
         except (ValueError, RuntimeError, AssertionError, OSError) as error:
