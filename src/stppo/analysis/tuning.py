@@ -6,13 +6,23 @@ them against the committed tuning metrics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from stppo.analysis.arms import NINE
 from stppo.analysis.runs import Metrics
+from stppo.analysis.study import Arm, Study
 
 TARGET_RISK = 0.8  # of token PPO in the main regime
+# Stage 3: factor of the main learning rate -> regime of the tuning runs.
+FACTORS = {"F0.35": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
+MATCHED = {"token_ppo": "s_ppo", "turn_ppo": "st_ppo", "turn_grpo": "so_grpo"}  # untreated -> stabilised
+MATCHED_BY = {"kl": "kl_behaviour_k3", "step": "update_norm"}
+EPSILONS = {"turn_ppo": (0.1, 0.2, 0.3, 0.45), "gspo": (0.03, 0.06, 0.12, 0.2)}
+SGD_RATES = (0.03, 0.1, 0.3, 1.0)
 
 
 def collapse_shares(metrics: Metrics, algorithm: str = "token_ppo") -> dict[str, float]:
@@ -37,15 +47,16 @@ def choose_main(shares: Mapping[str, float], rates: Mapping[str, float]) -> str:
 def best_factor(metrics: Metrics, algorithm: str, factors: Mapping[str, float]) -> float:
     """The learning-rate factor with the highest mean final success, of equals the lowest.
 
-    factors: regime -> factor. ValueError where a regime has no run of the algorithm.
+    factors: regime -> factor. A run that stopped early counts 0 where it did not come. ValueError where the regimes
+    do not have the same replicates.
     """
-    summary = metrics.summary[metrics.summary["algorithm"] == algorithm]
-    finals = summary.groupby("regime")["success_final"].mean()
-    if missing := sorted(set(factors) - set(finals.index)):
-        raise ValueError(f"{algorithm}: no tuning run in {', '.join(missing)}")
-    return min(
-        (factors[r] for r in factors), key=lambda f: (-max(finals[r] for r in factors if factors[r] == f), f)
-    )
+    study = Study(metrics)
+    runs = {regime: study.outcomes(Arm(regime, algorithm), study.final_success) for regime in factors}
+    if len({frozenset(outcomes) for outcomes in runs.values()}) > 1 or not all(runs.values()):
+        counts = ", ".join(f"{regime} {len(outcomes)}" for regime, outcomes in runs.items())
+        raise ValueError(f"{algorithm}: the tuning runs of its learning rates differ ({counts})")
+    means = {factors[regime]: np.mean(list(outcomes.values())) for regime, outcomes in runs.items()}
+    return min(means, key=lambda factor: (-means[factor], factor))
 
 
 def early_mean(metrics: Metrics, regime: str, algorithm: str, column: str, iterations: int) -> float:
@@ -59,16 +70,62 @@ def early_mean(metrics: Metrics, regime: str, algorithm: str, column: str, itera
     return float(chosen.groupby("seed")[column].mean().mean())
 
 
-def interpolate(x: list[float], y: list[float], target: float) -> float:
-    """x at which y reaches the target: linear between neighbours with both axes logarithmic, the outermost two
-    points beyond them. All values positive, y strictly increasing or decreasing in x, else ValueError."""
-    order = np.argsort(x)
-    log_x, log_y = np.log(np.asarray(x)[order]), np.log(np.asarray(y)[order])
+def interpolate(x: Sequence[float], y: Sequence[float], target: float) -> float:
+    """x at which y reaches the target, both axes logarithmic: linear between neighbours where y is monotone in x, else
+    on the least-squares line. Points with y = 0 have no place there and are left out.
+
+    ValueError where the target lies outside the values of y: the grid must be extended.
+    """
+    points = sorted((math.log(a), math.log(b)) for a, b in zip(x, y, strict=True) if b > 0)
+    log_x, log_y = np.array(points).reshape(-1, 2).T
+    if len(points) < 2 or not log_y.min() <= math.log(target) <= log_y.max():
+        raise ValueError(f"{target:.4g} lies outside {[float(f'{b:.4g}') for b in y]}: extend the grid")
     steps = np.diff(log_y)
-    if not np.isfinite(log_y).all() or not ((steps > 0).all() or (steps < 0).all()):
-        raise ValueError(f"cannot interpolate: {list(np.asarray(y)[order])} is not monotone in x")
-    if steps[0] < 0:
-        log_x, log_y = log_x[::-1], log_y[::-1]
-    at = int(np.clip(np.searchsorted(log_y, np.log(target)) - 1, 0, len(log_x) - 2))
-    slope = (log_x[at + 1] - log_x[at]) / (log_y[at + 1] - log_y[at])
-    return float(np.exp(log_x[at] + slope * (np.log(target) - log_y[at])))
+    if (steps > 0).all() or (steps < 0).all():
+        order = np.argsort(log_y)
+        return math.exp(np.interp(math.log(target), log_y[order], log_x[order]))
+    slope, intercept = np.polyfit(log_x, log_y, 1)
+    return math.exp((math.log(target) - intercept) / slope)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What stage 3 chose.
+
+    best: learning-rate factor of each of the nine algorithms. factor: of each matched arm, by the arm's name.
+    epsilon: of the algorithms with a matched one. sgd_rate: learning rate of the SGD arms.
+    """
+
+    best: dict[str, float]
+    factor: dict[str, float]
+    epsilon: dict[str, float]
+    sgd_rate: float
+
+
+def decide(metrics: Metrics) -> Decision:
+    """Stage 3 by its rules, from the runs of `configs/preset/study_tuning_2.yaml`; ValueError where one is missing
+    or a target lies outside its grid."""
+
+    def early(regime: str, algorithm: str, column: str, iterations: int) -> float:
+        return early_mean(metrics, regime, algorithm, column, iterations)
+
+    searched = {regime: factor for regime, factor in FACTORS.items() if factor >= 0.5}
+    factor = {}
+    for untreated, stabilised in MATCHED.items():
+        for how, column in MATCHED_BY.items():
+            reached = [early(regime, untreated, column, 10) for regime in FACTORS]
+            target = early("F1", stabilised, column, 10)
+            factor[f"{untreated}_{how}_matched"] = interpolate(list(FACTORS.values()), reached, target)
+    outside = early("F1", "token_ppo", "out_of_range_fraction", 5)
+    epsilon = {
+        algorithm: interpolate(
+            list(tried),
+            [early("EPSILON", f"{algorithm}_epsilon{e:g}", "out_of_range_fraction", 5) for e in tried],
+            outside,
+        )
+        for algorithm, tried in EPSILONS.items()
+    }
+    steps = [early("SGD", f"turn_ppo_sgd{rate:g}", "update_norm", 5) for rate in SGD_RATES]
+    sgd_rate = interpolate(list(SGD_RATES), steps, early("F1", "turn_ppo", "update_norm", 5))
+    best = {algorithm: best_factor(metrics, algorithm, searched) for algorithm in NINE}
+    return Decision(best, factor, epsilon, sgd_rate)
