@@ -12,6 +12,8 @@ from stppo.analysis.claims import ledger_markdown, ledger_table, write_ledger
 from stppo.analysis.ledger import LEDGER_FILE, Ledger, load_ledger
 from stppo.analysis.quantities import QUANTITIES
 from stppo.analysis.resampling import joint_level
+from stppo.analysis.study import Study
+from stppo.analysis.study_figures import best_arms
 from tests.synthetic_runs import Behaviour, make_metrics, replicates
 
 LEDGER = load_ledger()
@@ -159,6 +161,17 @@ def test_best_settings_that_were_planned_and_not_run_are_missed():
 
 def test_without_any_best_settings_nothing_is_compared():
     assert verdict_of({TOKEN: ILL, S: WELL}, "C4.s_ppo.best").verdict == "not tested"
+
+
+def test_while_no_best_settings_are_planned_none_is_compared():
+    """Before tuning has decided, the shared setting is nobody's best; afterwards it is that of arms without one."""
+    metrics = make_metrics({TOKEN: ILL, S: WELL})
+    undecided = {TOKEN: 18, S: 18}
+    found = evaluate(metrics, "C4", undecided)["C4.s_ppo.best"]
+    assert found.verdict == "not tested" and "no runs of BEST/s_ppo, BEST/token_ppo" in found.explanation
+    assert best_arms(Study(metrics), undecided) == {}
+    decided = evaluate(metrics, "C4", undecided | {("BEST", "grpo"): 6})["C4.s_ppo.best"]
+    assert decided.verdict == "supported" and set(decided.n_runs) == {"MAIN/token_ppo", "MAIN/s_ppo"}
 
 
 def test_turn_ratios_help_and_the_factorial_says_whether_it_is_the_ratio():

@@ -153,9 +153,14 @@ def _sentence(checks: Sequence[Check]) -> str:
 
 
 def _resolve(study: Study, names: str, planned: Plan | None) -> Arm:
-    """The first alternative that was planned; without a plan, that was run, if its regime was run at all."""
+    """The first alternative that was planned (without a plan: run).
+
+    It is the first one in any case where nothing of its regime was planned or run: what is to run there is not decided
+    then, and an alternative may stand in only for what was decided not to run.
+    """
     alternatives = [Arm(*name.split("/")) for name in names.split("|")]
-    if planned is None and alternatives[0].regime not in study.metrics.regimes:
+    regimes = study.metrics.regimes if planned is None else {regime for regime, _ in planned}
+    if alternatives[0].regime not in regimes:
         return alternatives[0]
     for arm in alternatives:
         if arm in planned if planned is not None else study.runs(arm):
