@@ -11,7 +11,7 @@ from stppo.analysis.resampling import Estimate
 from stppo.analysis.statistics import CONFIDENCE
 from stppo.analysis.style import look
 
-# Warm starts below which no sentence names a direction: a 95 % interval from two holds the truth in three of five cases.
+# Warm starts below which no sentence names a direction: two say next to nothing of how much warm starts differ.
 FEWEST = 3
 
 
