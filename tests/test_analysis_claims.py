@@ -136,6 +136,27 @@ def test_one_tenth_of_higher_clipping_refutes_throughout():
     assert found.verdict == "not supported" and "tenth 10" in found.quantity and found.value > 0
 
 
+def test_explanation_says_how_many_tenths_could_be_tested():
+    found = evaluate(make_metrics({TOKEN: ILL, S: WELL}), "C3")["C3.s_ppo"]
+    n = len(found.checks)
+    assert f"{n} of 10 tenths could be tested: {n} holds." in found.explanation
+    broken = Behaviour(risk=1, onset=6, non_finite=True)  # nothing but the first tenth lies before the collapses
+    found = evaluate(make_metrics({TOKEN: broken, S: WELL}), "C3")["C3.s_ppo"]
+    assert len(found.checks) == 1 and "1 of 10 tenths could be tested: 1 holds." in found.explanation
+
+
+@pytest.mark.parametrize("level", [0.0, 0.3])
+def test_an_interval_without_width_decides_nothing(level):
+    """Every pair shows the very same difference: none (which is not 0.05), or one far above 0.05."""
+    metrics = make_metrics({TOKEN: WELL, S: WELL})
+    metrics.evaluations["success"] = metrics.evaluations["algorithm"].map(
+        {"token_ppo": 0.2, "s_ppo": 0.2 + level}
+    )
+    found = evaluate(metrics, "C4")["C4.s_ppo.shared"]
+    assert found.value == pytest.approx(level) and found.verdict == "inconclusive"
+    assert "the same in all resamples: an interval without width decides nothing" in found.explanation
+
+
 def test_higher_success_and_a_tie():
     found = evaluate(make_metrics({TOKEN: ILL, S: WELL}), "C4")
     assert found["C4.s_ppo.shared"].verdict == found["C4.s_ppo.shared.non_inferior"].verdict == "supported"

@@ -37,9 +37,15 @@ class Check(NamedTuple):
     threshold: str
     outcome: str  # "holds", "fails" or "open"
 
+    @property
+    def has_no_width(self) -> bool:
+        """Whether all resamples came out the same: then the interval says nothing of what other runs would show."""
+        return math.isclose(self.low, self.high, rel_tol=1e-9, abs_tol=1e-12)
+
     def __str__(self) -> str:
         interval = f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
-        return f"{self.words}: {interval}, {self.threshold}: {self.outcome}"
+        why = " (the same in all resamples: an interval without width decides nothing)" * self.has_no_width
+        return f"{self.words}: {interval}, {self.threshold}: {self.outcome}{why}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ def _judge(
         verdict = NOT_TESTED
     else:
         verdict = SUPPORTED if set(outcomes) == {"holds"} else INCONCLUSIVE
-    sentences = [_sentence(row) for row in rows]
+    sentences = [_sentence(condition, row) for (condition, _), row in zip(estimates, rows, strict=True)]
     if missing:
         sentences.append(f"Missing: {'; '.join(dict.fromkeys(missing))}.")
     if gate is not None and gate.verdict != SUPPORTED:
@@ -144,12 +150,12 @@ def _worst(checks: Sequence[Check]) -> Check:
     return max(checks, key=lambda check: check.high)
 
 
-def _sentence(checks: Sequence[Check]) -> str:
-    if len(checks) == 1:
+def _sentence(condition: Condition, checks: Sequence[Check]) -> str:
+    if condition.quantity != "highest_tenth_difference":
         return f"{checks[0]}."
     outcomes = [check.outcome for check in checks]
     counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
-    return f"{_worst(checks)}; of {len(checks)} tenths, {counts}."
+    return f"{_worst(checks)}; {len(checks)} of 10 tenths could be tested: {counts}."
 
 
 def _resolve(study: Study, names: str, planned: Plan | None) -> Arm:
@@ -191,8 +197,10 @@ def _checks(condition: Condition, labelled: list[Labelled], level: float, fail_l
     for words, estimate in labelled:
         low, high = estimate.interval(level)
         holds, fails = condition.holds(low, high), condition.fails(*estimate.interval(fail_level))
-        outcome = "holds" if holds else "fails" if fails else "open"
-        checks.append(Check(words, estimate.value, low, high, condition.threshold, outcome))
+        check = Check(words, estimate.value, low, high, condition.threshold, "open")
+        if not check.has_no_width:
+            check = check._replace(outcome="holds" if holds else "fails" if fails else "open")
+        checks.append(check)
     return checks
 
 
