@@ -117,6 +117,17 @@ def test_so_grpo_is_judged_by_both_readings():
     assert (found["C8.a"].verdict, found["C8.b"].verdict) == ("supported", "not supported")
 
 
+def test_so_grpo_has_its_placebos_to_beat():
+    grpo, treated = ("MAIN", "grpo"), ("MAIN", "so_grpo")
+    controls = [("MAIN", f"turn_grpo_{control}") for control in CONTROLS if control != "kl_stop"]
+    arms = {grpo: ILL, treated: WELL} | dict.fromkeys(controls, ILL)
+    of = dict.fromkeys(arms, replicates()) | dict.fromkeys(controls, replicates(seeds=1))
+    found = verdict_of(arms, "C8.a.specific", of)
+    assert found.verdict == "supported" and set(found.n_runs) == {f"{r}/{n}" for r, n in [treated, *controls]}
+    arms["MAIN", "turn_grpo_placebo_replayed"] = WELL  # any divisor of that size does
+    assert verdict_of(arms, "C8.a.specific", of).verdict == "inconclusive"
+
+
 # --- C3, C4, C5: clip fractions, success, survival ---------------------------------------------------
 def test_lower_clip_fractions_count_up_to_the_first_collapse():
     found = evaluate(make_metrics({TOKEN: ILL, S: WELL, ST: Behaviour(clip=0.3)}), "C3")

@@ -71,9 +71,10 @@ CONTROLS = (
     Group(
         "so_grpo",
         "SO-GRPO against its controls",
-        "Does a smaller learning rate do what SO-GRPO does?",
+        "Does something that only makes steps smaller do what SO-GRPO does?",
         f"{MAIN}/so_grpo",
-        {f"{MAIN}/grpo": "GRPO", f"{MAIN}/turn_grpo": "untreated: turn GRPO"} | _main("turn_grpo", _MATCHED),
+        {f"{MAIN}/grpo": "GRPO", f"{MAIN}/turn_grpo": "untreated: turn GRPO"}
+        | _main("turn_grpo", _MATCHED | _PLACEBO),
     ),
 )
 
