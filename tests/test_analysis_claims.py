@@ -5,6 +5,7 @@ import math
 
 import pandas as pd
 import pytest
+from scipy.stats import beta, betabinom
 
 from stppo import schema
 from stppo.analysis.claims import evaluate as evaluate_all
@@ -151,7 +152,9 @@ def test_explanation_says_how_many_tenths_could_be_tested():
     found = evaluate(make_metrics({TOKEN: ILL, S: WELL}), "C3")["C3.s_ppo"]
     n = len(found.checks)
     assert f"{n} of 10 tenths could be tested: {n} holds." in found.explanation
-    broken = Behaviour(risk=1, onset=6, non_finite=True)  # nothing but the first tenth lies before the collapses
+    broken = Behaviour(
+        risk=1, onset=6, non_finite=True
+    )  # nothing but the first tenth lies before the collapses
     found = evaluate(make_metrics({TOKEN: broken, S: WELL}), "C3")["C3.s_ppo"]
     assert len(found.checks) == 1 and "1 of 10 tenths could be tested: 1 holds." in found.explanation
 
@@ -345,8 +348,43 @@ def test_tables_hold_every_verdict(tmp_path):
     text = paths[1].read_text()
     assert text == ledger_markdown(verdicts)
     rows = [line for line in text.splitlines() if line.startswith("| C2")]
-    assert len(rows) == 4 and all(line.count("|") == 7 for line in rows)
-    assert "supported" in rows[1] and "0.89 [" in rows[1]
+    assert len(rows) == 4 and all(line.count("|") == 8 for line in rows)
+    assert "supported [1] | 36 |" in rows[1] and "0.89 [" in rows[1]
+    assert not read["provisional"].any() and "rovisional" not in text
+
+
+def test_verdicts_from_fewer_runs_than_planned_are_provisional():
+    metrics = make_metrics({TOKEN: ILL, S: WELL, ST: WELL})
+    planned = {TOKEN: 18, S: 18, ST: 20}
+    found = evaluate(metrics, "C2", planned | {("MAIN", "token_ppo_kl_matched"): 6})
+    table = ledger_table(list(found.values())).set_index("id")
+    assert table["verdict"]["C2.st_ppo"] == table["verdict"]["C2.s_ppo"] == "supported"
+    assert table["provisional"].to_dict() == {
+        "C2.s_ppo": False,
+        "C2.st_ppo": True,
+        "C2.s_ppo.specific": False,  # not tested is no verdict that more runs could overturn
+        "C2.st_ppo.specific": False,
+    }
+    text = ledger_markdown(list(found.values()))
+    assert "| supported (provisional) [1] | 36 of 38 |" in text and "| supported [1] | 36 of 36 |" in text
+    assert "Provisional: from fewer runs than planned" in text
+
+
+def test_thresholds_that_lean_on_the_smoothing_are_disclosed():
+    """Every part that asks for a risk below 0.25 has the note, and its numbers are right."""
+    leaning = []
+    for part in (part for claim in LEDGER.claims for part in claim.parts):
+        asks = any(c.quantity == "collapse_risk" and c.below == 0.25 for c in part.conditions)
+        assert bool(part.note) == asks, part.id
+        leaning += [part.note] * asks
+    assert len(leaning) == 4
+    rate, both = 0.25, (1 - LEDGER.level) / 2
+    alike = betabinom.pmf(0, 3, rate * (1 / 0.3 - 1), (1 - rate) * (1 / 0.3 - 1)) ** 6
+    assert round(beta.ppf(1 - both, 0.5, 18.5), 3) == 0.237 and round(1 - both ** (1 / 18), 3) == 0.299
+    assert round((1 - rate) ** 18, 4) == 0.0056 and round(alike, 2) == 0.02
+    assert all(f"{x}" in leaning[0] for x in ("0.237", "0.299", "0.0056", "0.02"))
+    lines = ledger_markdown(list(evaluate(make_metrics({TOKEN: ILL, ST: WELL}), "C2").values())).splitlines()
+    assert sum("[1]" in line for line in lines) == 3 and f"[1] {leaning[0]}" in lines
 
 
 def test_same_metrics_give_the_same_ledger():

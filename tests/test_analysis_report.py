@@ -235,6 +235,20 @@ def test_claims_come_first_with_their_verdicts_and_numbers(study_page):
     assert total == load_ledger().n_primary == sum(parts) and parts[0] >= 1 and parts[3] >= 1
 
 
+def test_provisional_verdicts_and_notes_stand_beside_the_verdict(study_page, tmp_path):
+    claims = section(study_page, "claims")
+    row = next(row for row in claims.split("<tr") if "S-PPO prevents token PPO" in row)
+    assert "Clopper-Pearson" in row and "(provisional)" not in claims
+    arms = {Arm("MAIN", "token_ppo"): Behaviour(risk=16 / 18), Arm("MAIN", "s_ppo"): Behaviour()}
+    write_metrics(make_metrics(arms), tmp_path / "metrics")
+    (tmp_path / "planned.json").write_text(json.dumps({str(arm): 20 for arm in arms}))
+    write_evaluation(tmp_path / "metrics", tmp_path / "claims", tmp_path / "planned.json")
+    claims = section(render_report(tmp_path, None, tmp_path / "r.html").read_text(), "claims")
+    row = words_of(next(row for row in claims.split("<tr") if "S-PPO prevents token PPO" in row))
+    assert "supported (provisional)" in row and "36 of 40" in row
+    assert re.search(r"not tested; \d+ of them provisional\.", words_of(claims))
+
+
 def test_what_was_run_and_answers_stand_behind_the_claims(study_page):
     coverage = words_of(section(study_page, "coverage"))
     assert "MAIN 3 54 3 56 st_ppo_raw 18 of 20" in coverage and "LLAMA 0 0 1 3 s_ppo 0 of 3" in coverage

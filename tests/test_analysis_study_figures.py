@@ -293,3 +293,8 @@ def test_coverage_without_a_plan_claims_none(study):
 def test_verdict_table_is_short(study):
     table = findings.ledger(evaluate(study.metrics))
     assert isinstance(table, pd.DataFrame) and "0.83 [0.39, 1.00]" in set(table["measured"])
+    early = findings.ledger(
+        evaluate(study.metrics, planned={arm: n + 1 for arm, n in (PLAN | TUNED).items()})
+    )
+    row = early.set_index("").loc["C2.st_ppo"]
+    assert row["verdict"] == "supported (provisional)" and row["runs"] == "36 of 38"

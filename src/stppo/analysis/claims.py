@@ -24,6 +24,7 @@ from stppo.files import write_atomically
 
 SUPPORTED, NOT_SUPPORTED = "supported", "not supported"
 INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
+PROVISIONAL = "provisional"  # from fewer runs than planned
 CSV_FILE, MARKDOWN_FILE = "claims.csv", "claims.md"
 
 
@@ -68,6 +69,24 @@ class Verdict:
     n_runs: dict[str, tuple[int, int | None]]  # arm -> recorded, planned (None: no plan given)
     checks: tuple[Check, ...]
     explanation: str
+    note: str  # on the rule; may be empty
+
+    @property
+    def provisional(self) -> bool:
+        """Whether a verdict was given while runs that were planned are missing: more of them may change it."""
+        short = any(planned is not None and n < planned for n, planned in self.n_runs.values())
+        return short and self.verdict != NOT_TESTED
+
+    @property
+    def shown(self) -> str:
+        """The verdict for people, with a suffix where it is provisional."""
+        return f"{self.verdict} ({PROVISIONAL})" if self.provisional else self.verdict
+
+    @property
+    def counted(self) -> str:
+        """Recorded runs of all arms together, of the planned ones where they are known."""
+        recorded, planned = zip(*self.n_runs.values(), strict=True)
+        return f"{sum(recorded)}" if None in planned else f"{sum(recorded)} of {sum(planned)}"
 
     @property
     def runs(self) -> str:
@@ -132,7 +151,7 @@ def _judge(
     return Verdict(
         claim=claim.id,
         source=claim.source,
-        **part.model_dump(include={"id", "text", "kind", "rule", "figure"}),
+        **part.model_dump(include={"id", "text", "kind", "rule", "figure", "note"}),
         verdict=verdict,
         quantity=head.words,
         value=head.value,
@@ -206,22 +225,33 @@ def _checks(condition: Condition, labelled: list[Labelled], level: float, fail_l
 
 def ledger_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     """One row per verdict: claim, id, text, source, kind, rule, quantity, value, low, high, level, verdict,
-    runs, figure, explanation."""
+    provisional (true: from fewer runs than planned), runs, figure, explanation, note."""
     names = ["claim", "id", "text", "source", "kind", "rule", "quantity", "value", "low", "high", "level"]
-    names += ["verdict", "runs", "figure", "explanation"]
+    names += ["verdict", "provisional", "runs", "figure", "explanation", "note"]
     return pd.DataFrame([{name: getattr(verdict, name) for name in names} for verdict in verdicts])
 
 
 def ledger_markdown(verdicts: Sequence[Verdict]) -> str:
-    """The ledger as a Markdown table for people: claim, source, quantity, interval, verdict, figure."""
-    lines = ["| | claim | source | measured | verdict | figure |", "| --- | --- | --- | --- | --- | --- |"]
+    """The ledger as a Markdown table for people: claim, source, quantity, interval, verdict, runs (recorded of planned),
+    figure. A verdict from fewer runs than planned ends in `(provisional)`; numbers in brackets are notes below the table."""
+    lines = [
+        "| | claim | source | measured | verdict | runs | figure |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    notes = list(dict.fromkeys(v.note for v in verdicts if v.note))
     for v in verdicts:
         measured = "—" if math.isnan(v.value) else f"{v.quantity}: {v.value:.2f} [{v.low:.2f}, {v.high:.2f}]"
         star = "" if v.kind == "primary" else f" ({v.kind.replace('_', ' ')})"
-        lines.append(f"| {v.id} | {v.text}{star} | {v.source} | {measured} | {v.verdict} | {v.figure} |")
+        verdict = f"{v.shown} [{notes.index(v.note) + 1}]" if v.note else v.shown
+        lines.append(
+            f"| {v.id} | {v.text}{star} | {v.source} | {measured} | {verdict} | {v.counted} | {v.figure} |"
+        )
     n, level = sum(v.kind == "primary" for v in verdicts), verdicts[0].level if verdicts else math.nan
-    note = f"Intervals at {level:.2%} each: joint over the {n} primary verdicts."
-    return "\n".join([*lines, "", note.replace("%", " %"), ""])
+    below = [f"Intervals at {level:.2%} each: joint over the {n} primary verdicts.".replace("%", " %")]
+    if any(v.provisional for v in verdicts):
+        below.append(f"{PROVISIONAL.capitalize()}: from fewer runs than planned; more of them may change it.")
+    below += [f"[{i}] {note}" for i, note in enumerate(notes, 1)]
+    return "\n".join([*lines, "", "\n\n".join(below), ""])
 
 
 def write_ledger(verdicts: Sequence[Verdict], out_dir: str | Path) -> list[Path]:

@@ -31,9 +31,10 @@ def ablation(study: Study, name: str, planned: Plan | None = None) -> Answer:
 
 
 def ledger(verdicts: Sequence[Verdict]) -> pd.DataFrame:
-    """The verdicts, short: id, claim, kind, measured, verdict."""
-    rows = [[v.id, v.text, v.kind, _measured(v), v.verdict] for v in verdicts]
-    return pd.DataFrame(rows, columns=["", "claim", "kind", "measured", "verdict"])
+    """The verdicts, short: id, claim, kind, measured, verdict (`provisional` from fewer runs than planned), runs (recorded
+    of planned)."""
+    rows = [[v.id, v.text, v.kind, _measured(v), v.shown, v.counted] for v in verdicts]
+    return pd.DataFrame(rows, columns=["", "claim", "kind", "measured", "verdict", "runs"])
 
 
 def _measured(verdict: Verdict) -> str:

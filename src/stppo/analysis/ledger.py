@@ -72,6 +72,7 @@ class Part(_Entry):
     gate: str | None = None
     figure: str
     rule: str
+    note: str = ""  # what a reader must know to weigh the rule
     conditions: tuple[Condition, ...] = Field(min_length=1)
 
 

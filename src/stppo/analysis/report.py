@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stppo import schema
 from stppo.analysis.arms import COVERED, MAIN, variant
-from stppo.analysis.claims import CSV_FILE, INCONCLUSIVE, NOT_SUPPORTED, NOT_TESTED, SUPPORTED
+from stppo.analysis.claims import CSV_FILE, INCONCLUSIVE, NOT_SUPPORTED, NOT_TESTED, PROVISIONAL, SUPPORTED
 from stppo.analysis.evaluation import ANSWERS_FILE, COVERAGE_FILE
 from stppo.analysis.report_figures import OBJECTIVES, figure_sections
 from stppo.analysis.runs import Metrics, load_metrics
@@ -127,7 +127,9 @@ def _claims(folder: Path, sections: list[dict[str, Any]]) -> list[dict[str, Any]
         counts = [(int(n), int(of or 0)) for n, of in re.findall(r" (\d+)(?: of (\d+))?(?=,|$)", row["runs"])]
         recorded, planned = (sum(column) for column in zip(*counts, strict=True))
         n_runs = f"{recorded} of {planned}" if " of " in row["runs"] else str(recorded)
-        rows.append({**row, **numbers, "n_runs": n_runs, "section": _section_of(row["figure"], sections)})
+        provisional = str(row["provisional"]) == "True"
+        section = _section_of(row["figure"], sections)
+        rows.append({**row, **numbers, "n_runs": n_runs, "provisional": provisional, "section": section})
     return rows
 
 
@@ -143,10 +145,11 @@ def _tally(claims: list[dict[str, Any]]) -> str:
     counts = {
         verdict: primary.count(verdict) for verdict in (SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE, NOT_TESTED)
     }
+    early = sum(row["provisional"] for row in claims if row["kind"] == "primary")
     return (
         f"Of {len(primary)} primary verdicts: "
         + ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-        + "."
+        + (f"; {early} of them {PROVISIONAL}." if early else ".")
     )
 
 
