@@ -154,6 +154,8 @@ rule warm_start:
     log:
         f"{RESULTS}/logs/warm_start/{{start}}.log",
     threads: 1
+    resources:
+        **TRAIN_RESOURCES,
     shell:
         "stppo warm-start {params.overrides} --out $(dirname {output}) > {log} 2>&1"
 

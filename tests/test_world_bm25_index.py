@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 
 import bm25s
 import numpy as np
@@ -77,6 +78,18 @@ def test_arrays_are_those_of_bm25s_for_any_block_size(
         assert ours.dtype == theirs.dtype and ours.tobytes() == theirs.tobytes(), name
     assert (made["documents"], made["postings"]) == (400, len(expected.data))
     assert [path.name for path in tmp_path.iterdir()] == ["i"]  # nothing of the work is left
+
+
+def test_more_blocks_than_files_that_may_be_open(corpus, index, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(128, soft), hard))
+    try:
+        build_bm25(corpus, tmp_path / "i", words_per_block=10)  # four files for each of hundreds of blocks
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for path in index.iterdir():
+        if path.suffix == ".npy":
+            assert (tmp_path / "i" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 @pytest.mark.parametrize("few", [0, 10_000], ids=["pruned", "all"])

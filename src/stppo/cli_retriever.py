@@ -66,8 +66,8 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     topk: Annotated[int, typer.Option(min=1, help="For requests that name none.")] = 3,
     corpus: Corpus = None,
-    device: Device = "auto",
-    max_queries: Annotated[int, typer.Option(min=1, help="In one request.")] = 512,
+    device: Device = "cpu",
+    max_queries: Annotated[int, typer.Option(min=1, help="In one request.")] = 4096,
     max_query_characters: Annotated[int, typer.Option(min=1)] = 8192,
     max_topk: Annotated[int, typer.Option(min=1)] = 100,
     max_body_bytes: Annotated[int, typer.Option(min=1)] = 8 * 2**20,
@@ -112,7 +112,7 @@ def query(
     if source.startswith(("http://", "https://")):
         from stppo.world.retrieval_client import RetrievalClient
 
-        retriever = RetrievalClient(source, attempts=2)
+        retriever = RetrievalClient(source)  # a server that was started a moment ago still reads its index
     else:
         from stppo.world.retrievers import IndexRetriever
 

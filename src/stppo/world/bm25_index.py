@@ -176,8 +176,11 @@ def _write_postings(
 ) -> int:
     """Merge the blocks term range by term range into bm25s's arrays of scores; returns the number of postings."""
     frequencies = np.zeros(n_words, np.int64)
-    opened = list(blocks)
-    for terms, starts, *_ in opened:
+    for (
+        terms,
+        starts,
+        *_,
+    ) in blocks:  # each opened when its turn comes: there may be more than a process may open
         frequencies[terms] += np.diff(starts)
     indptr = np.append(0, np.cumsum(frequencies))
     np.save(folder / _INDPTR, indptr)
@@ -199,7 +202,7 @@ def _write_postings(
             begin, end = int(indptr[low]), int(indptr[high])
             free = indptr[low:high] - begin  # where each term's next posting goes
             scores, holders = np.empty(end - begin, np.float32), np.empty(end - begin, np.int32)
-            for terms, starts, documents, counts in opened:
+            for terms, starts, documents, counts in blocks:
                 first, last = np.searchsorted(terms, (low, high))
                 if first == last:
                     continue

@@ -204,19 +204,23 @@ def parse_reply(reply: Any, n_queries: int, top_k: int) -> list[Ranking]:
         raise ValueError('"result" is no list of lists')
     if len(rankings) != n_queries:
         raise ValueError(f"{len(rankings)} results for {n_queries} queries")
-    return [tuple(map(_scored_document, ranking[:top_k])) for ranking in rankings]
+    return [
+        tuple(found for item in ranking if (found := _scored_document(item)))[:top_k] for ranking in rankings
+    ]
 
 
-def _scored_document(item: Any) -> tuple[Document, float]:
+def _scored_document(item: Any) -> tuple[Document, float] | None:
+    """Document and score, NaN where the server gives none (a web search has none); None for a blank document."""
     if not isinstance(item, dict):
         raise ValueError(f"a document is a {type(item).__name__}")
-    document, score = (item["document"], item.get("score")) if "document" in item else (item, math.nan)
+    document, score = (item["document"], item.get("score")) if "document" in item else (item, None)
+    score = math.nan if score is None else score
     if not isinstance(document, dict) or not isinstance(document.get("contents"), str):
         raise ValueError('a document has no text "contents"')
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise ValueError(f"a score is {score!r}")
     if not document["contents"].strip():
-        raise ValueError("a document is empty")
+        return None
     return parse_document({"id": "", **document}, "first_words"), float(score)
 
 

@@ -34,7 +34,7 @@ class Limits:
     seconds: for a request, from its arrival (HTTP 408 for a body that does not come, 503 for a search).
     """
 
-    queries: int = 512
+    queries: int = 4096
     query_characters: int = 8192
     topk: int = 100
     body_bytes: int = 8 * 2**20
