@@ -248,6 +248,13 @@ def test_spikes_that_come_last_are_no_cause():
     assert verdict_of(dict.fromkeys(CORNERS, last), "C6.lead").verdict == "not supported"
 
 
+def test_spikes_need_controls_from_five_warm_starts():
+    """All survivors come from three warm starts, the collapsed runs from six."""
+    order = sorted(replicates(), key=lambda r: r.world_seed)
+    found = verdict_of(dict.fromkeys(CORNERS, Behaviour(risk=12 / 18)), "C6.spikes", order)
+    assert found.verdict == "not tested" and "from 3 warm starts; a verdict needs 5" in found.explanation
+
+
 @pytest.mark.parametrize(("off_policy", "expected"), [(0.8, "supported"), (0.4, "not supported")])
 def test_worse_critic_off_policy(off_policy, expected):
     arms = {

@@ -240,6 +240,22 @@ def test_perfect_auc_of_few_runs_is_not_certain():
     assert low < 0.75 < high <= 1
 
 
+def test_auc_counts_the_warm_starts_of_its_rarer_side():
+    """Cases from six warm starts, controls from two: no more than two speak of both."""
+    at_risk = np.zeros((18, 18), dtype=bool)
+    at_risk[np.ix_(range(12), [12, 13])] = True
+    assert len({r.cluster for r in replicates()[:12]}) == 6
+    assert resampling.matched_auc(replicates(), np.ones((18, 18)), at_risk).n_clusters == 2
+    turned = resampling.matched_auc(replicates(), np.ones((18, 18)), at_risk.T)
+    assert turned.n_clusters == 2 and turned.n_runs == (2, 12)
+
+
+def test_equal_infinities_are_ties():
+    infinity = math.inf
+    won = resampling.wins([infinity, 1.0], [infinity, 1.0, 2.0])
+    np.testing.assert_array_equal(won, [[0.5, 1, 1], [0, 0.5, 0]])
+
+
 def test_auc_matches_each_case_with_its_own_controls():
     at_risk, won = np.zeros((18, 18), dtype=bool), np.zeros((18, 18))
     at_risk[0, [1, 2]], won[0, [1, 2]] = True, [1, 0]

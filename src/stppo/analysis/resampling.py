@@ -237,9 +237,9 @@ def curve_band(
 
 
 def wins(one: ArrayLike, other: ArrayLike) -> NDArray[np.float64]:
-    """(n, m): 1 where one[i] > other[j], 1/2 where equal, 0 where smaller."""
-    sign = np.sign(np.subtract.outer(np.asarray(one, np.float64), np.asarray(other, np.float64)))
-    return (sign + 1) / 2
+    """(n, m): 1 where one[i] > other[j], 1/2 where equal (infinities too), 0 where smaller."""
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    return np.greater.outer(one, other) + np.equal.outer(one, other) / 2
 
 
 def probability_of_improvement(
@@ -265,13 +265,17 @@ def matched_auc(
     replicates: of n runs, repeated where arms are pooled. at_risk: (n, n) bool, true where run j is a control of case i. won:
     (n, n) as `wins`, of case i's score against run j's at the same time. The AUC is the mean over cases of
     the share of their controls that they beat: the incident/dynamic AUC (Heagerty & Zheng 2005). Smoothed
-    as a probability from the smaller of the numbers of cases and controls. ValueError without either.
+    as a probability from the smaller of the numbers of cases and controls. `n_runs` of the estimate: cases, controls;
+    `n_clusters`: the fewer of the warm starts with a case and of those with a control. ValueError without either.
     """
     at_risk = np.asarray(at_risk, dtype=np.float64)
     won = np.where(at_risk > 0, won, 0.0)
-    cases, controls = int((at_risk.sum(axis=1) > 0).sum()), int((at_risk.sum(axis=0) > 0).sum())
+    is_case, is_control = at_risk.any(axis=1), at_risk.any(axis=0)
+    cases, controls = int(is_case.sum()), int(is_control.sum())
     if not cases or not controls:
         raise ValueError("an AUC needs cases and controls")
+    clusters = np.array([replicate.cluster for replicate in replicates])
+    n_clusters = min(len(np.unique(clusters[which], axis=0)) for which in (is_case, is_control))
     distinct = sorted(set(replicates))
     drawn = _resample([dict.fromkeys(distinct, 0.0)], n_draws, seed)
     place = [distinct.index(replicate) for replicate in replicates]
@@ -286,4 +290,4 @@ def matched_auc(
     value = float(auc(drawn.plain[0][None])[0])
     draws = drawn.stretched(auc(drawn.weights[0]), value)
     draws = drawn.smoothed(draws, min(cases, controls), (0.0, 1.0))
-    return replace(drawn.estimate(value, draws, True), n_runs=(cases, controls))
+    return replace(drawn.estimate(value, draws, True), n_runs=(cases, controls), n_clusters=n_clusters)
