@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stppo.analysis import mechanism
+from stppo.analysis import mechanism, mechanism_figures
 from stppo.analysis.mechanism import ABOVE, BELOW, EITHER, Range, departure, departures, lead_table
 from stppo.analysis.study import Arm, Study
 from tests.synthetic_runs import Behaviour, make_metrics
@@ -59,6 +59,31 @@ def test_spike_score_is_the_jump_over_the_runs_own_level():
     assert math.isnan(mechanism.spike_score(frame, 5, 4))  # one iteration before the window
 
 
+def test_an_infinite_norm_is_the_largest_spike():
+    frame = pd.DataFrame(
+        {"iteration": range(1, 11), "gradient_norm": 3.0, "gradient_norm_max": [4.0] * 9 + [math.inf]}
+    )
+    assert mechanism.spike_score(frame, 10, 4) == math.inf
+    frame.loc[9, ["gradient_norm", "gradient_norm_max"]] = math.inf, math.nan  # the maximum was not recorded
+    assert mechanism.spike_score(frame, 10, 4) == math.inf
+    frame.loc[6:, ["gradient_norm", "gradient_norm_max"]] = math.nan
+    assert math.isnan(mechanism.spike_score(frame, 10, 4))
+
+
+def test_runs_stopped_by_an_infinite_norm_are_cases_of_the_highest_score():
+    """Without any other spike: infinity alone tells the cases from the controls."""
+    metrics = make_metrics({ARM: Behaviour(risk=12 / 18, non_finite=True, onset=20, spike_lead=-1000)})
+    rows = metrics.iterations
+    last = rows.groupby("seed")["iteration"].transform("max")
+    rows.loc[(last == 20) & (rows["iteration"] == 20), ["gradient_norm", "gradient_norm_max"]] = math.inf
+    auc = mechanism.spike_auc(Study(metrics), [ARM])
+    assert auc.value == 1 and auc.n_runs == (12, 6)
+    plot = mechanism_figures.spikes_figure(Study(metrics))
+    assert np.isinf(plot.data["score"]).sum() == 12 and plot.png.startswith(b"\x89PNG")
+    drawn = [line.get_ydata() for line in plot.figure.axes[0].get_lines()]
+    assert sum(len(values) for values in drawn) == len(plot.data) and np.isfinite(np.concatenate(drawn)).all()
+
+
 def test_spikes_before_collapse_are_told_from_survivors(spiking):
     auc = mechanism.spike_auc(spiking, [ARM])
     assert auc.value > 0.95 and auc.n_runs[0] == 12 and auc.n_runs[1] >= 6
@@ -105,7 +130,8 @@ def test_growth_while_the_lag_builds_up_is_left_out():
 def test_signal_planted_first_leads(spiking):
     table = lead_table(departures(spiking, ARM)).set_index("signal")
     assert table.loc["gradient_norm_max", "departed"] == table.loc["gradient_norm_max", "collapsed"] == 12
-    assert table.loc["gradient_norm_max", "lead_mean"] > table.loc["success_train", "lead_mean"] + 1
+    for later in ("entropy", "success_train"):
+        assert table.loc["gradient_norm_max", "lead_mean"] > table.loc[later, "lead_mean"] + 0.5
     assert table.loc["clip_fraction", "lead_median"] == 0  # moves with nothing
     assert (table["reference"] == "survivors").all() and (table["survivors"] == 6).all()
     row = table.loc["gradient_norm_max"]
@@ -120,6 +146,40 @@ def test_lead_is_the_distance_to_the_collapse(spiking):
     assert (
         rows["lead"].between(5, 12).all()
     )  # planted 4 iterations before the fall, which the rule sees later
+
+
+def test_rollout_columns_belong_to_the_weights_that_sampled_them():
+    """Batches two iterations old: the first three were sampled by the same weights."""
+    frame = pd.DataFrame(
+        {
+            "iteration": range(1, 7),
+            "staleness_iterations": [0.0, 1, 2, 2, 2, 2],
+            "valid_format_rate": [0.9, 0.8, 0.7, 0.6, np.nan, 0.4],
+            "entropy": np.arange(6.0),
+        }
+    )
+    shifted = mechanism.by_weights(frame, "valid_format_rate")
+    assert shifted.to_dict() == pytest.approx({1: 0.8, 2: 0.6, 4: 0.4})
+    assert list(mechanism.by_weights(frame, "entropy").index) == list(range(1, 7))
+    fresh = frame.drop(columns="staleness_iterations")
+    assert list(mechanism.by_weights(fresh, "valid_format_rate").index) == [1, 2, 3, 4, 6]
+
+
+def test_signals_of_the_same_weights_have_no_lead_over_each_other():
+    """From iteration 10 on the weights of collapsing runs spike and write badly; the batches show it two rows later."""
+    metrics = make_metrics({ARM: Behaviour(risk=12 / 18)})
+    rows, whole = metrics.iterations, Study(metrics)
+    ill = {run["seed"] for run in whole.runs(ARM).values() if whole.collapsed(run)}
+    sick = rows["seed"].isin(ill)
+    rows[["gradient_norm_max", "valid_format_rate"]] = 2.0, 0.9
+    rows.loc[sick & (rows["iteration"] >= 10), "gradient_norm_max"] = 100.0
+    sampled = rows["iteration"] - rows["staleness_iterations"]
+    rows.loc[sick & (sampled >= 10), "valid_format_rate"] = 0.1
+    found = mechanism.lead_difference(Study(metrics), ARM, "gradient_norm_max", "valid_format_rate")
+    assert found.value == 0 and found.n_runs == (12,)
+    table = departures(Study(metrics), ARM)
+    at = table[table["collapse"].notna() & table["signal"].isin(["gradient_norm_max", "valid_format_rate"])]
+    assert (at["departure"] == 10).all() and len(at) == 24
 
 
 def test_survivors_show_how_often_the_rule_fires_anyway(spiking):

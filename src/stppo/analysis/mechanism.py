@@ -12,6 +12,10 @@ and drift with training. The rules below were fixed before any run was read.
   iteration t is their 1st to 99th percentile within two iterations of t, the run itself left out; with
   fewer it is the run's own median of the first quarter of training +- 5 robust standard deviations
   (1.4826 x median absolute deviation), and departures inside that quarter cannot be seen.
+- **Clock.** A roll-out column (`ROLLOUT`: format, training success) is recorded at the iteration that trains on
+  the batch, though the batch shows weights that are `staleness_iterations` older; norms, ratios and entropy show
+  the weights of the iteration itself. So roll-out columns are moved back by the staleness of their row, and
+  batches sampled by the same weights are averaged.
 - **Lead**: iterations from the departure to the collapse; 0 where the signal stays in range until then.
   How often the rule fires in survivors is reported beside it: leads of a signal that is often out of range
   anyway say little.
@@ -47,6 +51,16 @@ SIGNALS: dict[str, tuple[str, str]] = {
     "valid_format_rate": ("valid-format rate", BELOW),
     "success_train": ("sampled training success", BELOW),
 }
+# Columns that describe the sampled batch, and so the weights that sampled it.
+ROLLOUT = {
+    "success_train",
+    "reward_train",
+    "valid_format_rate",
+    "turns_per_trajectory",
+    "searches_per_trajectory",
+    "agent_tokens_per_turn",
+    "trajectory_tokens",
+}
 MIN_SURVIVORS = 3
 PERCENTILES = (1, 99)
 NEIGHBOURS = 2  # iterations to either side whose values of survivors make up the range
@@ -58,11 +72,13 @@ MIN_POINTS = 5  # measured iterations for an own range or for a trend
 def spike_score(iterations: pd.DataFrame, end: float, window: int) -> float:
     """Largest gradient norm in the `window` iterations up to `end` over the median of the means before them.
 
-    NaN where fewer than two iterations come before the window.
+    Infinite if a norm inside is; NaN where fewer than two iterations come before the window or no norm is known inside.
     """
     at = iterations["iteration"]
     before = iterations.loc[at <= end - window, "gradient_norm"].dropna()
-    inside = iterations.loc[(at > end - window) & (at <= end), "gradient_norm_max"]
+    inside = iterations.loc[(at > end - window) & (at <= end), ["gradient_norm_max", "gradient_norm"]].max(
+        axis=1
+    )  # the mean of an iteration says that a norm was infinite even where its maximum is missing
     return float(inside.max() / before.median()) if len(before) > 1 and before.median() > 0 else math.nan
 
 
@@ -83,8 +99,8 @@ def spike_auc(study: Study, arms: Sequence[Arm], **options: int) -> Estimate:
         mine = np.array([run[0] == arm for run in runs])
         scores = np.full(len(runs), math.nan)
         scores[mine] = [spike_score(frames[j], end, window) for j in np.flatnonzero(mine)]
-        if math.isfinite(scores[i]):
-            at_risk[i] = (ends > end + 2 * window) & np.isfinite(scores)
+        if not math.isnan(scores[i]):
+            at_risk[i] = (ends > end + 2 * window) & ~np.isnan(scores)
             won[i] = resampling.wins(scores[[i]], scores)[0]
     return resampling.matched_auc([replicate for _, replicate, _ in runs], won, at_risk, **options)
 
@@ -155,16 +171,27 @@ def departure(values: pd.Series, healthy: Range, side: str, end: float) -> float
     return math.nan
 
 
+def by_weights(iterations: pd.DataFrame, signal: str) -> pd.Series:
+    """One signal of a run by the iteration whose weights showed it, measured iterations only.
+
+    iterations: rows of one run in order, with columns iteration, the signal and, if recorded, staleness_iterations.
+    """
+    values = iterations.set_index("iteration")[signal].dropna()
+    if signal not in ROLLOUT or "staleness_iterations" not in iterations:
+        return values
+    age = iterations.set_index("iteration")["staleness_iterations"].fillna(0)
+    return values.groupby(values.index - age[values.index].astype(int)).mean()
+
+
 def departures(study: Study, arm: Arm, signals: Mapping[str, tuple[str, str]] = SIGNALS) -> pd.DataFrame:
     """One row per run of the arm and signal: world_seed, warm_start_seed, seed, signal, collapse (NaN for a
     survivor), departure (NaN if none before the collapse or the end), lead, reference (what the range is from).
+    Iterations are those of `by_weights`.
 
     A signal that a run did not record, or too rarely for a range, has no row.
     """
     runs = study.runs(arm)
-    frames = {
-        replicate: study.iterations(record).set_index("iteration") for replicate, record in runs.items()
-    }
+    frames = {replicate: study.iterations(record) for replicate, record in runs.items()}
     ends = {replicate: study.collapse_iteration(record) for replicate, record in runs.items()}
     survivors = [replicate for replicate, end in ends.items() if math.isinf(end)]
     enough = len(survivors) >= MIN_SURVIVORS
@@ -172,7 +199,7 @@ def departures(study: Study, arm: Arm, signals: Mapping[str, tuple[str, str]] = 
     quarter = study.horizon(arm.regime) / 4 if runs else 0.0
     rows = []
     for signal, (_, side) in signals.items():
-        known = {r: frame[signal].dropna() for r, frame in frames.items() if signal in frame}
+        known = {r: by_weights(frame, signal) for r, frame in frames.items() if signal in frame}
         healthy = pd.DataFrame({r: known[r] for r in survivors if r in known})
         healthy.columns = range(healthy.shape[1])  # replicates are tuples: no MultiIndex
         position = {r: i for i, r in enumerate(r for r in survivors if r in known)}

@@ -53,6 +53,7 @@ def spikes_figure(study: Study) -> Plot | None:
     if scores.empty:
         return None
     aucs, rng = [], np.random.default_rng(0)
+    top = 2 * scores["score"].where(np.isfinite(scores["score"])).max()  # where an infinite norm is drawn
     with style():
         fig = Figure(figsize=(WIDTH, 4.4), layout="constrained")
         ax = fig.subplots()
@@ -60,7 +61,7 @@ def spikes_figure(study: Study) -> Plot | None:
         for x, arm in enumerate(arms):
             mine = scores[scores["algorithm"] == arm.algorithm]
             for kind, shift, marker, alpha in (("collapsed", -0.14, "X", 0.95), ("control", 0.14, "o", 0.4)):
-                values = mine.loc[mine["kind"] == kind, "score"].to_numpy()
+                values = mine.loc[mine["kind"] == kind, "score"].to_numpy().clip(max=top)
                 place = x + shift + rng.uniform(-0.07, 0.07, len(values))
                 size = 8 if kind == "collapsed" else 4.5
                 ax.plot(
@@ -110,7 +111,10 @@ def spikes_figure(study: Study) -> Plot | None:
         f"PPO without stabiliser, regime {MAIN}. Spike score: largest gradient norm of an update in the tenth of training up to "
         "the collapse, over the run's median before. Each collapsed run is compared with the runs of its arm that have not "
         "collapsed two tenths later, scored over the same iterations; the AUC is the chance that the collapsed run has the "
-        f"higher score (0.5: no relation). Our own measurement: {describe_setting(study.metrics)}."
+        "higher score (0.5: no relation)."
+        + " An infinite norm is drawn at twice the highest finite score."
+        * bool(np.isinf(scores["score"]).any())
+        + f" Our own measurement: {describe_setting(study.metrics)}."
     )
     columns = ["algorithm", "auc", "low", "high", "collapsed", "controls"]
     return Plot("spikes", fig, scores, what, {"auc": pd.DataFrame(aucs, columns=columns)})
@@ -187,7 +191,8 @@ def mechanism_figure(study: Study, regime: str = MAIN, algorithm: str = "token_p
             if source == "survivors"
             else "the run's own first quarter"
         )
-        + "; it leaves at the first of two consecutive iterations outside. Right: how often it leaves before a collapse, and how "
+        + "; it leaves at the first of two consecutive iterations outside. What shows in the sampled batches counts at the "
+        "iteration whose weights sampled them. Right: how often it leaves before a collapse, and how "
         f"often in survivors: a signal that leaves there as often warns of nothing. {INTERVALS} "
         f"Our own measurement: {describe_setting(study.metrics)}."
     )
