@@ -13,7 +13,7 @@ from stppo import config as configs
 from stppo.agent.policy import load_policy
 from stppo.agent.rollout import Rollout, RolloutConfig
 from stppo.agent.rollout_torch import TorchRollout
-from stppo.training.controls import generator_for
+from stppo.training.controls import generator_for, identity
 from stppo.training.monte_carlo import TrueValues, true_values
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import WARM_START_FILE, made_for
@@ -429,3 +429,48 @@ def test_interrupted_control_resumes_bit_for_bit(wish, tmp_path, f1_start):
     assert len(tables(tmp_path / "resumed")[0]["iteration"].unique()) == 2
     run(config, tmp_path / "resumed", f1_start)
     assert_same_metrics(tmp_path / "undisturbed", tmp_path / "resumed")
+
+
+# ---- what a run is known by -----------------------------------------------------------------------
+
+QWEN = ["preset=qwen", "policy.pretrained=model"]
+
+
+def known_by(*overrides):
+    """Identity of a run, folder of its warm start, and what that is checked against."""
+    config = configs.compose(overrides)
+    return identity(config, None), configs.warm_start_dir(config), made_for(config)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(
+            "url=http://elsewhere:9000/retrieve",
+            "timeout=5",
+            "attempts=2",
+            "first_pause=1",
+            "longest_pause=9",
+        ),
+        *("queries_per_request=8", "cached_queries=0"),
+    ],
+)
+def test_where_a_retriever_answers_is_no_part_of_a_run(setting):
+    assert known_by(*QWEN, f"world.retriever.{setting}") == known_by(*QWEN)
+
+
+def test_another_kind_of_retriever_and_what_it_is_asked_are_part_of_a_run():
+    for other in ("world.retriever.query_characters=10", "retriever@world.retriever=index"):
+        assert all(a != b for a, b in zip(known_by(*QWEN, other), known_by(*QWEN), strict=True))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("gpu_memory_utilization=0.3", "max_num_seqs=8", "enforce_eager=true", "sleep_level=0"),
+        "sync_tolerance=0.3",
+    ],
+)
+def test_memory_of_the_engine_is_no_part_of_a_run(setting):
+    assert known_by(*QWEN, f"rollout.{setting}") == known_by(*QWEN)
+    assert known_by(*QWEN, "rollout.dtype=float32")[:2] != known_by(*QWEN)[:2]

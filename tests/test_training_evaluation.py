@@ -23,7 +23,7 @@ from stppo.training.trainer import Trainer
 from stppo.training.warm_start import warm_start
 from stppo.trajectories import Trajectories
 from stppo.world import DemonstrationNoise, Episode, Question, SyntheticWorld, play
-from stppo.world.retrieval_client import RetrievalUnavailable
+from stppo.world.retrieval_client import RetrievalClient, RetrievalUnavailable
 
 NQ = [{"question": f"who wrote book {i}", "answer": [f"author {i}"]} for i in range(7)]
 BAMBOOGLE = [{"Question": f"Where is town {i}?", "Answer": f"Land {i}"} for i in range(5)]
@@ -103,7 +103,7 @@ def test_standard_error_of_a_ratio_is_that_of_its_variances_and_covariance():
 
 
 def test_training_keeps_the_success_on_each_of_several_benchmarks(bench, overrides, tmp_path):
-    config = configs.compose(overrides)
+    config = configs.compose([*overrides, f"policy.pretrained={bench}/model"])
     world, settings = configs.build(config["world"], "world"), configs.validate(config)
     policy = load_policy(bench / "model")
     sampler = TorchRollout(world.environment, load_tokenizer(bench / "model"), settings.rollout)
@@ -221,6 +221,15 @@ def test_results_of_something_else_are_refused_and_stay(bench, overrides, tmp_pa
     with pytest.raises(ValueError, match="nq/greedy/result.json belongs to another .*--out"):
         run(place, other, out, **options)
     assert content(out) == before
+
+
+def test_results_stay_valid_where_the_retrieval_server_moves(bench, overrides, tmp_path, monkeypatch):
+    monkeypatch.setattr(RetrievalClient, "search", lambda self, queries, top_k: [[] for _ in queries])
+    client = "world.retriever={_target_: stppo.world.retrieval_client.RetrievalClient, url: %s}"
+    rows = []
+    for url in ("http://a:1/retrieve", "http://b:2/retrieve"):
+        rows.append(run(bench, [*overrides, "world.corpus=null", client % url], tmp_path))
+    assert rows[0] == rows[1], "nothing is played again, not even timed again"
 
 
 def test_a_damaged_result_is_named(bench, overrides, tmp_path):

@@ -74,7 +74,7 @@ def train(
     try:
         for job in jobs:
             start = ensure_warm_start(job)
-            point = config.fingerprint(config.run_section(job))  # so that no run overwrites another
+            point = config.fingerprint(config.identity_section(job))  # so that no run overwrites another
             name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}-{point}"
             folder = out or repository_path("results") / job["preset"] / "manual" / name
             record = Trainer(job, folder, start).train(resume)

@@ -190,10 +190,56 @@ def run_section(config: Config) -> Config:
     return {name: value for name, value in config.items() if name not in ("pipeline", "preset")}
 
 
+# Settings that change no result but for rounding: a run goes on from its checkpoint under others.
+MEMORY_SETTINGS = {
+    "training": ("gradient_checkpointing", "micro_batch_tokens"),
+    "rollout": (
+        "gpu_memory_utilization",
+        "max_num_seqs",
+        "enforce_eager",
+        "sleep_level",
+        "sync_tolerance",
+    ),
+}
+_CLIENT = "stppo.world.retrieval_client.RetrievalClient"
+# Of that client: where it asks and how patiently. What is left, `query_characters`, changes what it asks.
+_WHEREABOUTS = (
+    "url",
+    "timeout",
+    "attempts",
+    "first_pause",
+    "longest_pause",
+    "queries_per_request",
+    "cached_queries",
+)
+
+
+def identity_section(config: Config) -> Config:
+    """What a run's results depend on: `run_section` without `MEMORY_SETTINGS` and the place of its retriever."""
+    section = run_section(config) | {"world": world_section(config)}
+    return section | {name: _lasting(config, name) for name in MEMORY_SETTINGS}
+
+
+def world_section(config: Config) -> Config:
+    """The world without where a retrieval server answers and how long it is waited for."""
+    world, retriever = config["world"], config["world"].get("retriever")
+    if not isinstance(retriever, dict) or retriever.get("_target_") != _CLIENT:
+        return world
+    return world | {"retriever": {k: value for k, value in retriever.items() if k not in _WHEREABOUTS}}
+
+
+def _lasting(config: Config, name: str) -> Config:
+    return {key: value for key, value in config[name].items() if key not in MEMORY_SETTINGS[name]}
+
+
 def warm_start_section(config: Config) -> Config:
     """What a warm start depends on; runs that share it share the cached warm start."""
-    names = ("world", "policy", "rollout", "warm_start", "warm_start_seed")
-    return {name: config[name] for name in names} | {"questions": config["evaluation"]["questions"]}
+    names = ("policy", "warm_start", "warm_start_seed")
+    return {name: config[name] for name in names} | {
+        "world": world_section(config),
+        "rollout": _lasting(config, "rollout"),
+        "questions": config["evaluation"]["questions"],
+    }
 
 
 def warm_start_dir(config: Config) -> Path:

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from stppo.config import Config, ConfigError, fingerprint, run_section
+from stppo.config import Config, ConfigError, fingerprint, identity_section
 from stppo.files import repository_path
 from stppo.objectives import NoStabilizer, Objective
 from stppo.schema import NON_FINITE, RUN_FILE, RUNNING, UPDATES_FILE
@@ -108,19 +108,9 @@ def _whole_iterations(source: Path, epochs: int, minibatches: int) -> Tensor:
     return torch.from_numpy(np.array(whole).reshape(-1, len(expected)))
 
 
-# Settings that change no result but for rounding: a run goes on from its checkpoint under others.
-MEMORY_SETTINGS = {
-    "training": ("gradient_checkpointing", "micro_batch_tokens"),
-    "rollout": ("gpu_memory_utilization",),
-}
-
-
 def identity(config: Config, divisors: ReplayedDivisors | None) -> Config:
-    """What a run depends on: its section of the config without `MEMORY_SETTINGS`, and with replayed divisors by their
-    content, not their place."""
-    section = run_section(config)
-    for name, keys in MEMORY_SETTINGS.items():
-        section[name] = {key: value for key, value in section[name].items() if key not in keys}
+    """What a run depends on: `config.identity_section`, with replayed divisors by their content, not their place."""
+    section = identity_section(config)
     if divisors is not None:
         section["training"]["divisors"] = divisors.content
     return section

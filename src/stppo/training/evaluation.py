@@ -22,7 +22,7 @@ from stppo.agent.compute import place, resolve_device
 from stppo.agent.policy import check_vocabulary, load_policy, load_tokenizer
 from stppo.agent.rollout import Sampler, make_rollout
 from stppo.analysis.provenance import environment
-from stppo.config import Config, build, fingerprint, validate
+from stppo.config import Config, build, fingerprint, validate, world_section
 from stppo.files import write_atomically, write_json
 from stppo.schema import (
     BENCHMARK_COLUMNS,
@@ -70,7 +70,8 @@ def evaluate_checkpoint(
     """
     if unknown := [name for name in decodings if name not in DECODINGS]:
         raise ValueError(f"decoding must be of {', '.join(DECODINGS)}, got {unknown[0]!r}")
-    settings = validate(config)
+    # The checkpoint is the policy: the sizes of the config's own limit nothing here.
+    settings = validate(config | {"policy": config["policy"] | {"pretrained": str(checkpoint)}})
     world: World = build(config["world"], "world")
     asked = sample_of_each(world.questions("test"), questions, seed)
     folder = _policy_folder(checkpoint)
@@ -80,7 +81,9 @@ def evaluate_checkpoint(
     place(policy, resolve_device(settings.training.device), settings.training.precision)
     shared = {
         "weights": weights_of(folder, policy),
-        "world": {k: v for k, v in config["world"].items() if k not in ("benchmark", "records", "cache_dir")},
+        "world": {
+            k: v for k, v in world_section(config).items() if k not in ("benchmark", "records", "cache_dir")
+        },
         "max_tokens": settings.rollout.max_tokens,
         "precision": settings.training.precision,
     }

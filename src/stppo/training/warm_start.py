@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from stppo.agent.compute import place, resolve_device
 from stppo.agent.policy import build_policy, check_vocabulary, load_policy, load_tokenizer, score
 from stppo.agent.rollout import Sampler, make_rollout
-from stppo.config import Config, build, fingerprint, validate, warm_start_dir
+from stppo.config import Config, build, fingerprint, validate, warm_start_dir, world_section
 from stppo.files import write_json
 from stppo.settings import RunConfig
 from stppo.training.gradients import Passes
@@ -176,7 +176,7 @@ def evaluation_questions(world: World, n: int) -> list[Question]:
 
 def made_for(config: Config) -> str:
     """Fingerprint of the world and policy that a warm start fits."""
-    return fingerprint([config["world"], config["policy"]])
+    return fingerprint([world_section(config), config["policy"]])
 
 
 def ensure_warm_start(config: Config) -> Path:
