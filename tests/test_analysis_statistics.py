@@ -92,6 +92,14 @@ def test_note_is_honest_about_few_seeds(counts, words):
     assert words in band_note(counts)
 
 
+@pytest.mark.parametrize("counts", [[2, 3], [18, 18]])
+def test_note_on_warm_starts_of_several_seeds_says_how_their_bands_are_made(counts):
+    note = band_note(counts, clustered=True)
+    assert "each warm start with the same weight" in note and "none from fewer than three" in note
+    assert "cannot reach beyond" not in note and "interquartile means need four" not in note
+    assert band_note([1, 1], clustered=True) == "One seed: no band."
+
+
 def test_trend_recovers_an_exponential():
     x = np.arange(1, 41)
     trend = log_linear_trend(x, 0.3 * np.exp(0.05 * x))

@@ -193,6 +193,20 @@ def test_fragments_of_the_study_are_enough():
         assert findings.moves_first(fragment).text and findings.settings(fragment).text
 
 
+def test_caption_tells_bands_over_warm_starts_from_bands_over_seeds():
+    """Three seeds from each of two warm starts are drawn in another way than one seed from each of three."""
+    several, single = Arm("MAIN", "token_ppo"), Arm("MAIN", "st_ppo")
+    of = {several: replicates(2, 1, 3), single: replicates(1, 3, 1)}
+    for arms_, expected, absent in (
+        ([several], "warm starts, then seeds", "Other arms"),
+        ([single], "means of 3 seeds (interquartile", "warm starts, then seeds"),
+        ([several, single], "Other arms: Lines: means of 3 seeds", "means of 3–6"),
+    ):
+        metrics = make_metrics(dict.fromkeys(arms_, Behaviour()), of)
+        text = figures.stability_figure(metrics, FAST).caption
+        assert expected in text and absent not in text
+
+
 # --- sentences --------------------------------------------------------------------------------
 def test_answers_follow_the_metrics(study):
     cured = {answer.id: answer.text for answer in answers.all_answers(study)}
@@ -225,6 +239,61 @@ def test_no_direction_from_two_warm_starts():
     )
     assert "too few warm starts" in few and "higher" not in few
     assert "ends higher (+0.3" in many
+
+
+def phase_study(n_starts, arms_):
+    of = [r for r in replicates(seeds=1) if r.warm_start_seed in (111, 121, 112, 122, 113, 123)[:n_starts]]
+    return Study(make_metrics({Arm(r, "token_ppo"): b for r, b in arms_.items()}, of))
+
+
+def test_phase_compares_cells_that_differ_in_one_dial():
+    """Collapse comes with epochs. Without the cell of 4 epochs at x 0.5 that level says nothing of epochs."""
+    ill, well = Behaviour(risk=1), Behaviour()
+    cells = {"E2_LR1": well, "E4_LR1": ill, "MAIN": ill, "E2_LR0.5": ill, "E8_LR0.5": well}
+    text = findings.phase(phase_study(6, cells)).text
+    assert "token PPO's share of collapsed runs rises (+1.00" in text
+    assert (
+        "with epochs 2 to 8 and is not shown to change (+0.00" in text and "learning rate 0.5 to 1." in text
+    )
+    whole = findings.phase(phase_study(6, cells | {"E4_LR0.5": ill})).text
+    assert "token PPO's share of collapsed runs is not shown to change (+0.00" in whole
+
+
+@pytest.mark.parametrize("n_starts", [2, 6])
+def test_phase_names_no_direction_from_two_warm_starts(n_starts):
+    cells = {"E2_LR1": Behaviour(), "E4_LR1": Behaviour(risk=1), "MAIN": Behaviour(risk=1)}
+    text = findings.phase(phase_study(n_starts, cells)).text
+    few = "too few warm starts for a direction along epochs 2 to 8 (+1.00" in text
+    assert few == (n_starts == 2) == (not any(word in text for word in ("rises", "highest")))
+
+
+def test_no_best_algorithm_from_two_warm_starts():
+    finals = {"token_ppo": 0.3, "grpo": 0.35, "st_ppo": 0.4, "s_ppo": 0.6}
+    of = {Arm("MAIN", name): replicates() for name in finals}
+    of[Arm("MAIN", "s_ppo")] = replicates(2, 1)
+    made = {Arm("MAIN", name): Behaviour(final=final) for name, final in finals.items()}
+    told = answers.baselines(Study(make_metrics(made, of)), None).text
+    assert "of the 3 with runs from enough warm starts ST-PPO (SO-PPO) has the highest" in told
+    few = answers.baselines(Study(make_metrics(made, replicates(1, 1))), None).text
+    assert "too few have runs from 3 warm starts to name the best (0)" in few
+    assert "highest" not in few and "-1" not in few
+
+
+def test_what_moves_first_needs_collapses_from_three_warm_starts():
+    told = findings.moves_first(
+        Study(make_metrics({Arm("MAIN", "token_ppo"): Behaviour(risk=1)}, replicates(2, 1)))
+    )
+    assert told.text == (
+        "6 collapsed runs of token PPO in MAIN, from 2 warm starts: too few to say what moves first."
+    )
+    one = findings.moves_first(Study(make_metrics({Arm("MAIN", "token_ppo"): Behaviour(risk=1 / 18)})))
+    assert one.text.startswith("1 collapsed run of token PPO in MAIN, from 1 warm start:")
+
+
+def test_norms_that_shrink_are_not_said_to_grow():
+    shrinking = Behaviour(bias_growth=-0.05)
+    told = answers.diagnostics(Study(make_metrics({Arm("MAIN", "st_ppo"): shrinking})), None).text
+    assert "changes per ten iterations by a factor (above 1: it grows) of 0.6" in told
 
 
 def group_text(**of):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import html
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -107,41 +106,48 @@ def _stop(table: pd.DataFrame) -> str | None:
     return None
 
 
+def _leaders(table: pd.DataFrame) -> str:
+    """Which arms of a comparison end highest and collapse least, of those with enough warm starts to be named."""
+    enough = table[(table["warm_starts"] >= words.FEWEST) & table["final_success_low"].notna()]
+    if len(enough) < 2:
+        return f"too few have runs from {words.FEWEST} warm starts to name the best ({len(enough)})"
+    named = "" if len(enough) == len(table) else f"of the {len(enough)} with runs from enough warm starts "
+    top = words.ranking(list(zip(enough["label"], enough["final_success"], strict=True)))
+    row = enough[enough["label"] == top[0]].iloc[0]
+    overlap = (enough["final_success_high"] >= row["final_success_low"]).sum() - 1
+    known = enough[enough["collapse_risk"].notna()]
+    least = (
+        words.ranking(list(zip(known["label"], known["collapse_risk"], strict=True)), min)
+        if len(known)
+        else []
+    )
+    risk = (
+        f", and the lowest collapse risk ({words.number(known['collapse_risk'].min())}) is that of {words.listed(least)}"
+        if least
+        else ""
+    )
+    return (
+        f"{named}{words.listed(top)} has the highest mean final success "
+        f"({words.interval(row['final_success'], row['final_success_low'], row['final_success_high'])}; the intervals of "
+        f"{overlap} others reach into its own){risk}"
+    )
+
+
 def baselines(study: Study, planned: Plan | None) -> Answer:
     """Q1: the other algorithms."""
     table = _compared(study, NINE, planned)
     text = _stop(table)
     if text is None:
         run = table[table["runs"] > 0]
-        final = list(zip(run["label"], run["final_success"], strict=True))
-        top = words.ranking(final)
-        row = run[run["label"] == top[0]].iloc[0]
-        risks = [
-            (label, risk)
-            for label, risk in zip(run["label"], run["collapse_risk"], strict=True)
-            if risk == risk
-        ]
-        least = words.ranking(risks, min)
-        lowest = min((risk for _, risk in risks), default=math.nan)
-        overlap = (run["final_success_high"] >= row["final_success_low"]).sum() - 1
         text = (
-            f"Of the {len(run)} algorithms run at shared settings, {words.listed(top)} has the highest mean final success "
-            f"({words.interval(row['final_success'], row['final_success_low'], row['final_success_high'])}; the intervals of "
-            f"{overlap} others reach into its own), the lowest "
-            f"collapse risk ({words.number(lowest)}) is that of {words.listed(least)}, and token PPO collapsed in "
+            f"Of the {len(run)} algorithms run at shared settings, {_leaders(run)}; token PPO collapsed in "
             f"{words.share(run['collapsed'].iloc[0], run['runs'].iloc[0])} runs. "
         )
         best = best_table(study, planned)
         if best is None:
             text += f"Each at its best learning rate: not tested (no runs of {BEST})"
         else:
-            known = best[best["runs"] > 0]
-            leader = words.ranking(list(zip(known["label"], known["final_success"], strict=True)))
-            row = known[known["label"] == leader[0]].iloc[0]
-            top_final = words.interval(
-                row["final_success"], row["final_success_low"], row["final_success_high"]
-            )
-            text += f"Each at its best learning rate, that is {words.listed(leader)} ({top_final})"
+            text += f"Each at its best learning rate, {_leaders(best)}"
         absent = [
             *(["TOPR"] if not any("topr" in a.algorithm for a in study.arms) else []),
             *missing_arms(table),
@@ -203,12 +209,12 @@ def diagnostics(study: Study, planned: Plan | None) -> Answer:
         ):
             rows = table[table["metric"] == metric]
             told = [
-                f"{look(r.algorithm).label} ×{words.interval(r.factor, r.factor_low, r.factor_high)} "
+                f"{words.interval(r.factor, r.factor_low, r.factor_high)} for {look(r.algorithm).label}, "
                 f"with a median R² of {words.number(r.r_squared)}"
                 for r in rows.itertuples()
             ]
             sentences.append(
-                f"{name} grows per ten iterations by {words.listed(told)}"
+                f"{name} changes per ten iterations by a factor (above 1: it grows) of {words.listed(told)}"
                 if told
                 else f"{name} was not recorded"
             )

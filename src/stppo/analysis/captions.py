@@ -76,6 +76,17 @@ def describe_regime(metrics: Metrics, regime: str, algorithms: Sequence[str]) ->
     return ", ".join([*parts, _seeds(metrics, regime, algorithms)])
 
 
+def _bands(metrics: Metrics, regimes: Sequence[str], algorithms: Sequence[str]) -> str:
+    """How lines and bands summarise the seeds; arms with several seeds from a warm start are drawn in a way of their own."""
+    arms = sorted({(run["regime"], run["algorithm"]) for run in metrics.runs})
+    drawn = [replicates(metrics, *arm).values() for arm in arms if arm[0] in regimes and arm[1] in algorithms]
+    counts = {kind: [len(of) for of in drawn if is_clustered(of) == kind] for kind in (True, False)}
+    notes = [band_note(n, clustered=kind) for kind, n in counts.items() if n]
+    if len(notes) == 1:
+        return notes[0]
+    return f"Arms with several seeds from a warm start: {notes[0]} Other arms: {notes[1]}"
+
+
 def caption(
     metrics: Metrics,
     what: str,
@@ -88,16 +99,9 @@ def caption(
     runs = metrics.summary[
         metrics.summary["regime"].isin(regimes) & metrics.summary["algorithm"].isin(algorithms)
     ]
-    counts = runs.groupby(["regime", "algorithm"]).size().tolist()
     settings = "; ".join(f"regime {r}: {describe_regime(metrics, r, algorithms)}" for r in regimes)
     mark = " An x marks a seed's collapse." if marks and runs["collapsed"].any() else ""
-    arms = {(run["regime"], run["algorithm"]) for run in metrics.runs}
-    clustered = any(
-        is_clustered(replicates(metrics, *arm).values())
-        for arm in arms
-        if arm[0] in regimes and arm[1] in algorithms
-    )
-    lines = f" {band_note(counts, clustered=clustered)} {STYLE_NOTE}" if means else ""
+    lines = f" {_bands(metrics, regimes, algorithms)} {STYLE_NOTE}" if means else ""
     if means and (own := [look(name).label for name in runs["algorithm"].unique() if name not in LOOKS]):
         lines += f" Dash-dotted: {', '.join(own)}."
     return f"{what} Our own measurement, not the paper's curves: {describe_setting(metrics)}; {settings}.{mark}{lines}"

@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import pandas as pd
 
-from stppo.analysis import words
+from stppo.analysis import resampling, words
 from stppo.analysis.answers import Answer, other_settings, versus
 from stppo.analysis.arms import ABLATIONS, CONTROLS, DRIVERS, LONG, MAIN, ON_POLICY, PPO_VARIANTS, SETTINGS
 from stppo.analysis.claims import Plan, Verdict
-from stppo.analysis.comparisons import group_table
+from stppo.analysis.comparisons import arm_of, estimate, group_table
 from stppo.analysis.diagnostic_figures import critic_errors
 from stppo.analysis.forest import forest
 from stppo.analysis.mechanism import departures, lead_table
-from stppo.analysis.phase_diagram import FINAL, RISK, phase_table
-from stppo.analysis.study import Arm, Study
+from stppo.analysis.phase_diagram import FINAL, phase_table
+from stppo.analysis.resampling import Estimate, Replicate
+from stppo.analysis.study import TABLE_DRAWS, Arm, Study
 from stppo.analysis.study_figures import factorial_effects
 from stppo.analysis.style import look
 
@@ -76,39 +77,56 @@ def phase(study: Study) -> Answer:
     sentences = []
     for name in PPO_VARIANTS:
         mine = data[data["algorithm"] == name]
-        if mine.empty:
-            continue
-        clauses = []
-        for part, column, what in (
-            ("phase", "x", "epochs"),
-            ("phase", "y", "the learning rate"),
-            ("staleness", "x", "the age"),
+        clauses, few = [], []
+        for part, along, across, what in (
+            ("phase", "x", "y", "epochs"),
+            ("phase", "y", "x", "learning rate"),
+            ("staleness", "x", "y", "age"),
         ):
-            cells = mine[mine["part"] == part]
-            values = cells.groupby(cells[column].astype(float))[RISK].mean()
-            if len(values) > 1:
-                low, high = values.iloc[0], values.iloc[-1]
-                verb = "rises" if high > low else "falls" if high < low else "stays"
-                span = (
-                    f"from {words.number(low)} to {words.number(high)}"
-                    if high != low
-                    else f"at {words.number(low)}"
-                )
-                clauses.append(f"{verb} {span} with {what} ({values.index[0]:g} to {values.index[-1]:g})")
+            found, ends = _dial(study, mine[mine["part"] == part], along, across)
+            if found is None:
+                continue
+            if found.n_clusters < words.FEWEST:
+                few.append(f"{what} {ends} ({words.of(found, sign=True)})")
+            else:
+                verb = words.difference(found, "rises", "falls", "is not shown to change")
+                clauses.append(f"{verb} with {what} {ends}")
+        if few:
+            clauses.append(f"rests on too few warm starts for a direction along {words.listed(few)}")
         splits = mine[mine["part"] == "split"]
         if len(splits) > 1:
             shares = [f"{row.x}: {words.share(row.collapsed, row.runs)}" for row in splits.itertuples()]
             clauses.append(f"is {', '.join(shares)} as 32 updates are split (epochs × minibatches)")
         if clauses:
-            sentences.append(
-                f"{look(name).label}'s share of collapsed runs, averaged over the cells, {words.listed(clauses)}."
-            )
-    best = data.loc[data[FINAL].idxmax()]
-    sentences.append(
-        f"The highest final success of any cell, {words.number(best[FINAL])}, is that of {look(best['algorithm']).label} "
-        f"({best['arm']}, {best['runs']} runs)."
-    )
+            sentences.append(f"{look(name).label}'s share of collapsed runs {words.listed(clauses)}.")
+    starts = [len({replicate.cluster for replicate in study.runs(arm_of(arm))}) for arm in data["arm"]]
+    enough = data[[n >= words.FEWEST for n in starts]].drop_duplicates("arm")
+    if len(enough) > 1:
+        best = enough.loc[enough[FINAL].idxmax()]
+        sentences.append(
+            f"Of the {len(enough)} cells with runs from {words.FEWEST} warm starts or more, {look(best['algorithm']).label} in "
+            f"{best['arm']} has the highest final success ({words.number(best[FINAL])}, {best['runs']} runs)."
+        )
+    if not sentences:
+        sentences = ["Nothing to compare: no cells that differ in one dial only were run."]
     return Answer("Phase diagram", question, " ".join(sentences), "phase_diagram", data)
+
+
+def _dial(study: Study, cells: pd.DataFrame, along: str, across: str) -> tuple[Estimate | None, str]:
+    """Share of collapsed runs at the upper end of one dial minus that at its lower end, and the two ends in words.
+
+    cells: rows of one algorithm and part of `phase_table`. Only those values of the other dial count at which every value
+    of this one was run, so that the two ends differ in nothing else; None where there is none.
+    """
+    arms = cells.pivot(index=across, columns=along, values="arm").dropna()
+    levels = sorted(arms.columns, key=float)
+    if len(levels) < 2 or arms.empty:
+        return None, ""
+    ends = [[arm_of(arm) for arm in arms[level]] for level in (levels[-1], levels[0])]
+    outcomes = [study.outcomes(arm, study.collapsed) for end in ends for arm in end]
+    signs = [sign / len(arms) for sign in (1, -1) for _ in range(len(arms))]
+    found = estimate(lambda: resampling.contrast(outcomes, signs, (0.0, 1.0), n_draws=TABLE_DRAWS))
+    return found, f"{levels[0]} to {levels[-1]}"
 
 
 def factorial(study: Study) -> Answer:
@@ -138,9 +156,17 @@ def moves_first(study: Study, regime: str = MAIN, algorithm: str = "token_ppo") 
     name = f"{look(algorithm).label} in {regime}"
     departed = departures(study, arm)
     table = lead_table(departed) if len(departed) else departed
+    ill = departed.loc[departed["collapse"].notna(), list(Replicate._fields)].drop_duplicates()
+    starts = len(ill[["world_seed", "warm_start_seed"]].drop_duplicates())
     if table.empty:
         runs = len(study.runs(arm))
         text = f"None of the {runs} runs of {name} collapsed." if runs else words.untested([str(arm)])
+        return Answer(f"Mechanism, {regime}", question, text, "mechanism", table)
+    if starts < words.FEWEST:
+        text = (
+            f"{_counted(len(ill), 'collapsed run')} of {name}, from {_counted(starts, 'warm start')}: too few to "
+            "say what moves first."
+        )
         return Answer(f"Mechanism, {regime}", question, text, "mechanism", table)
     specific = table[
         (table["departed"] / table["collapsed"] > 0.5)
@@ -163,6 +189,10 @@ def moves_first(study: Study, regime: str = MAIN, algorithm: str = "token_ppo") 
     if first["reference"] != "survivors":
         text += " There are fewer than three survivors, so ranges are each run's own first quarter and false alarms are not known."
     return Answer(f"Mechanism, {regime}", question, text, "mechanism", table)
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def settings(study: Study, planned: Plan | None = None) -> Answer:

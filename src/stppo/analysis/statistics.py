@@ -1,7 +1,7 @@
 """Aggregates over seeds, trends over iterations, survival curves.
 
-Curves are interquartile means with stratified-bootstrap bands (Agarwal et al. 2021,
-arXiv 2108.13264) as implemented by rliable. Intervals over warm starts and seeds: `resampling`.
+Curves of arms with one seed per warm start are interquartile means with stratified-bootstrap bands (Agarwal et
+al. 2021, arXiv 2108.13264) as implemented by rliable. Bands and intervals over warm starts and seeds: `resampling`.
 """
 
 from __future__ import annotations
@@ -85,20 +85,24 @@ def _interval(
 def band_note(n_runs: Sequence[int], confidence: float = CONFIDENCE, clustered: bool = False) -> str:
     """What lines and bands over so few runs do and do not say, for a caption; one count per line drawn.
 
-    clustered: whether warm starts, then their seeds were resampled.
+    clustered: whether the lines are of arms with several seeds from a warm start (`resampling.curve_band`).
     """
     fewest, most = min(n_runs), max(n_runs)
     if most <= 1:
         return "One seed: no band."
     count = f"{most}" if fewest == most else f"{fewest}–{most}"
     level = f"{confidence:.0%}".replace("%", " %")
+    if clustered:  # `resampling.curve_band`
+        return (
+            f"Lines: interquartile means of {count} seeds, each warm start with the same weight; bands: {level} bootstrap over "
+            "warm starts, then seeds, widened for few warm starts (Student's factor); none from fewer than three."
+        )
     if most < 4:
         return (
             f"Lines: means of {count} seeds (interquartile means need four); bands: {level} bootstrap, which cannot "
             "reach beyond the seeds seen and so is too narrow."
         )
-    over = "warm starts, then seeds" if clustered else "seeds"
-    return f"Lines: interquartile means of {count} seeds; bands: {level} bootstrap over {over}."
+    return f"Lines: interquartile means of {count} seeds; bands: {level} bootstrap over seeds."
 
 
 @dataclass(frozen=True)
