@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +67,39 @@ def test_what_a_kill_leaves_behind_is_ignored_and_goes(tmp_path):
     save_checkpoint(tmp_path / "c", "f", state_of(2))
     assert load_checkpoint(tmp_path / "c", "f")["iteration"] == 2
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["2"]
+
+
+def test_checkpoints_that_a_kill_left_half_removed_go_too(tmp_path):
+    for number in range(1, 4):
+        save_checkpoint(tmp_path / "c", "f", state_of(number))
+    for left in ("1", "2"):
+        (tmp_path / "c" / left).mkdir()
+        (tmp_path / "c" / left / "policy.safetensors").write_bytes(b"half")
+    save_checkpoint(tmp_path / "c", "f", state_of(4))
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["4"]
+
+
+def test_all_of_it_is_on_the_disk_before_it_gets_its_name_and_that_before_the_older_goes(
+    tmp_path, monkeypatch
+):
+    done = []
+
+    def noted(name, says):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, **k: (done.append((name, says(*a))), original(*a, **k))[1])
+
+    save_checkpoint(tmp_path / "c", "f", state_of(1))
+    noted("fsync", lambda handle: Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+    noted("rename", lambda old, new: new.rpartition("/")[2] if isinstance(new, str) else new.name)
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, **_: done.append(("remove", path.name)) if path.exists() else None
+    )
+    save_checkpoint(tmp_path / "c", "f", state_of(2))
+    place = done.index(("rename", "2"))
+    before, after = done[:place], done[place + 1 :]
+    files = {path.name for path in (tmp_path / "c" / "2").iterdir()}
+    assert {name for _, name in before} == files | {".2.part"} and before[-1] == ("fsync", ".2.part")
+    assert after == [("fsync", "c"), ("remove", "1")]
 
 
 @pytest.mark.parametrize("room", [100, 6_000])

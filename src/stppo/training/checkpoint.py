@@ -36,14 +36,27 @@ _REMEDY = (
 
 def newest(folder: Path) -> Path | None:
     """The complete checkpoint in a run's checkpoint folder; None if there is none."""
-    found = [path for path in folder.glob("[0-9]*") if path.name.isdigit()]
-    return max(found, key=lambda path: int(path.name), default=None)
+    return max(_numbered(folder), key=lambda path: int(path.name), default=None)
+
+
+def _numbered(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("[0-9]*") if path.name.isdigit()]
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until the system has written a file, or a folder's entries."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def save_checkpoint(folder: Path, fingerprint: str, state: dict[str, Any]) -> None:
-    """Write a state of plain values, containers and tensors (on any device), then drop the one before.
+    """Write a state of plain values, containers and tensors (on any device), then drop what was there before.
 
-    Each top-level entry is a part. Raises OSError, leaving the older checkpoint whole, where it cannot be written.
+    It is on the disk before it gets its name, so that a machine that goes down leaves one whole checkpoint too. Each
+    top-level entry is a part. Raises OSError, leaving the older checkpoint whole, where it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     older = newest(folder)
@@ -59,7 +72,10 @@ def save_checkpoint(folder: Path, fingerprint: str, state: dict[str, Any]) -> No
             if tensors:
                 save_file(tensors, part / f"{name}.safetensors")
         (part / _STATE_FILE).write_text(json.dumps(content), encoding="utf-8")
+        for path in (*part.iterdir(), part):
+            _to_disk(path)
         os.rename(part, folder / str(number))
+        _to_disk(folder)
     except (OSError, SafetensorError) as error:
         size = sum(file.stat().st_size for file in older.iterdir()) if older else 0
         kept = (
@@ -73,8 +89,9 @@ def save_checkpoint(folder: Path, fingerprint: str, state: dict[str, Any]) -> No
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    if older is not None:
-        shutil.rmtree(older)
+    for earlier in _numbered(folder):  # all: a kill amid their removal leaves some behind
+        if int(earlier.name) < number:
+            shutil.rmtree(earlier)
 
 
 def load_checkpoint(folder: Path, fingerprint: str) -> dict[str, Any] | None:
