@@ -123,6 +123,15 @@ def test_activations_of_a_layer_are_what_autograd_saves(precision):
     assert saved_by_layer(run, shape) * tokens + copies == pytest.approx(measured, rel=0.01)
 
 
+def test_reference_in_bfloat16_keeps_its_linear_layers_in_it(tiny, barely_trained, tmp_path):
+    config = tiny("algorithm=grpo", "training.precision=bfloat16")
+    reference = Trainer(config, tmp_path, barely_trained, progress=False).reference
+    size = sum(p.numel() * p.element_size() for p in reference.parameters())
+    run = configs.validate(config)
+    estimate = resting(run, shape_of(reference.config), Algorithm(critic=False, watched=1, exact_norm=False))
+    assert estimate["reference"] == pytest.approx(size, rel=0.01)  # biases aside
+
+
 def test_resting_memory_and_checkpoint_are_those_of_a_trained_run(tiny, barely_trained, tmp_path):
     config = tiny("algorithm=st_ppo", "training.iterations=1", "training.minibatches=1", "training.epochs=1")
     held = {}
@@ -218,6 +227,7 @@ def test_memory_of_an_update_is_near_the_estimate(checkpointing):
         "algorithm=grpo",
         "algorithm.objective.credit.group_size=4",
         f"rollout.max_tokens={width}",
+        f"policy.max_positions={width}",
         "training.trajectories_per_iteration=4",
         "training.minibatches=1",
         "training.micro_batch_tokens=1024",
@@ -276,6 +286,17 @@ def test_without_checkpointing_or_sleep_more_is_needed():
     plain = largest(*qwen())
     assert largest(*qwen("training.gradient_checkpointing=false"))["update"] > plain["update"] + 10 * GIB
     assert largest(*qwen("rollout.sleep_level=0"))["update"] > plain["update"] + 10 * GIB
+
+
+def test_what_an_engine_sampled_is_scored_within_the_trainers_budget():
+    def activations(*overrides):
+        run, algorithm = qwen(*overrides)
+        phases = phases_of(run, shape_of(known_config("Qwen2.5-0.5B")), algorithm, 80 * GIB)
+        return next(phase.parts["activations"] for phase in phases if phase.name == "scoring")
+
+    assert activations("training.micro_batch_tokens=9192") == pytest.approx(2 / 3 * activations())
+    many = activations("training.micro_batch_tokens=null", "training.trajectories_per_iteration=8")
+    assert many == pytest.approx(16 / 3 * activations()), "sixteen rows, where minibatches have only four"
 
 
 def test_a_trajectory_longer_than_the_budget_sets_the_micro_batch():

@@ -5,7 +5,7 @@ import torch
 
 from stppo import config as configs
 from stppo.agent import policy as policy_module
-from stppo.agent.compute import body_of, computing, place
+from stppo.agent.compute import body_of, computing, logits_of, place
 from stppo.agent.critic import Critic
 from stppo.agent.policy import PolicyConfig, build_policy, score
 from stppo.training.gradients import Passes, PolicyPass, join
@@ -233,6 +233,20 @@ def test_bfloat16_computes_in_it_and_keeps_weights_gradients_and_scores_in_float
     assert {p.grad.dtype for p in rounded.parameters()} == {torch.float32}
     difference = (scores.logprobs - score(exact, batch).logprobs).abs()
     assert difference.max() > 1e-4 and difference.mean() < 0.2
+
+
+def test_output_layer_stays_in_float32_under_bfloat16(batch):
+    policy = make_policy(dtype=torch.float32)
+    place(policy, torch.device("cpu"), "bfloat16")
+    states = torch.randn(9, policy.config.hidden_size).bfloat16()
+    for dtype in (torch.float32, torch.bfloat16):  # trained, or frozen beside adapters
+        head = policy.lm_head.to(dtype)
+        logits = logits_of(policy, states)
+        assert logits.dtype == torch.float32
+        assert torch.equal(logits, torch.nn.functional.linear(states.float(), head.weight.float()))
+        logits.sum().backward()
+        assert head.weight.grad.dtype == dtype and head.weight.grad.any()
+        head.weight.grad = None
 
 
 def test_bfloat16_holds_in_micro_batches_with_checkpointed_layers_and_in_the_critic(batch):

@@ -5,11 +5,13 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from stppo import config as configs
 from stppo.agent.compute import body_of, head_of
 from stppo.agent.critic import Critic
 from stppo.agent.policy import LoraSettings, load_policy, save_policy, score
+from stppo.agent.weights import named_weights
 from stppo.training.checkpoint import newest
 from stppo.training.gradients import Passes, PolicyPass
 from stppo.training.trainer import Trainer
@@ -92,6 +94,41 @@ def test_saved_policy_has_the_adapters_merged(trainer, tmp_path):
             score(merged, batch).logprobs, score(trainer.policy, batch).logprobs, atol=1e-4, rtol=1e-4
         )
     assert type(merged).__name__ == "Qwen2ForCausalLM"
+
+
+def test_small_changes_survive_beside_frozen_weights_of_bfloat16(tiny, tmp_path, start):
+    """Far below bfloat16's resolution: what is merged and saved is base + delta in float32."""
+    trainer = Trainer(tiny(*LORA, "training.precision=bfloat16"), tmp_path / "run", start, progress=False)
+    with torch.no_grad():
+        for name, weight in trainer.policy.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=1e-5)
+    kept = {name: weight.clone() for name, weight in trainer.policy.state_dict().items()}
+    merged = dict(named_weights(trainer.policy))
+    assert all(torch.equal(w, kept[name]) for name, w in trainer.policy.state_dict().items())
+    save_policy(trainer.policy, tmp_path / "policy")
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "float32"
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype="auto").state_dict()
+    changed = 0
+    for name, layer in trainer.policy.named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        base, delta = layer.get_base_layer().weight, layer.get_delta_weight("default")
+        assert base.dtype == torch.bfloat16 and delta.any()
+        plain = name.removeprefix("base_model.model.") + ".weight"
+        expected = base.float() + delta
+        assert torch.equal(merged[plain], expected) and torch.equal(saved[plain], expected)
+        assert (expected.bfloat16() == base).float().mean() > 0.8, "hardly anything would be left in bfloat16"
+        changed += 1
+    assert changed == 2 * 7 and all(weight.dtype == torch.float32 for weight in saved.values())
+
+
+def test_adapters_that_are_no_plain_lora_are_refused(start):
+    policy = peft.get_peft_model(
+        load_policy(start), peft.LoraConfig(use_dora=True, target_modules=["q_proj"])
+    )
+    with pytest.raises(ValueError, match="q_proj cannot be merged"):
+        dict(named_weights(policy))
 
 
 def test_critic_has_adapters_of_its_own(trainer):

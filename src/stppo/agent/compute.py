@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,6 +29,30 @@ def body_of(policy: PreTrainedModel) -> nn.Module:
 def head_of(policy: PreTrainedModel) -> nn.Module:
     """The output layer: hidden states to logits."""
     return without_adapters(policy).get_output_embeddings()
+
+
+def logits_of(policy: PreTrainedModel, states: Tensor) -> Tensor:
+    """Logits (N, V) of hidden states (N, H), in float32 at least.
+
+    A policy that computes in bfloat16 leaves it here: logits rounded to it put a noise of some 0.01 nats on every
+    log-prob, another one in each pass after an update, and ratios are made of such differences.
+    """
+    head = head_of(policy)
+    if getattr(body_of(policy), "autocast_dtype", None) is None:
+        logits = head(states)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    weights = {name: weight.float() for name, weight in head.named_parameters()}
+    with torch.autocast(states.device.type, enabled=False):
+        return functional_call(head, weights, (states.float(),))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, of a GPU or of the host, as PyTorch, CUDA and Python say it."""
+    text = str(error).lower()
+    signs = ("out of memory", "cublas_status_alloc_failed", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    )
 
 
 def device_of(model: nn.Module) -> torch.device:

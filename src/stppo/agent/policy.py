@@ -1,5 +1,6 @@
 """The policy: any transformers causal LM, built tiny from scratch or loaded from weights, and how it scores tokens."""
 
+import copy
 import logging
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from stppo.agent.compute import body_of, computing, device_of, head_of, recompute
+from stppo.agent.compute import body_of, computing, device_of, logits_of, recompute
 from stppo.agent.weights import named_weights, without_adapters
 from stppo.trajectories import Trajectories
 
@@ -156,11 +157,21 @@ def _why(path: str | Path, error: Exception) -> str:
 
 
 def save_policy(policy: PreTrainedModel, folder: Path) -> None:
-    """Weights that `load_policy` reads, adapters merged into them; the policy keeps its own."""
-    if without_adapters(policy) is policy:
+    """Weights that `load_policy` reads; the policy keeps its own.
+
+    With adapters these are merged and all weights written as float32, whatever the frozen ones are: in half precision
+    small changes would be lost.
+    """
+    model = without_adapters(policy)
+    if model is policy:
         policy.save_pretrained(folder)
-    else:
-        without_adapters(policy).save_pretrained(folder, state_dict=dict(named_weights(policy)))
+        return
+    # One layer at a time leaves the GPU.
+    weights = {name: weight.to("cpu", torch.float32) for name, weight in named_weights(policy)}
+    model.save_pretrained(folder, state_dict=weights)
+    shape = copy.deepcopy(model.config)
+    shape.dtype = torch.float32
+    shape.save_pretrained(folder)
 
 
 def check_vocabulary(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -189,6 +200,16 @@ def length_sorted_chunks(lengths: Tensor, n_chunks: int) -> list[Tensor]:
     """Row indices (B,) sorted by length and cut into about equal chunks, so that little padding is computed."""
     order = torch.argsort(lengths, stable=True)
     return list(order.chunk(max(1, min(n_chunks, len(order)))))
+
+
+def rows_within(lengths: list[int], budget: int) -> list[list[int]]:
+    """Rows sorted by length, in groups of at most `budget` padded tokens; a longer row has a group of its own."""
+    groups: list[list[int]] = [[]]
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if groups[-1] and (len(groups[-1]) + 1) * lengths[row] > budget:
+            groups.append([])
+        groups[-1].append(row)
+    return groups
 
 
 def agent_states(body: nn.Module, batch: Trajectories, n_chunks: int) -> tuple[Tensor, Tensor]:
@@ -247,9 +268,7 @@ def _score_tokens(
     policy: PreTrainedModel, states: Tensor, ids: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of each id (N,), entropy and sum of squares of the distributions that states (N, H) lead to."""
-    with computing(body_of(policy)):
-        logits = head_of(policy)(states)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits_of(policy, states)
     log_probs = torch.log_softmax(logits / temperature, dim=-1)
     chosen = log_probs.gather(1, ids[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

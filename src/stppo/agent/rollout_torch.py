@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from stppo.agent.compute import body_of, computing, head_of
+from stppo.agent.compute import body_of, computing, logits_of
 from stppo.agent.rollout import Board, Rollout, Sampler
 from stppo.trajectories import Trajectories
 from stppo.world.protocol import Question
@@ -127,7 +127,7 @@ class _LaneCache:
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state
-            return head_of(self.policy)(hidden[torch.arange(n, device=chunk.device), last])
+            return logits_of(self.policy, hidden[torch.arange(n, device=chunk.device), last])
 
     def keep(self, rows: Tensor) -> None:
         """Drop all lanes but these rows."""

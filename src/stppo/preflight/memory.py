@@ -26,7 +26,7 @@ QUEUE_TOKEN = 40  # host: bytes that queued batches hold for one token
 # Measured on the CPU with a vocabulary of 151,936, or counted: bytes for one logit while a piece of logits is computed.
 LOGIT_BYTES = 22
 LOGITS_AT_ONCE = 2**27  # of `stppo.agent.policy`
-ROWS_AT_ONCE = 16  # of `stppo.agent.mismatch`, whatever the micro-batch
+ROWS_AT_ONCE = 16  # of `stppo.agent.mismatch`, where micro-batches have no budget
 TRANSIENT = 1.5  # of one layer's activations: they and the gradients on the way back
 
 
@@ -81,7 +81,7 @@ def resting(run: RunConfig, shape: Shape, algorithm: Algorithm) -> dict[str, flo
     trained = trained_parameters(run, shape)
     parts = {"policy": 4 * trained if run.policy.lora is None else frozen * shape.parameters + 4 * trained}
     if run.policy.lora is None:
-        parts["reference"] = frozen * shape.parameters
+        parts["reference"] = frozen * shape.linear + 4 * (shape.parameters - shape.linear)
     parts[f"policy: {training.optimizer}"] = optimizer_bytes(training.optimizer) * trained
     if algorithm.critic:
         values = trained_parameters(run, shape, critic=True)
@@ -141,14 +141,15 @@ def phases_of(run: RunConfig, shape: Shape, algorithm: Algorithm, gpu: float | N
         sampling = {"KV cache": cache, "logits": LOGIT_BYTES * lanes * shape.vocabulary}
     copies = 2 * shape.linear if half and run.policy.lora is None else 0
     tokens, several = micro_batch_tokens(run, shape)
-    # Scoring takes whole rows by a budget of its own where vLLM's tokens are scored again.
     scored = tokens
-    if rollout.engine == "vllm":
+    if rollout.engine == "vllm" and training.micro_batch_tokens is None:
         scored = max(tokens, ROWS_AT_ONCE * longest(run, shape))
+    # The output layer computes in float32; frozen beside adapters it is copied to it.
+    copied_head = 4 * shape.vocabulary * shape.hidden if half and run.policy.lora is not None else 0
     layer = (12 if half else 16) * shape.hidden + (8 if half else 16) * shape.intermediate
     scoring = {
         "activations": scored * layer,
-        "logits": LOGIT_BYTES * _logits(shape, scored) + 2 * shape.vocabulary * shape.hidden,
+        "logits": LOGIT_BYTES * _logits(shape, scored) + copied_head,
         "bfloat16 copies of weights": copies,
     }
     back = {
@@ -156,11 +157,11 @@ def phases_of(run: RunConfig, shape: Shape, algorithm: Algorithm, gpu: float | N
         "bfloat16 copies of weights": copies,
     }
     trained = trained_parameters(run, shape)
-    head = (10 if half else 8) * shape.vocabulary * shape.hidden if run.policy.lora is None else 0
+    head = 8 * shape.vocabulary * shape.hidden if run.policy.lora is None else 0
     buffers = 4 * trained * (algorithm.watched + 1 if several else 1)
     update = back | {
         "gradient": 4 * trained,
-        "logits": LOGIT_BYTES * _logits(shape, tokens),
+        "logits": LOGIT_BYTES * _logits(shape, tokens) + copied_head,
         "gradient of the output layer": head,
         "gradients for watched norms": buffers,
     }

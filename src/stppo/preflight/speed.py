@@ -80,10 +80,13 @@ def estimate_speed(
         prefill = 2 * shape.parameters * rows * (length - agent) / (MFU_PREFILL * peak)
         return decode + prefill
 
-    def passes(parameters: int, flops: float) -> float:
-        """`flops` per parameter and token over all trajectories; attention's own add 4 T H a layer and two."""
+    def passes(flops: float, with_head: bool = True) -> float:
+        """`flops` per weight and token over all trajectories; attention's own add 4 T H a layer and two. The output
+        layer is passed by the agent's tokens alone, in float32."""
         attention = 2 * length * shape.hidden * shape.layers
-        return flops * (parameters + attention) * n * length / (MFU_TRAINING * peak)
+        slower = 1 if training.precision == "float32" else 1 / FLOAT32
+        head = slower * agent * shape.vocabulary * shape.hidden if with_head else 0
+        return flops * n * ((shape.linear + attention) * length + head) / (MFU_TRAINING * peak)
 
     back = 4 if run.policy.lora is None else 2  # frozen weights need no gradient of their own
     again = 2 if training.gradient_checkpointing else 0
@@ -96,9 +99,9 @@ def estimate_speed(
     seconds = {
         "roll-out": roll_out(n),
         "search": n * searches / (searches_per_second or SEARCHES_PER_SECOND),
-        "scoring": passes(shape.parameters, 2 * frozen_passes + (2 if algorithm.critic else 0)),
-        "critic": training.critic_epochs * passes(shape.body, 2 + back + again) if algorithm.critic else 0.0,
-        "update": training.epochs * passes(shape.parameters, update),
+        "scoring": passes(2 * frozen_passes) + (passes(2, with_head=False) if algorithm.critic else 0),
+        "critic": training.critic_epochs * passes(2 + back + again, False) if algorithm.critic else 0.0,
+        "update": training.epochs * passes(update),
         "evaluation": roll_out(run.evaluation.questions)
         * (1 / run.evaluation.every + 1 / run.evaluation.greedy_every),
     }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stppo.agent.policy import Scores, score
+from stppo.agent.policy import Scores, rows_within, score
 from stppo.trajectories import Trajectories
 
 
@@ -44,12 +44,7 @@ class Passes:
         budget, lengths = self.budget, batch.lengths.tolist()
         if budget is None or len(lengths) * max(lengths) <= budget:
             return [(torch.arange(len(lengths)), batch)]
-        groups: list[list[int]] = [[]]
-        for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-            if groups[-1] and (len(groups[-1]) + 1) * lengths[row] > budget:
-                groups.append([])
-            groups[-1].append(row)
-        return [(torch.tensor(rows), batch.select(rows)) for rows in groups]
+        return [(torch.tensor(rows), batch.select(rows)) for rows in rows_within(lengths, budget)]
 
     def chunks_of(self, parts: list[tuple[Tensor, Trajectories]]) -> int:
         """Chunks for each part: rows of a micro-batch are of like length already."""

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from stppo.agent.compute import place, resolve_device
+from stppo.agent.compute import body_of, place, resolve_device
 from stppo.agent.critic import Critic
 from stppo.agent.policy import load_policy, score
 from stppo.settings import RunConfig
@@ -40,8 +41,9 @@ class Models:
 def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, critic: bool) -> Models:
     """Models of a run from the policy that a warm start's folder holds.
 
-    Weights that are trained are float32 in every precision. With training.precision=bfloat16 those that stay frozen (the
-    reference, or everything but the adapters) are bfloat16. Raises ValueError where the device is not there.
+    Weights that are trained are float32 in every precision. With training.precision=bfloat16 what stays frozen beside
+    adapters is bfloat16, and of the reference the linear layers, so that its log-probs begin as the policy's very own.
+    Raises ValueError where the device is not there.
     """
     training, lora = settings.training, settings.policy.lora
     device = resolve_device(training.device)
@@ -55,6 +57,10 @@ def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, 
 
         policy = with_lora(policy, lora)
         return Models(policy, policy, values)
-    reference = load_policy(warm_start, settings.policy.attention, frozen).requires_grad_(False)
-    place(reference, device)
+    reference = load_policy(warm_start, settings.policy.attention).requires_grad_(False)
+    if training.precision == "bfloat16":
+        for layer in body_of(reference).modules():
+            if isinstance(layer, nn.Linear | Conv1D):
+                layer.to(torch.bfloat16)  # as autocast has it in each pass of the policy
+    place(reference, device, training.precision)
     return Models(policy, reference, values)
