@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 
 from stppo.analysis import mechanism, resampling
 from stppo.analysis.arms import FACTORIAL, MAIN, ON_POLICY, PPO_VARIANTS
@@ -17,7 +18,6 @@ from stppo.analysis.captions import describe_setting
 from stppo.analysis.drawing import (
     WIDTH,
     Panel,
-    PlainLog,
     draw_panel,
     frame,
     from_zero,
@@ -36,6 +36,27 @@ NORMS = {
     "ppo_gradient_norm": "PPO gradient norm",
     "clipping_bias_norm": "clipping-bias norm ‖C‖",
 }
+_FACTORS = (
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.7,
+    0.8,
+    0.9,
+    1,
+    1.1,
+    1.2,
+    1.4,
+    1.7,
+    2,
+    3,
+    5,
+    10,
+    20,
+    50,
+    100,
+)  # where ticks may be
 CRITIC_ERROR = Panel("critic_relative_error", "error of the critic's values\n(share of their spread)")
 
 
@@ -91,9 +112,9 @@ def critic_figure(study: Study, repetitions: int = REPETITIONS) -> Plot | None:
                 ax.set(ylabel="")
         top = max(ax.get_ylim()[1] for ax in axes[:-1])
         from_zero(axes[:-1])
-        for ax in axes[:-1]:
-            ax.set_ylim(top=top)
         _pairs(axes[-1], errors, names)
+        for ax in axes:  # one scale, and no point of the right panel above it
+            ax.set_ylim(0, max(top, 1.05 * errors["error"].max()))
         frame(fig, "Is the critic further from the truth off-policy?", study.metrics, line_handles(names))
     what = (
         "Root mean squared error of the critic's values against Monte-Carlo values of the policy that sampled, over the spread of "
@@ -117,7 +138,6 @@ def _pairs(ax: Axes, errors: pd.DataFrame, names: Sequence[str]) -> None:
             ax.plot(x, values, "o-", color=look(name).color, markersize=4.5, linewidth=0.8, alpha=0.6)
     ax.set_xticks([0, 1], ["nearly\non-policy", "main"])
     ax.set(xlim=(-0.4, 1.4), title="before the collapse")
-    ax.set_ylim(bottom=0)
 
 
 # --- trends -----------------------------------------------------------------------------------
@@ -228,8 +248,11 @@ def trends_figure(study: Study, regime: str = MAIN) -> Plot | None:
             )
             axes[1, j].set_ylim(0, 1)
         axes[0, 0].set_yscale("log")
-        axes[0, 0].yaxis.set_major_formatter(PlainLog())
-        axes[0, 0].yaxis.set_minor_formatter(PlainLog(minor_thresholds=(1.2, 0.5)))
+        low, high = axes[0, 0].get_ylim()
+        ticks = [tick for tick in _FACTORS if low <= tick <= high]
+        axes[0, 0].set_yticks(ticks[:: math.ceil(len(ticks) / 8)], minor=False)
+        axes[0, 0].yaxis.set_major_formatter("{x:g}")
+        axes[0, 0].yaxis.set_minor_locator(NullLocator())
         axes[0, 0].set_ylabel("growth per ten iterations\n(factor)")
         axes[1, 0].set_ylabel("R² of the trend")
         grey = {"color": "#777777", "linestyle": "none"}
