@@ -82,6 +82,17 @@ def test_trainer_scores_a_few_rows_at_a_time(world):
     with torch.no_grad():
         expected = score(policy, batch, 0.7).logprobs
         torch.testing.assert_close(trainer_logprobs(policy, batch, 0.7), expected, atol=1e-5, rtol=0)
+        seen = []
+        policy.base_model.register_forward_pre_hook(
+            lambda _, __, given: seen.append(given["input_ids"].shape), with_kwargs=True
+        )
+        longest = int(batch.lengths.max())
+        for budget in (2 * longest, 1):
+            found = trainer_logprobs(policy, batch, 0.7, budget)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            assert all(rows * (width + 1) <= budget or rows == 1 for rows, width in seen), seen
+            assert sum(rows for rows, _ in seen) == len(batch)
+            seen.clear()
 
 
 @pytest.mark.parametrize("tied", [True, False])

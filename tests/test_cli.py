@@ -80,6 +80,15 @@ def test_debug_shows_the_traceback_too(stppo):
     assert err.splitlines()[-1].startswith("error: algorithm=ppo")
 
 
+def test_an_engine_that_does_not_start_is_one_line(stppo, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("vLLM did not start: no GPU;\nchange this")
+
+    monkeypatch.setattr(cli, "train_one", broken)
+    assert_one_line_error(stppo("train", "preset=smoke"), "vLLM did not start: no GPU; change this")
+    assert "Traceback" in stppo("--debug", "train", "preset=smoke")[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

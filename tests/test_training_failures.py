@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from stppo import config as configs
+from stppo.agent.rollout import EngineOutOfMemory
 from stppo.training.checkpoint import newest
-from stppo.training.failures import RunStopped, what_stopped
-from stppo.training.trainer import Trainer
+from stppo.training.failures import RunStopped, warm_start_stopped, what_stopped
+from stppo.training.trainer import Trainer, engine_rounds_adapters
+from stppo.training.warm_start import warm_start
 from tests.conftest import TINY
 from tests.training_runs import assert_same_metrics, run, tables
 
@@ -84,3 +86,80 @@ def test_only_memory_and_connections_are_the_outside(tiny, tmp_path):
     assert what_stopped(ValueError("out of memory"), settings, tmp_path, 0) is None
     line = str(what_stopped(RuntimeError("CUDA error: out of memory"), vllm, tmp_path, 7))
     assert "(now 512)" in line and "rollout.gpu_memory_utilization (now 0.4)" in line
+
+
+def test_memory_that_ran_out_in_the_engine_names_the_engines_knobs_first(tiny, tmp_path):
+    settings = configs.validate(tiny("rollout=vllm", "training.micro_batch_tokens=512"))
+    error = EngineOutOfMemory("vLLM ran out of memory sampling: lower this")
+    knobs = [
+        "gpu_memory_utilization (now",
+        "max_num_seqs (now",
+        "enforce_eager=true",
+        "micro_batch_tokens (now",
+    ]
+    for line in (str(what_stopped(error, settings, tmp_path, 7)), str(warm_start_stopped(error, settings))):
+        assert sorted(knobs, key=line.index) == knobs
+    line = str(what_stopped(torch.OutOfMemoryError("CUDA out of memory"), settings, tmp_path, 7))
+    assert line.index("micro_batch_tokens") < line.index("gpu_memory_utilization")
+    awake = configs.validate(tiny("rollout=vllm", "rollout.sleep_level=0"))
+    assert "rollout.sleep_level=2" in str(what_stopped(MemoryError(), awake, tmp_path, 7))
+
+
+def test_out_of_memory_in_a_warm_start_is_one_line_too(tmp_path, tiny, monkeypatch):
+    monkeypatch.setattr("stppo.training.warm_start.make_rollout", out_of_memory)
+    with pytest.raises(RunStopped) as stopped:
+        warm_start(tiny(), tmp_path, progress=False)
+    line = str(stopped.value)
+    assert "\n" not in line and line.startswith("warm start: out of memory (CUDA out of memory.")
+    assert "micro_batch_tokens (now null)" in line and line.endswith("run the same command again")
+    assert warm_start_stopped(ValueError("target"), configs.validate(tiny())) is None
+
+
+# ---- before an engine starts ----------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_does_not_fit_is_noticed_before_an_engine_starts(
+    tmp_path, tiny, barely_trained, monkeypatch
+):
+    started = []
+    monkeypatch.setattr("stppo.training.trainer.make_rollout", lambda *_: started.append(1) or 1 / 0)
+    (tmp_path / "checkpoint" / "1").mkdir(parents=True)
+    (tmp_path / "checkpoint" / "1" / "state.json").write_bytes(b"not a checkpoint")
+    trainer = Trainer(tiny(), tmp_path, barely_trained, progress=False)
+    with pytest.raises(ValueError, match="cannot be read"):
+        trainer.train()
+    assert not started
+    with pytest.raises(ZeroDivisionError):
+        trainer.train("set_aside")
+    assert started and (tmp_path / "checkpoint").exists(), "nothing is moved for a run that cannot start"
+
+
+def test_an_engine_is_closed_where_a_checkpoint_cannot_be_taken_up(
+    tmp_path, tiny, barely_trained, monkeypatch
+):
+    run(tiny("training.iterations=1"), tmp_path, barely_trained)
+    trainer = Trainer(tiny("training.iterations=1"), tmp_path, barely_trained, progress=False)
+    closed = []
+    monkeypatch.setattr(trainer.sampler, "close", lambda: closed.append(1))
+    monkeypatch.setattr("stppo.training.trainer.restore", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert closed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["rollout=vllm", "training.precision=bfloat16", "policy.lora={rank: 4}"], True),
+        (["rollout=vllm", "rollout.dtype=float16", "policy.lora={rank: 4}"], True),
+        (
+            ["rollout=vllm", "training.precision=bfloat16", "rollout.dtype=float32", "policy.lora={rank: 4}"],
+            False,
+        ),
+        (["rollout=vllm", "policy.lora={rank: 4}"], False),
+        (["rollout=vllm", "training.precision=bfloat16"], False),
+        (["training.precision=bfloat16", "policy.lora={rank: 4}"], False),
+    ],
+)
+def test_adapters_that_an_engine_rounds_away_are_warned_of(overrides, warned, tiny):
+    assert engine_rounds_adapters(configs.validate(tiny(*overrides))) == warned

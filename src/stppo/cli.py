@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from stppo.cli_retriever import app as retriever_app
+from stppo.training.processes import in_own_process, set_up_logging
 
 app = typer.Typer(
     name="stppo",
@@ -36,9 +37,7 @@ def _options(
 ) -> None:
     if debug:
         os.environ["STPPO_DEBUG"] = "1"
-    logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, format="%(levelname)s %(message)s")
-    for noisy in ("matplotlib", "datasets", "filelock", "httpx", "urllib3", "fsspec", "bm25s", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    set_up_logging(logging.DEBUG if debug else logging.INFO)
 
 
 @app.command()
@@ -60,9 +59,6 @@ def train(
     A warm start is made first where none is cached. An interrupted run goes on from its checkpoint.
     """
     from stppo import config
-    from stppo.files import repository_path
-    from stppo.training.trainer import Trainer
-    from stppo.training.warm_start import ensure_warm_start
 
     if resume not in ("auto", "never", "set_aside"):
         raise ValueError(f"--resume {resume}: allowed are auto, never, set_aside")
@@ -73,18 +69,33 @@ def train(
         config.validate(job)
     try:
         for job in jobs:
-            start = ensure_warm_start(job)
-            point = config.fingerprint(config.identity_section(job))  # so that no run overwrites another
-            name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}-{point}"
-            folder = out or repository_path("results") / job["preset"] / "manual" / name
-            record = Trainer(job, folder, start).train(resume)
-            seconds = f"{record['wall_seconds']:.0f} s"
-            typer.echo(
-                f"{record['status']}: {record['iterations']} iterations, {record['updates']} updates in {seconds}, {folder}"
+            # Several vLLM engines in one process, one after the other, can break CUDA's memory pool.
+            apart = len(jobs) > 1 and job["rollout"]["engine"] == "vllm"
+            done = (
+                in_own_process("stppo.cli:train_one", job, out, resume)
+                if apart
+                else train_one(job, out, resume)
             )
+            typer.echo(done)
     except KeyboardInterrupt:
         typer.echo("stopped; run the same command again to go on from the last checkpoint", err=True)
         raise typer.Exit(130) from None
+
+
+def train_one(job: dict, out: Path | None, resume: str) -> str:
+    """Train the run of one composed config, its warm start first where none is cached; returns the line that says so."""
+    from stppo import config
+    from stppo.files import repository_path
+    from stppo.training.trainer import Trainer
+    from stppo.training.warm_start import ensure_warm_start
+
+    start = ensure_warm_start(job)
+    point = config.fingerprint(config.identity_section(job))  # so that no run overwrites another
+    name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}-{point}"
+    folder = out or repository_path("results") / job["preset"] / "manual" / name
+    record = Trainer(job, folder, start).train(resume)
+    seconds = f"{record['wall_seconds']:.0f} s"
+    return f"{record['status']}: {record['iterations']} iterations, {record['updates']} updates in {seconds}, {folder}"
 
 
 @app.command("warm-start")
@@ -349,10 +360,10 @@ def verl_data(
 
 
 def main() -> None:
-    """Run the command; input errors become one line on stderr and exit code 1."""
+    """Run the command; errors become one line on stderr and exit code 1. --debug shows where they come from."""
     try:
         app()
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("STPPO_DEBUG"):
             traceback.print_exc()
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)

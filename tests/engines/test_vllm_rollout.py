@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from stppo.agent.compute import place
 from stppo.agent.mismatch import trainer_logprobs
 from stppo.agent.policy import PolicyConfig, build_policy, score
-from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig, make_rollout
+from stppo.agent.rollout import EngineOutOfMemory, RolloutConfig, VLLMRolloutConfig, make_rollout
 from stppo.agent.weights import named_weights
 from stppo.training.warm_start import demonstration_batch
 from stppo.world.encoding import DialogueEncoder
@@ -287,6 +287,28 @@ def test_a_failing_retriever_leaves_the_engine_usable(sampler, policy, world, ro
     assert torch.equal(again.tokens, rollout.trajectories.tokens)
 
 
+def test_probes_are_made_of_ordinary_tokens(sampler, world, monkeypatch):
+    asked = []
+    generate = sampler.engine.generate
+    monkeypatch.setattr(
+        sampler.engine, "generate", lambda prompts, params: asked.extend(prompts) or generate(prompts, params)
+    )
+    sampler.engine.sync(moved(build_policy(SHAPE, world.tokenizer), 0.5))
+    assert len(asked) == 4 and not set(sum(asked, [])) & set(world.tokenizer.all_special_ids)
+
+
+def test_memory_that_runs_out_in_the_engine_is_told_from_the_trainers(sampler, policy, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for owner, name in ((sampler.engine.llm, "wait_for_completion"), (sampler.engine.llm, "collective_rpc")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(EngineOutOfMemory, match="out of memory .* lower rollout.max_num_seqs=256"):
+                sampler.engine.sync(policy)
+    sampler.engine.sync(policy)
+
+
 def test_an_interrupted_request_leaves_the_engine_usable(sampler, policy, world, rollout, monkeypatch):
     step, calls = sampler.engine.llm.llm_engine.step, []
 
@@ -407,6 +429,32 @@ def test_merged_tags_of_a_bpe_tied_embeddings_and_a_padded_vocabulary(world, bpe
             assert torch.equal(row.layout.gather(row.tokens)[: len(forced[0])], torch.tensor(forced[0]))
     finally:
         other.close()
+
+
+def test_a_sleeping_engine_wakes_up_to_be_closed(world, policy, sampler, monkeypatch):
+    """What CUDA would do cannot be seen here, but the order can. The model's folder is the same at each start."""
+    sampler.close()
+    folders, calls = [], []
+    for fails in (False, True):
+        other = make(world.environment, world.tokenizer, policy)
+        folders.append(other.engine.folder.path)
+        assert (folders[-1] / "tokenizer.json").is_file()
+        core, llm = other.engine.llm.llm_engine.engine_core, other.engine.llm
+        shutdown = core.shutdown
+
+        def wake_up(fails=fails):
+            calls.append("wake_up")
+            if fails:
+                raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(llm, "wake_up", wake_up)
+        monkeypatch.setattr(
+            core, "shutdown", lambda shutdown=shutdown: (calls.append("shutdown"), shutdown())
+        )
+        other.engine.asleep = True
+        other.close()
+        assert not folders[-1].exists()
+    assert calls == ["wake_up", "shutdown"] * 2 and folders[0] == folders[1]
 
 
 def test_an_output_layer_tied_in_the_engine_is_noticed(world, monkeypatch, sampler):

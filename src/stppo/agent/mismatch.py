@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stppo.agent.policy import score
+from stppo.agent.policy import rows_within, score
 from stppo.trajectories import Trajectories
 
-_ROWS_SCORED = 16
+_ROWS_SCORED = 16  # at once, where no budget is given
 
 
 def mismatch(trainer: Tensor, batch: Trajectories, engine: Tensor) -> dict[str, float]:
@@ -42,10 +42,19 @@ def truncated_weights(trainer: Tensor, batch: Trajectories, engine: Tensor, cap:
     return layout.scatter(ratio.clamp(max=cap))
 
 
-def trainer_logprobs(policy: PreTrainedModel, batch: Trajectories, temperature: float) -> Tensor:
-    """(B, T) log-probs of the agent tokens by PyTorch, in a few rows at a time; on the CPU."""
+def trainer_logprobs(
+    policy: PreTrainedModel, batch: Trajectories, temperature: float, budget: int | None = None
+) -> Tensor:
+    """(B, T) log-probs of the agent tokens by PyTorch, in a few rows at a time; on the CPU.
+
+    budget: most padded tokens at once; None: a fixed number of rows. A longer row is scored on its own.
+    """
     found = torch.zeros_like(batch.behaviour_logprobs)
-    for rows in torch.argsort(batch.lengths).split(_ROWS_SCORED):
+    if budget is None:
+        groups = torch.argsort(batch.lengths).split(_ROWS_SCORED)
+    else:
+        groups = [torch.tensor(rows) for rows in rows_within(batch.lengths.tolist(), budget)]
+    for rows in groups:
         part = batch.select(rows)
         found[rows, : part.tokens.shape[1]] = score(policy, part, temperature).logprobs.to(found)
     return found

@@ -22,6 +22,10 @@ from stppo.world.environment import Episode, SearchEnvironment
 from stppo.world.protocol import Question
 
 
+class EngineOutOfMemory(RuntimeError):
+    """Memory ran out in an engine that samples, not in the trainer; the message says "out of memory"."""
+
+
 @plain_dataclass
 class Rollout:
     """Sampled trajectories (B rows) and, row by row, the episodes they played.
@@ -56,7 +60,8 @@ class VLLMRolloutConfig:
 
     temperature, max_tokens: as in PyTorch.
     max_num_seqs: trajectories that are decoded at once; the others wait.
-    dtype: the engine computes in; "policy" takes what the policy computes in.
+    dtype: the engine computes in; "policy" takes what the policy computes in. In half precision an engine rounds the
+    weights that it is handed, and small changes by adapters away.
     gpu_memory_utilization: share of the GPU's memory for the engine (weights and KV cache). On a CPU the KV
     cache holds `max_num_seqs` whole trajectories instead.
     sleep_level: what the engine hands back between roll-outs: 0 nothing, 1 the KV cache (weights move to host
@@ -280,12 +285,16 @@ def make_rollout(
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig | VLLMRolloutConfig,
     policy: PreTrainedModel,
+    score_tokens: int | None = None,
 ) -> Sampler:
-    """The sampler that `config.engine` names; an engine with weights of its own is started for this policy."""
+    """The sampler that `config.engine` names; an engine with weights of its own is started for this policy.
+
+    score_tokens: most padded tokens that are scored at once, where the trainer scores what an engine sampled.
+    """
     if config.engine == "torch":
         from stppo.agent.rollout_torch import TorchRollout
 
         return TorchRollout(environment, tokenizer, config)
     from stppo.agent.rollout_vllm import VLLMRollout
 
-    return VLLMRollout(environment, tokenizer, config, policy)
+    return VLLMRollout(environment, tokenizer, config, policy, score_tokens)

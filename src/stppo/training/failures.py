@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import torch
-
+from stppo.agent.compute import is_out_of_memory
+from stppo.agent.rollout import EngineOutOfMemory
 from stppo.settings import RunConfig
 
 
@@ -14,41 +14,53 @@ class RunStopped(OSError):
 def what_stopped(error: Exception, settings: RunConfig, run_dir: Path, iteration: int) -> RunStopped | None:
     """The one-line form of an error that is not the run's own; None for any other.
 
-    iteration: iterations done. The knobs are named in the order in which they cost least; a run goes on from its
-    checkpoint under those that change no result.
+    iteration: iterations done. The knobs are named in the order in which they cost least, those of the roll-out first
+    where memory ran out in its engine; a run goes on from its checkpoint under those that change no result.
     """
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, ConnectionError | TimeoutError):
         return RunStopped(
-            f"stopped after iteration {iteration}, which is kept: {reason}; run the same command again to go on"
+            f"stopped after iteration {iteration}, which is kept: {_reason(error)}; run the same command again to go on"
         )
-    if not _is_out_of_memory(error):
+    if not is_out_of_memory(error):
         return None
-    training, rollout = settings.training, settings.rollout
-    knobs = [
-        f"lower training.micro_batch_tokens (now {_yaml(training.micro_batch_tokens)})",
-        *([] if training.gradient_checkpointing else ["training.gradient_checkpointing=true"]),
-    ]
-    if rollout.engine == "vllm":
-        knobs.append(f"lower rollout.gpu_memory_utilization (now {rollout.gpu_memory_utilization})")
     again = []
     if settings.policy.lora is None:
         again.append("'policy.lora={rank: 16}'")
-    if training.optimizer == "adam":
+    if settings.training.optimizer == "adam":
         again.append("training.optimizer=adam8bit")
     anew = f"; or, as another run, set {' or '.join(again)}" if again else ""
     return RunStopped(
-        f"out of memory ({reason[:200]}); in this order: {', '.join(knobs)}, and go on from "
-        f"the newest checkpoint with --out {run_dir}{anew}"
+        f"{_out_of_memory(error, settings)}, and go on from the newest checkpoint with --out {run_dir}{anew}"
     )
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    text = str(error).lower()
-    signs = ("out of memory", "cublas_status_alloc_failed", "can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
-    )
+def warm_start_stopped(error: Exception, settings: RunConfig) -> RunStopped | None:
+    """The one-line form of an error for want of memory in a warm start; None for any other."""
+    if not is_out_of_memory(error):
+        return None
+    return RunStopped(f"warm start: {_out_of_memory(error, settings)}, and run the same command again")
+
+
+def _out_of_memory(error: Exception, settings: RunConfig) -> str:
+    training, rollout = settings.training, settings.rollout
+    trainer = [
+        f"lower training.micro_batch_tokens (now {_yaml(training.micro_batch_tokens)})",
+        *([] if training.gradient_checkpointing else ["training.gradient_checkpointing=true"]),
+    ]
+    if rollout.engine != "vllm":
+        knobs = trainer
+    else:
+        share = f"lower rollout.gpu_memory_utilization (now {rollout.gpu_memory_utilization})"
+        sleep = [] if rollout.sleep_level else ["rollout.sleep_level=2"]
+        knobs = [*trainer, *sleep, share]
+        if isinstance(error, EngineOutOfMemory):
+            eager = [] if rollout.enforce_eager else ["rollout.enforce_eager=true"]
+            knobs = [share, f"lower rollout.max_num_seqs (now {rollout.max_num_seqs})", *eager, *trainer]
+    return f"out of memory ({_reason(error)[:200]}); in this order: {', '.join(knobs)}"
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _yaml(value: int | None) -> str:

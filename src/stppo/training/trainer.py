@@ -8,6 +8,7 @@ Batches, credit and objective live on the CPU; the models compute on `training.d
 """
 
 import datetime
+import functools
 import logging
 import math
 import time
@@ -24,12 +25,13 @@ from tqdm.auto import tqdm
 
 from stppo.agent.critic import explained_variance
 from stppo.agent.policy import check_vocabulary, load_tokenizer, save_policy
-from stppo.agent.rollout import Rollout, make_rollout
+from stppo.agent.rollout import Rollout, Sampler, make_rollout
 from stppo.analysis.provenance import config_targets, environment
 from stppo.config import Config, ConfigError, build, code_of, fingerprint, validate
 from stppo.files import write_atomically
 from stppo.objectives import Objective
 from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUNNING
+from stppo.settings import RunConfig
 from stppo.training.checkpoint import (
     CHECKPOINT_DIR,
     load_checkpoint,
@@ -71,6 +73,15 @@ class QueuedBatch:
     weights: Tensor | None  # (B, T) of the surrogate's terms, where the roll-out corrects for its engine
 
 
+def engine_rounds_adapters(settings: RunConfig) -> bool:
+    """Whether roll-outs come from an engine that holds adapters merged into weights of half precision."""
+    rollout = settings.rollout
+    if settings.policy.lora is None or rollout.engine == "torch":
+        return False
+    dtype = settings.training.precision if rollout.dtype == "policy" else rollout.dtype
+    return dtype != "float32"
+
+
 class Trainer:
     """One training run in `run_dir`, from a saved warm start.
 
@@ -89,6 +100,11 @@ class Trainer:
         torch.set_num_threads(1)  # runs are parallel, not threads; and sums keep one order
         self.config, self.run_dir = config, Path(run_dir)
         self.settings = validate(config)
+        if engine_rounds_adapters(self.settings):
+            log.warning(
+                "policy.lora with vLLM in half precision: it samples from merged weights that are rounded, so small updates "
+                "do not reach it; rollout.dtype=float32 avoids that"
+            )
         self.on_iteration, self.progress = on_iteration, progress
         self.objective: Objective = build(config["algorithm"]["objective"], "algorithm.objective")
         training = self.settings.training
@@ -117,8 +133,7 @@ class Trainer:
         self.models = make_models(policy, warm_start_dir, self.settings, learns_values)
         self.policy, self.critic = self.models.policy, self.models.critic
         self.reference = self.models.reference
-        self.sampler = make_rollout(self.world.environment, tokenizer, self.settings.rollout, self.policy)
-        self.evaluator = self.sampler.for_evaluation()
+        self.tokenizer = tokenizer
         self.passes = Passes(training.micro_batch_tokens, training.length_chunks)
         self.parameters = list(trained(self.policy).values())
         self.optimizer = make_optimizer(training.optimizer, self.parameters, training.learning_rate)
@@ -128,7 +143,7 @@ class Trainer:
             self.objective,
             training,
             self.passes,
-            self.sampler.config.temperature,
+            self.settings.rollout.temperature,
             self.divisors,
         )
         if self.critic is not None:
@@ -149,6 +164,18 @@ class Trainer:
         self.identity = identity(config, self.divisors)
         self.fingerprint = fingerprint([self.identity, weights, self.code_hash])
 
+    @functools.cached_property
+    def sampler(self) -> Sampler:
+        """Made at first use: vLLM takes minutes to start, which a checkpoint that does not fit need not cost."""
+        training, rollout = self.settings.training, self.settings.rollout
+        return make_rollout(
+            self.world.environment, self.tokenizer, rollout, self.policy, training.micro_batch_tokens
+        )
+
+    @functools.cached_property
+    def evaluator(self) -> Sampler:
+        return self.sampler.for_evaluation()
+
     # ---- the loop -------------------------------------------------------------------------------
 
     def train(self, resume: str = "auto") -> dict[str, Any]:
@@ -161,25 +188,32 @@ class Trainer:
         self.began = time.perf_counter()
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.environment = environment()
-        self._resume(resume)
-        write_atomically(
-            self.run_dir / CONFIG_FILE, lambda part: part.write_text(yaml.safe_dump(self.config))
-        )
-        self._write(RUNNING)
+        state = self._saved(resume)
+        taken_up = False
         try:
+            _ = self.sampler  # before optimizer states fill the GPU
+            self._take_up(state)
+            del state  # as large as the models
+            taken_up = True
+            write_atomically(
+                self.run_dir / CONFIG_FILE, lambda part: part.write_text(yaml.safe_dump(self.config))
+            )
+            self._write(RUNNING)
             record = self._train()
         except Exception as error:
             stopped = what_stopped(error, self.settings, self.run_dir, self.iteration)
             if stopped is None:
                 raise
-            self._write(RUNNING)
-            if self.is_whole:
-                self._checkpoint()
+            if taken_up:
+                self._write(RUNNING)
+                if self.is_whole:
+                    self._checkpoint()
             raise stopped from error
         finally:
-            self.sampler.close()
+            if "sampler" in self.__dict__:
+                self.sampler.close()
         save_policy(self.policy, self.run_dir / "policy")
-        self.sampler.tokenizer.save_pretrained(self.run_dir / "policy")
+        self.tokenizer.save_pretrained(self.run_dir / "policy")
         return record
 
     def _train(self) -> dict[str, Any]:
@@ -225,7 +259,7 @@ class Trainer:
         shared = dict(queued.metrics)
         began = time.perf_counter()
         values = self._values(queued)
-        reference = self.models.reference_logprobs(batch, self.passes, self.sampler.config.temperature)
+        reference = self.models.reference_logprobs(batch, self.passes, self.settings.rollout.temperature)
         credit = self.objective.credit(batch, values)
         shared["advantage_raw_std"] = float(credit.raw_std)
         shared["seconds_scoring"] += time.perf_counter() - began
@@ -429,15 +463,19 @@ class Trainer:
         }
         save_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint, state)
 
-    def _resume(self, mode: str) -> None:
-        state = None
+    def _saved(self, mode: str) -> dict[str, Any] | None:
+        """The checkpoint's state, tensors on the CPU; None where the run begins. See `train` for the mode."""
         if mode != "never":
             try:
-                state = load_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint)
+                return load_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint)
             except ValueError as error:
                 if mode != "set_aside":
                     raise
                 log.warning("%s", error)
+        return None
+
+    def _take_up(self, state: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint's state, or make room for a run that begins."""
         if state is None:
             aside = set_aside(self.run_dir)
             if aside is not None:

@@ -21,9 +21,11 @@ from stppo.agent.rollout import Sampler, make_rollout
 from stppo.config import Config, build, fingerprint, validate, warm_start_dir, world_section
 from stppo.files import write_json
 from stppo.settings import RunConfig
+from stppo.training.failures import warm_start_stopped
 from stppo.training.gradients import Passes
 from stppo.training.metrics import evaluate
 from stppo.training.optimizers import make_optimizer
+from stppo.training.processes import in_own_process
 from stppo.trajectories import Trajectories
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.environment import Episode
@@ -72,9 +74,19 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
     With max_steps=0 nothing is trained: pretrained weights are measured and saved as they are. Else all weights are
     trained, whatever `policy.lora` says. The record holds sampled success S0 (from `final_samples` trajectories on the
     evaluation questions), greedy success, steps and seconds. Raises ValueError if the target is not reached within
-    `max_steps`.
+    `max_steps`, RunStopped where memory runs out.
     """
     run = validate(config)
+    try:
+        return _warm_start(config, run, out_dir, progress)
+    except Exception as error:
+        stopped = warm_start_stopped(error, run)
+        if stopped is None:
+            raise
+        raise stopped from error
+
+
+def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -> dict:
     settings, training = run.warm_start, run.training
     torch.set_num_threads(1)
     torch.manual_seed(run.warm_start_seed)
@@ -180,10 +192,16 @@ def made_for(config: Config) -> str:
 
 
 def ensure_warm_start(config: Config) -> Path:
-    """The folder of the cached warm start, made first where there is none."""
+    """The folder of the cached warm start, made first where there is none.
+
+    With vLLM in a process of its own: two engines one after the other in one process can break CUDA's memory pool.
+    """
     path = warm_start_dir(config)
     if not (path / WARM_START_FILE).is_file():
-        warm_start(config, path)
+        if config["rollout"]["engine"] == "vllm":
+            in_own_process("stppo.training.warm_start:warm_start", config, path)
+        else:
+            warm_start(config, path)
     return path
 
 
