@@ -77,6 +77,10 @@ for name in ("mem_mb", "gpu"):
         raise WorkflowError(
             f"pipeline.resources.{name} = {TRAIN_RESOURCES[name]!r}: must be a whole number, 0 or more"
         )
+if TRAIN_RESOURCES["gpu"] and "gpu" not in workflow.global_resources and workflow.is_main_process:
+    raise WorkflowError(  # else all runs would start at once, on the same GPU
+        f"a training run of preset={PRESET} takes {TRAIN_RESOURCES['gpu']} GPU; say how many there are: --resources gpu=1"
+    )
 
 
 def warm_start_of(run):

@@ -126,6 +126,7 @@ def test_missing_notebook_is_an_error(tmp_path):
     [
         ("preset=gigantic", "preset=gigantic: unknown preset; allowed: laptop, "),
         ("kernel=fortran", "no Jupyter kernel named fortran"),
+        ("overrides=+pipeline.resources.gpu=2", "takes 2 GPU; say how many there are: --resources gpu=1"),
         ("overrides=training.epoch=3", "epoch"),
         ("overrides=seed=1 'world.benchmark=[nq,hotpotqa]'", "quote no first and no last override"),
         ("overrides=seed=1 policy.lora={rank: 16}", "write {rank:16}"),
