@@ -36,7 +36,7 @@ NORMS = {
     "ppo_gradient_norm": "PPO gradient norm",
     "clipping_bias_norm": "clipping-bias norm ‖C‖",
 }
-_FACTORS = (
+_TICKS = (
     0.1,
     0.2,
     0.3,
@@ -249,7 +249,7 @@ def trends_figure(study: Study, regime: str = MAIN) -> Plot | None:
             axes[1, j].set_ylim(0, 1)
         axes[0, 0].set_yscale("log")
         low, high = axes[0, 0].get_ylim()
-        ticks = [tick for tick in _FACTORS if low <= tick <= high]
+        ticks = [tick for tick in _TICKS if low <= tick <= high]
         axes[0, 0].set_yticks(ticks[:: math.ceil(len(ticks) / 8)], minor=False)
         axes[0, 0].yaxis.set_major_formatter("{x:g}")
         axes[0, 0].yaxis.set_minor_locator(NullLocator())

@@ -166,12 +166,12 @@ def from_zero(axes: Iterable[Axes]) -> None:
 def frame(fig: Figure, title: str, metrics: Metrics, handles: list[Line2D]) -> None:
     fig.suptitle(title, x=0.012, ha="left")
     inches = [0.66 + 0.08 * len(str(handle.get_label())) for handle in handles]
-    n_rows = next(  # filled column by column, each as wide as its widest entry
+    fitting = (  # filled column by column, each as wide as its widest entry
         rows
-        for rows in range(1, len(inches) + 2)
+        for rows in range(1, len(inches) + 1)
         if sum(max(inches[i : i + rows]) for i in range(0, len(inches), rows)) <= fig.get_figwidth()
-        or rows > len(inches)
     )
+    n_rows = next(fitting, max(1, len(inches)))
     fig.legend(
         handles=handles,
         loc="outside lower center",
