@@ -56,8 +56,8 @@ class Answer:
             index=False, float_format="{:.3g}".format, na_rep="", border=0
         )
         rows = rows.replace("<td>", '<td style="white-space: nowrap">')
-        see = "".join(f' <a href="{name}.ipynb">notebook {name[:2]}</a>' for name in self.see)
-        text = html.escape(self.text) + (f" See also{see}." if see else "")
+        see = words.listed([f'<a href="{name}.ipynb">notebook {name[:2]}</a>' for name in self.see])
+        text = html.escape(self.text) + (f" See also {see}." if see else "")
         return (
             f"{self._picture()}<p><b>{html.escape(self.id)}.</b> {text}</p>{rows if len(self.table) else ''}"
         )

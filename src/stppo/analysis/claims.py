@@ -65,6 +65,7 @@ class Verdict:
     value: float
     low: float
     high: float
+    threshold: str  # that the interval must lie wholly beyond
     level: float
     n_runs: dict[str, tuple[int, int | None]]  # arm -> recorded, planned (None: no plan given)
     checks: tuple[Check, ...]
@@ -147,7 +148,12 @@ def _judge(
     if gate is not None and gate.verdict != SUPPORTED:
         verdict = NOT_TESTED
         sentences.insert(0, f"Asked only if {gate.id} is supported, and it is {gate.verdict}.")
-    head = _worst(rows[0]) if rows else Check(part.conditions[0].quantity, *[math.nan] * 3, "", "")
+    first = part.conditions[0]
+    head = (
+        _worst(rows[0])
+        if rows
+        else Check(first.quantity.replace("_", " "), *[math.nan] * 3, first.threshold, "")
+    )
     return Verdict(
         claim=claim.id,
         source=claim.source,
@@ -157,6 +163,7 @@ def _judge(
         value=head.value,
         low=head.low,
         high=head.high,
+        threshold=head.threshold,
         level=level,
         n_runs=n_runs,
         checks=tuple(checks),
@@ -224,10 +231,10 @@ def _checks(condition: Condition, labelled: list[Labelled], level: float, fail_l
 
 
 def ledger_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
-    """One row per verdict: claim, id, text, source, kind, rule, quantity, value, low, high, level, verdict,
+    """One row per verdict: claim, id, text, source, kind, rule, quantity, value, low, high, threshold, level, verdict,
     provisional (true: from fewer runs than planned), runs, figure, explanation, note."""
-    names = ["claim", "id", "text", "source", "kind", "rule", "quantity", "value", "low", "high", "level"]
-    names += ["verdict", "provisional", "runs", "figure", "explanation", "note"]
+    names = ["claim", "id", "text", "source", "kind", "rule", "quantity", "value", "low", "high"]
+    names += ["threshold", "level", "verdict", "provisional", "runs", "figure", "explanation", "note"]
     return pd.DataFrame([{name: getattr(verdict, name) for name in names} for verdict in verdicts])
 
 
@@ -240,7 +247,11 @@ def ledger_markdown(verdicts: Sequence[Verdict]) -> str:
     ]
     notes = list(dict.fromkeys(v.note for v in verdicts if v.note))
     for v in verdicts:
-        measured = "—" if math.isnan(v.value) else f"{v.quantity}: {v.value:.2f} [{v.low:.2f}, {v.high:.2f}]"
+        measured = (
+            "—"
+            if math.isnan(v.value)
+            else f"{v.quantity}: {v.value:.2f} [{v.low:.2f}, {v.high:.2f}], threshold {v.threshold}"
+        )
         star = "" if v.kind == "primary" else f" ({v.kind.replace('_', ' ')})"
         verdict = f"{v.shown} [{notes.index(v.note) + 1}]" if v.note else v.shown
         lines.append(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pandas as pd
+from pandas.io.formats.style import Styler
 
 from stppo.analysis import resampling, words
 from stppo.analysis.answers import Answer, other_settings, versus
@@ -36,6 +37,13 @@ def ledger(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     of planned)."""
     rows = [[v.id, v.text, v.kind, _measured(v), v.shown, v.counted] for v in verdicts]
     return pd.DataFrame(rows, columns=["", "claim", "kind", "measured", "verdict", "runs"])
+
+
+def text_table(table: pd.DataFrame) -> Styler:
+    """A table of words for a notebook: without its index, and flush left."""
+    return table.style.hide(axis="index").set_table_styles(
+        [{"selector": "th, td", "props": "text-align: left"}]
+    )
 
 
 def _measured(verdict: Verdict) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from stppo.analysis import mechanism, resampling
 from stppo.analysis.resampling import MIN_CLUSTERS, Estimate, Replicate
 from stppo.analysis.study import Arm, Study, differences_by_tenth
+from stppo.analysis.words import called, listed
 
 Arms = Mapping[str, Arm]  # by role
 Labelled = tuple[str, Estimate]  # what was estimated, in words
@@ -22,23 +23,23 @@ class Untested(Exception):
 
 
 def _collapse_risk(study: Study, arms: Arms) -> list[Labelled]:
-    return [(f"collapse risk of {arms['of']}", study.risk(arms["of"]))]
+    return [(f"collapse risk of {called(arms['of'])}", study.risk(arms["of"]))]
 
 
 def _risk_difference(study: Study, arms: Arms) -> list[Labelled]:
     untreated, treated = arms["untreated"], arms["treated"]
-    words = f"collapse risk of {untreated} minus {treated}"
+    words = f"collapse risk of {called(untreated)} minus {called(treated)}"
     return [(words, study.risk_difference(untreated, treated))]
 
 
 def _final_success_difference(study: Study, arms: Arms) -> list[Labelled]:
     finals = [study.outcomes(arms[role], study.final_success) for role in ("one", "other")]
-    words = f"final success of {arms['one']} minus {arms['other']}"
+    words = f"final success of {called(arms['one'])} minus {called(arms['other'])}"
     return [(words, resampling.difference(*finals))]
 
 
 def _survival_gain(study: Study, arms: Arms) -> list[Labelled]:
-    words = f"mean survival of {arms['one']} minus {arms['other']}, share of the horizon"
+    words = f"mean survival of {called(arms['one'])} minus {called(arms['other'])}, share of the horizon"
     return [(words, study.survival_contrast([arms["one"], arms["other"]], [1.0, -1.0]))]
 
 
@@ -54,11 +55,11 @@ def _highest_tenth_difference(study: Study, arms: Arms, column: str) -> list[Lab
     for i, pairs in enumerate(differences_by_tenth(study, arms["one"], arms["other"], column)):
         known = [replicate for replicate, value in pairs.items() if math.isfinite(value)]
         if len({replicate.cluster for replicate in known}) >= MIN_CLUSTERS:
-            words = f"{column} of {arms['one']} minus {arms['other']} in tenth {i + 1} ({len(known)} pairs)"
+            words = f"{_signal(column)} of {called(arms['one'])} minus {called(arms['other'])} in tenth {i + 1} ({len(known)} pairs)"
             tested.append((words, resampling.mean(pairs)))
     if not tested:
         raise Untested(
-            f"no tenth of training has pairs of {arms['one']} and {arms['other']} from {MIN_CLUSTERS} warm starts "
+            f"no tenth of training has pairs of {called(arms['one'])} and {called(arms['other'])} from {MIN_CLUSTERS} warm starts "
             "before a collapse"
         )
     return tested
@@ -68,9 +69,7 @@ def _spike_auc(study: Study, arms: Arms) -> list[Labelled]:
     _require(study, "gradient_norm", "gradient_norm_max")
     auc = mechanism.spike_auc(study, list(arms.values()))
     cases, controls = auc.n_runs
-    words = (
-        f"spike AUC in {' and '.join(map(str, arms.values()))} ({cases} collapsed runs, {controls} controls)"
-    )
+    words = f"spike AUC in {listed([called(arm) for arm in arms.values()])} ({cases} collapsed runs, {controls} controls)"
     return [(words, auc)]
 
 
@@ -78,14 +77,15 @@ def _bias_norm_slope(study: Study, arms: Arms) -> list[Labelled]:
     _require(study, "clipping_bias_norm", "staleness_iterations")
     slopes = study.outcomes(arms["of"], partial(mechanism.bias_norm_slope, study))
     slope = resampling.mean(slopes)
-    words = f"log-slope of the clipping-bias norm before collapse in {arms['of']} ({slope.n_runs[0]} runs)"
+    words = f"log-slope of the clipping-bias norm before collapse in {called(arms['of'])} ({slope.n_runs[0]} runs)"
     return [(words, slope)]
 
 
 def _lead_difference(study: Study, arms: Arms, signal: str, over: str) -> list[Labelled]:
     _require(study, signal, over)
     lead = mechanism.lead_difference(study, arms["of"], signal, over)
-    return [(f"iterations by which {signal} leads {over} in {arms['of']} ({lead.n_runs[0]} runs)", lead)]
+    words = f"iterations by which {_signal(signal)} leads {_signal(over)} in {called(arms['of'])} ({lead.n_runs[0]} runs)"
+    return [(words, lead)]
 
 
 def _critic_error_difference(study: Study, arms: Arms) -> list[Labelled]:
@@ -103,8 +103,13 @@ def _critic_error_difference(study: Study, arms: Arms) -> list[Labelled]:
         if len(shared):
             rmse, spread = np.array([frame.loc[shared].mean() for frame in frames]).T
             differences[replicate] = float(rmse[0] / spread[0] - rmse[1] / spread[1])
-    words = f"relative error of the critic's values, {arms['one']} minus {arms['other']} ({len(differences)} pairs)"
+    words = f"relative error of the critic's values, {called(arms['one'])} minus {called(arms['other'])} ({len(differences)} pairs)"
     return [(words, resampling.mean(differences))]
+
+
+def _signal(column: str) -> str:
+    """A recorded column in words."""
+    return mechanism.SIGNALS[column][0] if column in mechanism.SIGNALS else column.replace("_", " ")
 
 
 def _require(study: Study, *columns: str) -> None:

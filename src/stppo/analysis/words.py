@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pandas as pd
 
+from stppo.analysis.arms import MAIN
 from stppo.analysis.resampling import Estimate
 from stppo.analysis.statistics import CONFIDENCE
+from stppo.analysis.study import Arm
 from stppo.analysis.style import look
 
 # Warm starts below which no sentence names a direction: two say next to nothing of how much warm starts differ.
@@ -22,6 +24,12 @@ def listed(items: Sequence[str]) -> str:
         return "".join(items)
     comma = "; " if any("," in item for item in items) else ", "
     return f"{comma.join(items[:-1])} and {items[-1]}"
+
+
+def called(arm: Arm) -> str:
+    """An arm's label, with its regime unless that is the main one."""
+    label = look(arm.algorithm).label
+    return label if arm.regime == MAIN else f"{label} ({arm.regime})"
 
 
 def capital(text: str) -> str:
