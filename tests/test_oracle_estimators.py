@@ -104,19 +104,20 @@ def test_clipping_bias_is_what_clipping_removed(ratio):
     assert unclipped.clipping_bias.norm() == 0 < clipped.clipping_bias.norm()
 
 
-def test_covariance_is_that_of_single_trajectories():
+def test_covariance_and_variance_are_those_of_single_trajectories():
     oracle = tiny_oracle()
     estimator = surrogate_gradient(oracle, objective(), moved(oracle), oracle.token_advantages())
-    for rows, covariance in (
-        (estimator.gradients, estimator.covariance),
-        (estimator.biases, estimator.clipping_bias_covariance),
+    for rows, covariance, variance in (
+        (estimator.gradients, estimator.covariance, estimator.variance),
+        (estimator.biases, estimator.clipping_bias_covariance, estimator.clipping_bias_variance),
     ):
         mean = sum(p * g for p, g in zip(estimator.probabilities, rows, strict=True))
         expected = sum(
             p * torch.outer(g - mean, g - mean) for p, g in zip(estimator.probabilities, rows, strict=True)
         )
         close(covariance, expected)
-        assert covariance.trace() > 1e-4
+        assert variance == pytest.approx(float(expected.trace()), rel=1e-12)
+        assert variance > 1e-4
 
 
 @pytest.mark.parametrize("stabilizer", STABILIZERS, ids=str)

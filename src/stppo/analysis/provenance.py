@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -47,6 +48,11 @@ def module_file(module: str, package_dir: Path = PACKAGE_DIR) -> Path | None:
 def _module_name(file: Path, package_dir: Path) -> str:
     parts = file.resolve().relative_to(package_dir.resolve()).with_suffix("").parts
     return ".".join([PACKAGE, *parts]).removesuffix(".__init__")
+
+
+@functools.cache
+def _imports(source: str, module: str, is_package: bool) -> set[str]:
+    return imported_modules(ast.parse(source, module), module, is_package)
 
 
 def imported_modules(tree: ast.AST, module: str, is_package: bool) -> set[str]:
@@ -100,12 +106,12 @@ def imported_files(entries: Iterable[str | Path], package_dir: Path = PACKAGE_DI
         file = module_file(module, package_dir)
         assert file is not None  # pending holds existing modules only
         found[module] = file
-        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
-        for name in imported_modules(tree, module, file.name == "__init__.py"):
+        for name in _imports(file.read_text(encoding="utf-8"), module, file.name == "__init__.py"):
             pending += _with_parents(name, package_dir)
     return dict(sorted(found.items()))
 
 
+@functools.cache
 def _syntax(source: str, name: str) -> str:
     """Dump of the syntax tree without docstrings; comments, layout and line numbers are not in it."""
     tree = ast.parse(source, name)

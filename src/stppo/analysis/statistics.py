@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
-from rliable import library as rly
 from scipy.stats import CensoredData, ecdf
 
 REPETITIONS = 1000
@@ -68,6 +67,8 @@ def _interval(
     scores: NDArray[np.float64], repetitions: int, confidence: float, seed: int
 ) -> NDArray[np.float64]:
     """(2, places) percentile interval of the IQM of (runs, places) scores, runs resampled."""
+    from rliable import library as rly  # here, because it imports for more than a second
+
     state = np.random.get_state()
     np.random.seed(seed)  # rliable resamples with numpy's global generator, whatever random_state it is given
     try:

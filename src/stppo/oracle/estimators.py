@@ -135,14 +135,24 @@ class SurrogateGradient:
         return _covariance(self.probabilities, self.gradients)
 
     @property
+    def variance(self) -> float:
+        """Trace of `covariance`, without making it."""
+        return _variance(self.probabilities, self.gradients)
+
+    @property
     def clipping_bias(self) -> Tensor:
         """(P,) C(theta)"""
         return self.probabilities @ self.biases
 
     @property
     def clipping_bias_covariance(self) -> Tensor:
-        """(P, P) of a batch of one; E||C_B||^2 = ||C||^2 + trace / B is why a batch's norm is biased upward."""
+        """(P, P) of a batch of one."""
         return _covariance(self.probabilities, self.biases)
+
+    @property
+    def clipping_bias_variance(self) -> float:
+        """Its trace; E||C_B||^2 = ||C||^2 + trace / B is why a batch's norm is biased upward."""
+        return _variance(self.probabilities, self.biases)
 
     # --- with it ---
     def limit(self) -> Tensor:
@@ -272,6 +282,8 @@ def _gradient(value: Tensor, log_ratio: Tensor) -> Tensor:
 
 def _by_trajectory(oracle: Oracle, coefficients: Tensor, scores: Tensor) -> Tensor:
     """(M,) d/d log pi of each token, (H * A, P) scores -> (N, P)"""
+    if not coefficients.any():  # nothing is clipped, say
+        return scores.new_zeros(len(oracle.tree), scores.shape[1])
     index = torch.stack([oracle.layout.rows, oracle.tree.edges])
     shape = (len(oracle.tree), oracle.tree.n_edges)
     return torch.sparse_coo_tensor(index, coefficients, shape, check_invariants=False) @ scores
@@ -287,6 +299,10 @@ def _logit_factor(oracle: Oracle, theta: Tensor) -> Tensor:
 def _covariance(probabilities: Tensor, rows: Tensor) -> Tensor:
     centred = rows - probabilities @ rows
     return (probabilities[:, None] * centred).T @ centred
+
+
+def _variance(probabilities: Tensor, rows: Tensor) -> float:
+    return float(probabilities @ (rows - probabilities @ rows).square().sum(1))
 
 
 def check_has_limit(objective: Objective) -> None:
