@@ -206,6 +206,7 @@ if RECORDED:
             METRICS,
         params:
             content=content_of(f"{RECORDED}/metrics/runs.json"),
+        priority: 1
         shell:
             "cp {input} {RESULTS}/metrics/"
 
@@ -263,6 +264,7 @@ rule planned:  # how many runs each arm is to have, for tables that say how many
         PLANNED,
     params:
         counts=json.dumps(Counter(f"{run.regime}/{run.algorithm}" for run in RUNS.values()), indent=1),
+    priority: 1
     shell:
         "echo {params.counts:q} > {output}"
 
@@ -278,6 +280,7 @@ rule claims:
         ledger=content_of("src/stppo/analysis/claims.yaml"),
     log:
         f"{RESULTS}/logs/claims.log",
+    priority: 1  # what the runs say comes before the derivations, which say the same whatever the runs
     shell:
         "stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {PLANNED} > {log} 2>&1"
 
@@ -326,6 +329,7 @@ rule figures:
         options=f"{PAPERMILL} -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures",
     log:
         expand(f"{RESULTS}/logs/{{name}}.log", name=NOTEBOOKS),
+    priority: 1
     shell:
         " && ".join(
             f"papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}}"
