@@ -153,3 +153,25 @@ def test_stage_three_names_the_run_that_is_missing():
     kept = rows[~((rows["regime"] == "F0.35") & (rows["algorithm"] == "turn_grpo"))]
     with pytest.raises(ValueError, match="F0.35/turn_grpo: no tuning run"):
         tuning.decide(Metrics(metrics.runs, kept, metrics.evaluations))
+
+
+@pytest.mark.parametrize("miss", [0.09, -0.09, 0.12, -0.12])
+def test_checked_factor_stands_within_a_tenth_and_is_interpolated_once_more_beyond(miss):
+    metrics, rows = stage_three(), []
+    decision = tuning.decide(metrics)
+    for name in decision.factor:
+        reached = {"kl_behaviour_k3": 0.25 * (1 + miss), "update_norm": 0.6 * (1 + miss)}
+        rows += [
+            {"regime": tuning.CHECK, "algorithm": name, "seed": s, "iteration": i, **reached}
+            for s in (9001, 9002)
+            for i in range(1, 11)
+        ]
+    checks = Metrics([], pd.DataFrame(rows), metrics.evaluations)
+    factors, errors = tuning.settle(metrics, checks, decision)
+    assert errors == {name: pytest.approx(miss) for name in decision.factor}
+    for name, factor in factors.items():
+        if abs(miss) < 0.1:
+            assert factor == decision.factor[name]
+        elif "step" in name:  # the target of the others is a point of the grid
+            assert np.sign(decision.factor[name] - factor) == np.sign(miss), "too far: a smaller step"
+            assert factor == pytest.approx(decision.factor[name], rel=0.3)

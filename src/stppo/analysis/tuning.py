@@ -23,6 +23,8 @@ MATCHED = {"token_ppo": "s_ppo", "turn_ppo": "st_ppo", "turn_grpo": "so_grpo"}  
 MATCHED_BY = {"kl": "kl_behaviour_k3", "step": "update_norm"}
 EPSILONS = {"turn_ppo": (0.1, 0.2, 0.3, 0.45), "gspo": (0.03, 0.06, 0.12, 0.2)}
 SGD_RATES = (0.03, 0.1, 0.3, 1.0)
+TOLERANCE = 0.1  # of a matched arm, beyond which its learning rate is interpolated once more
+CHECK = "CHECK"  # regime of the runs that try what was chosen
 
 
 def collapse_shares(metrics: Metrics, algorithm: str = "token_ppo") -> dict[str, float]:
@@ -110,12 +112,10 @@ def decide(metrics: Metrics) -> Decision:
         return early_mean(metrics, regime, algorithm, column, iterations)
 
     searched = {regime: factor for regime, factor in FACTORS.items() if factor >= 0.5}
-    factor = {}
-    for untreated, stabilised in MATCHED.items():
-        for how, column in MATCHED_BY.items():
-            reached = [early(regime, untreated, column, 10) for regime in FACTORS]
-            target = early("F1", stabilised, column, 10)
-            factor[f"{untreated}_{how}_matched"] = interpolate(list(FACTORS.values()), reached, target)
+    factor = {
+        name: interpolate(list(FACTORS.values()), *_reached(metrics, untreated, column))
+        for name, (untreated, column) in _matched_arms().items()
+    }
     outside = early("F1", "token_ppo", "out_of_range_fraction", 5)
     epsilon = {
         algorithm: interpolate(
@@ -129,3 +129,38 @@ def decide(metrics: Metrics) -> Decision:
     sgd_rate = interpolate(list(SGD_RATES), steps, early("F1", "turn_ppo", "update_norm", 5))
     best = {algorithm: best_factor(metrics, algorithm, searched) for algorithm in NINE}
     return Decision(best, factor, epsilon, sgd_rate)
+
+
+def settle(
+    metrics: Metrics, checks: Metrics, decision: Decision
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Each matched arm's learning-rate factor after its check, and by what share the check missed its target.
+
+    metrics: of stage 3; checks: of ten iterations at the factors of `decide`, as arms of regime `CHECK`. A factor stands
+    if its check misses by no more than `TOLERANCE`; else it is interpolated once more with the check as one more point.
+    ValueError where a run is missing.
+    """
+    factors, errors = {}, {}
+    for name, (untreated, column) in _matched_arms().items():
+        reached, target = _reached(metrics, untreated, column)
+        tried, got = decision.factor[name], early_mean(checks, CHECK, name, column, 10)
+        errors[name] = got / target - 1
+        factors[name] = tried
+        if abs(errors[name]) > TOLERANCE:
+            factors[name] = interpolate([*FACTORS.values(), tried], [*reached, got], target)
+    return factors, errors
+
+
+def _matched_arms() -> dict[str, tuple[str, str]]:
+    """Matched arm -> the untreated algorithm that it is, and the column that is matched."""
+    return {
+        f"{untreated}_{how}_matched": (untreated, column)
+        for untreated in MATCHED
+        for how, column in MATCHED_BY.items()
+    }
+
+
+def _reached(metrics: Metrics, untreated: str, column: str) -> tuple[list[float], float]:
+    """What the untreated algorithm reaches at each of `FACTORS`, and the target: its stabilised one at the main rate."""
+    reached = [early_mean(metrics, regime, untreated, column, 10) for regime in FACTORS]
+    return reached, early_mean(metrics, "F1", MATCHED[untreated], column, 10)
