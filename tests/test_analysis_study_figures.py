@@ -23,7 +23,7 @@ from stppo.analysis.claims import evaluate
 from stppo.analysis.ledger import load_ledger
 from stppo.analysis.report_figures import HEADINGS
 from stppo.analysis.resampling import Replicate
-from stppo.analysis.runs import load_metrics
+from stppo.analysis.runs import Metrics, load_metrics
 from stppo.analysis.statistics import REPETITIONS
 from stppo.analysis.study import Arm, Study
 from stppo.analysis.style import LOOKS, look
@@ -191,6 +191,7 @@ def test_fragments_of_the_study_are_enough():
         for finding in (findings.phase(fragment), findings.factorial(fragment), findings.critic(fragment)):
             assert finding.text
         assert findings.moves_first(fragment).text and findings.settings(fragment).text
+        assert findings.matching(fragment).text.startswith("Not tested")
 
 
 def test_caption_tells_bands_over_warm_starts_from_bands_over_seeds():
@@ -357,6 +358,19 @@ def test_plan_is_read_and_bad_ones_are_named(tmp_path):
 
 def test_coverage_without_a_plan_claims_none(study):
     assert list(comparisons.coverage(study.metrics, None)) == ["regime", "arms", "runs"]
+
+
+def test_matching_is_the_ratio_of_what_an_arm_and_its_stabilised_one_reach_early():
+    metrics = study_metrics(keep=3)
+    rows = metrics.iterations.copy()
+    rows["kl_behaviour_k3"] = 0.01
+    mine = rows["algorithm"] == "token_ppo_kl_matched"
+    rows.loc[mine, "kl_behaviour_k3"] = np.where(rows.loc[mine, "iteration"] <= 10, 0.02, 5.0)
+    answer = findings.matching(Study(Metrics(metrics.runs, rows, metrics.evaluations)))
+    table = answer.table.set_index(["block", "label"])["kl_ratio"]
+    assert table["S-PPO against its controls", "learning rate matched by KL"] == pytest.approx(2.0)
+    assert table["ST-PPO against its controls", "learning rate matched by KL"] == pytest.approx(1.0)
+    assert "token PPO, learning rate matched by KL 2.00 [2.00, 2.00]" in answer.text
 
 
 def test_verdict_table_is_short(study):

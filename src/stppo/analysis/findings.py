@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 from pandas.io.formats.style import Styler
 
@@ -18,9 +20,12 @@ from stppo.analysis.forest import forest
 from stppo.analysis.mechanism import departures, lead_table
 from stppo.analysis.phase_diagram import FINAL, phase_table
 from stppo.analysis.resampling import Estimate, Replicate
+from stppo.analysis.statistics import CONFIDENCE
 from stppo.analysis.study import TABLE_DRAWS, Arm, Study
 from stppo.analysis.study_figures import factorial_effects
 from stppo.analysis.style import look
+from stppo.analysis.tuning import MATCHED_BY, MATCHED_OVER
+from stppo.schema import RunRecord
 
 GROUPS = {group.name: group for group in (*ABLATIONS, *DRIVERS)} | {f"controls_{g.name}": g for g in CONTROLS}
 
@@ -197,6 +202,50 @@ def moves_first(study: Study, regime: str = MAIN, algorithm: str = "token_ppo") 
     if first["reference"] != "survivors":
         text += " There are fewer than three survivors, so ranges are each run's own first quarter and false alarms are not known."
     return Answer(f"Mechanism, {regime}", question, text, "mechanism", table)
+
+
+def matching(study: Study) -> Answer:
+    """How near each control comes to its stabilised arm in KL and in step length, over iterations 1 to `MATCHED_OVER`."""
+    question = "Do the controls do what they are there for?"
+    rows, told = [], []
+    for group in CONTROLS:
+        default = arm_of(group.default)
+        for name, label in group.arms.items():
+            arm = arm_of(name)
+            row: dict[str, object] = {"block": group.title, "label": label, "runs": len(study.runs(arm))}
+            for how, column in MATCHED_BY.items():
+                found = estimate(_log_ratio, study, arm, default, column)
+                ends = (found.value, *found.interval(CONFIDENCE)) if found else (math.nan, math.nan, math.nan)
+                row |= dict(
+                    zip((f"{how}_ratio", f"{how}_ratio_low", f"{how}_ratio_high"), np.exp(ends), strict=True)
+                )
+                if found and name.endswith(f"{how}_matched"):
+                    told.append(f"{look(arm.algorithm).label} {words.interval(*np.exp(ends))}")
+            rows.append(row)
+    table = pd.DataFrame(rows)
+    if not told:
+        return Answer(
+            "Matching", question, "Not tested: no matched learning rate was run.", "controls", table
+        )
+    text = (
+        f"Over iterations 1 to {MATCHED_OVER}, what was matched, as a multiple of the stabilised arm's: {words.listed(told)}; the "
+        "other controls are in the table."
+    )
+    return Answer("Matching", question, text, "controls", table)
+
+
+def _log_ratio(study: Study, arm: Arm, default: Arm, column: str) -> Estimate:
+    """Log of what an arm reaches early over what its default does. ValueError where one has no run that recorded it."""
+    if column not in study.metrics.iterations:
+        raise ValueError(f"no run recorded {column}")
+
+    def early(record: RunRecord) -> float:
+        rows = study.iterations(record)
+        return math.log(rows.loc[rows["iteration"] <= MATCHED_OVER, column].mean())
+
+    return resampling.difference(
+        study.outcomes(arm, early), study.outcomes(default, early), n_draws=TABLE_DRAWS
+    )
 
 
 def _counted(n: int, noun: str) -> str:

@@ -20,6 +20,7 @@ TARGET_RISK = 0.8  # of token PPO in the main regime
 # Stage 3: factor of the main learning rate -> regime of the tuning runs.
 FACTORS = {"F0.35": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
 MATCHED = {"token_ppo": "s_ppo", "turn_ppo": "st_ppo", "turn_grpo": "so_grpo"}  # untreated -> stabilised
+MATCHED_OVER = 10  # iterations from the first
 MATCHED_BY = {"kl": "kl_behaviour_k3", "step": "update_norm"}
 EPSILONS = {"turn_ppo": (0.1, 0.2, 0.3, 0.45), "gspo": (0.03, 0.06, 0.12, 0.2)}
 SGD_RATES = (0.03, 0.1, 0.3, 1.0)
@@ -143,7 +144,7 @@ def settle(
     factors, errors = {}, {}
     for name, (untreated, column) in _matched_arms().items():
         reached, target = _reached(metrics, untreated, column)
-        tried, got = decision.factor[name], early_mean(checks, CHECK, name, column, 10)
+        tried, got = decision.factor[name], early_mean(checks, CHECK, name, column, MATCHED_OVER)
         errors[name] = got / target - 1
         factors[name] = tried
         if abs(errors[name]) > TOLERANCE:
@@ -162,5 +163,5 @@ def _matched_arms() -> dict[str, tuple[str, str]]:
 
 def _reached(metrics: Metrics, untreated: str, column: str) -> tuple[list[float], float]:
     """What the untreated algorithm reaches at each of `FACTORS`, and the target: its stabilised one at the main rate."""
-    reached = [early_mean(metrics, regime, untreated, column, 10) for regime in FACTORS]
-    return reached, early_mean(metrics, "F1", MATCHED[untreated], column, 10)
+    reached = [early_mean(metrics, regime, untreated, column, MATCHED_OVER) for regime in FACTORS]
+    return reached, early_mean(metrics, "F1", MATCHED[untreated], column, MATCHED_OVER)
