@@ -79,21 +79,23 @@ def ascend(
             gradient = gradient / divisor
             if max_grad_norm is not None and not clip_norm_first:
                 gradient = gradient * min(1.0, max_grad_norm / max(float(gradient.norm()), 1e-300))
-            before = theta.detach().clone()
+            before = theta.detach().clone().requires_grad_()
+            expected_return = oracle.expected_return(before)
+            (true_gradient,) = torch.autograd.grad(expected_return, before)
             theta.grad = -gradient  # the optimizers minimise
             steps.step()
-            step = theta.detach() - before
+            step = theta.detach() - before.detach()
             rows.append(
                 {
                     "iteration": iteration,
                     "update": len(rows),
-                    "expected_return": float(oracle.expected_return(before)),
+                    "expected_return": float(expected_return),
                     "gradient_norm": norm,
                     "clipping_bias_norm": float(bias.norm()),
                     "divisor": divisor,
                     "clip_fraction": expected.clip_fraction,
                     "step_norm": float(step.norm()),
-                    "cosine": float(cosine_similarity(step, oracle.policy_gradient(before), dim=0)),
+                    "cosine": float(cosine_similarity(step, true_gradient, dim=0)),
                     "theta": theta.detach().clone(),
                 }
             )

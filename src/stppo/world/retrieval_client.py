@@ -59,7 +59,7 @@ class RetrievalClient:
     attempts: int = 10
     first_pause: float = 0.5
     longest_pause: float = 30.0
-    queries_per_request: int = 256
+    queries_per_request: int = 64
     query_characters: int = 2000
     cached_queries: int = 65_536
 
