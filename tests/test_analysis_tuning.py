@@ -132,7 +132,7 @@ def stage_three():
             add("EPSILON", f"{algorithm}_epsilon{e:g}", out_of_range_fraction=0.01 / e)
     for rate in tuning.SGD_RATES:
         add("SGD", f"turn_ppo_sgd{rate:g}", update_norm=4 * rate)
-    finals = {"F0.5": 0.3, "F0.71": 0.45, "F1": 0.4}
+    finals = {"F0.35_FULL": 0.2, "F0.5": 0.3, "F0.71": 0.45, "F1": 0.4}
     runs = make_metrics({(r, a): Behaviour(final=f) for r, f in finals.items() for a in NINE}, TWO)
     return Metrics(runs.runs, pd.DataFrame(rows), runs.evaluations)
 
