@@ -28,16 +28,6 @@ def planned_replicates() -> dict[Arm, list[Replicate]]:
 
 
 TUNED = {  # what the tuning adds to the preset
-    **{
-        Arm("MAIN", f"{base}_{how}_matched"): 6
-        for base in ("token_ppo", "turn_ppo", "turn_grpo")
-        for how in ("kl", "step")
-    },
-    **{
-        Arm("MAIN", name): 3
-        for name in ("turn_ppo_sgd", "turn_ppo_sgd_constant", "st_ppo_sgd", "so_ppo_ctn_sgd")
-    },
-    **{Arm("MAIN", name): 6 for name in ("turn_ppo_epsilon_matched", "gspo_epsilon_matched")},
     **{Arm("BEST", name): 6 for name in ("token_ppo", "turn_ppo", "grpo")},
 }
 

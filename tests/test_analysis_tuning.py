@@ -6,10 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
+from omegaconf import OmegaConf
 
 from stppo.analysis import tuning
 from stppo.analysis.arms import NINE
-from stppo.analysis.runs import Metrics
+from stppo.analysis.runs import Metrics, load_metrics
 from stppo.analysis.tuning import (
     best_factor,
     choose_main,
@@ -17,6 +18,7 @@ from stppo.analysis.tuning import (
     early_mean,
     interpolate,
 )
+from tests.study_cases import PRESET as STUDY_PRESET
 from tests.synthetic_runs import Behaviour, make_metrics, replicates
 
 RATES = {"a": 1.0, "b": 2.0, "c": 3.0}
@@ -175,3 +177,30 @@ def test_checked_factor_stands_within_a_tenth_and_is_interpolated_once_more_beyo
         elif "step" in name:  # the target of the others is a point of the grid
             assert np.sign(decision.factor[name] - factor) == np.sign(miss), "too far: a smaller step"
             assert factor == pytest.approx(decision.factor[name], rel=0.3)
+
+
+def committed(stage):
+    return load_metrics(STUDY_PRESET.parents[2] / "results" / "reference" / "study" / "tuning" / stage)
+
+
+def test_study_runs_what_stage_three_decided():
+    metrics, checks = committed("stage3"), committed("stage3_check")
+    decision = tuning.decide(metrics)
+    factors, _ = tuning.settle(metrics, checks, decision)
+    divisor = early_mean(checks, tuning.CHECK, "st_ppo_sgd", "stabilizer_divisor", 10)
+    rates = {name: tuning.MAIN_RATE * factor for name, factor in factors.items()}
+    sgd = dict.fromkeys(("turn_ppo_sgd", "st_ppo_sgd", "so_ppo_ctn_sgd"), decision.sgd_rate)
+    rates |= sgd | {"turn_ppo_sgd_constant": decision.sgd_rate / divisor}
+    epsilon = {f"{name}_epsilon_matched": value for name, value in decision.epsilon.items()}
+    arms = OmegaConf.to_container(OmegaConf.load(STUDY_PRESET))["pipeline"]["arms"]
+    for key, decided in (
+        ("training.learning_rate", rates),
+        ("algorithm.objective.clip.epsilon_high", epsilon),
+    ):
+        for name, value in decided.items():
+            chosen = dict(override.split("=") for override in arms[name])
+            assert float(chosen[key]) == float(f"{value:.3g}"), name
+    assert (
+        float(OmegaConf.load(STUDY_PRESET.parents[1] / "training/study_main.yaml").learning_rate)
+        == tuning.MAIN_RATE
+    )

@@ -17,13 +17,17 @@ from stppo.analysis.runs import Metrics
 from stppo.analysis.study import Arm, Study
 
 TARGET_RISK = 0.8  # of token PPO in the main regime
+MAIN_RATE = 3.5e-4  # what it chose (stage 1)
 # Stage 3: regime of the tuning runs -> factor of the main learning rate; of ten iterations, and of whole runs.
 FACTORS = {"F0.35": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
 SEARCHED = {"F0.35_FULL": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
 MATCHED = {"token_ppo": "s_ppo", "turn_ppo": "st_ppo", "turn_grpo": "so_grpo"}  # untreated -> stabilised
 MATCHED_OVER = 10  # iterations from the first
 MATCHED_BY = {"kl": "kl_behaviour_k3", "step": "update_norm"}
-EPSILONS = {"turn_ppo": (0.1, 0.2, 0.3, 0.45, 0.675, 1.01), "gspo": (0.03, 0.06, 0.12, 0.2, 0.333, 0.556, 0.926)}
+EPSILONS = {
+    "turn_ppo": (0.1, 0.2, 0.3, 0.45, 0.675, 1.01),
+    "gspo": (0.03, 0.06, 0.12, 0.2, 0.333, 0.556, 0.926),
+}
 SGD_RATES = (0.03, 0.1, 0.3, 1.0)
 TOLERANCE = 0.1  # of a matched arm, beyond which its learning rate is interpolated once more
 CHECK = "CHECK"  # regime of the runs that try what was chosen
