@@ -295,10 +295,7 @@ def grpo(study: Study, planned: Plan | None) -> Answer:
 def boundaries(study: Study, planned: Plan | None) -> Answer:
     """Q8: wrong turn boundaries, of which no boundary and a boundary at every token are the extremes."""
     table = _compared(study, ("turn_grpo", "grpo", "gspo"), planned)
-    found = sorted(
-        arm for arm in study.arms if arm.regime == MAIN and arm.algorithm.startswith("gspo_epsilon")
-    )
-    matched = f"; with matched ε, {versus(study, _main('turn_grpo'), found[0])}" if found else ""
+    matched = f"; with matched ε, {versus(study, _main('turn_grpo'), _main('gspo_epsilon_matched'))}"
     text = (
         "Turns end at a closing search or answer tag, kept as token positions when they are sampled, so no run here has a wrong "
         "boundary; the extremes of wrong ones are a boundary at every token (GRPO's ratio) and none (GSPO's, which also clips "

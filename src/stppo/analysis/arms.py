@@ -1,12 +1,11 @@
 """Which arms of the study answer one question together, and what its regimes vary.
 
-Names are those of `configs/preset/study.yaml` (a test holds the two against each other) and of the arms that
-its tuning adds; other presets simply have none of them.
+Names are those of `configs/preset/study.yaml` (a test holds the two against each other); other presets simply have
+none of them.
 """
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 MAIN, ON_POLICY, LONG, BEST = "MAIN", "ON_POLICY", "LONG", "BEST"
@@ -37,7 +36,7 @@ class Group(NamedTuple):
     title: str
     question: str
     default: str  # REGIME/algorithm
-    arms: dict[str, str]  # REGIME/algorithm, whose algorithm may end in *, -> what is different
+    arms: dict[str, str]  # REGIME/algorithm -> what is different
 
 
 def _main(base: str, arms: dict[str, str]) -> dict[str, str]:
@@ -189,7 +188,7 @@ ABLATIONS = (
         "Turn-PPO's first updates are as long as Adam's; the constant divisor is the mean of ST-PPO's.",
         f"{MAIN}/turn_ppo_sgd",
         {
-            f"{MAIN}/turn_ppo_sgd_*": "Turn-PPO, constant divisor",
+            f"{MAIN}/turn_ppo_sgd_constant": "Turn-PPO, constant divisor",
             f"{MAIN}/st_ppo_sgd": "ST-PPO",
             f"{MAIN}/so_ppo_ctn_sgd": "SO-PPO, CTN",
         },
@@ -206,14 +205,14 @@ ABLATIONS = (
         "Turn-PPO: ε matched to token PPO's out-of-range fraction",
         "Is what the turn ratio does only a matter of how much is clipped?",
         f"{MAIN}/turn_ppo",
-        {f"{MAIN}/turn_ppo_epsilon*": "matched ε"},
+        {f"{MAIN}/turn_ppo_epsilon_matched": "matched ε"},
     ),
     Group(
         "epsilon_sequence",
         "GSPO: ε matched to token PPO's out-of-range fraction",
         "GSPO's published ε comes from long responses and clips nearly everything here.",
         f"{MAIN}/gspo",
-        {f"{MAIN}/gspo_epsilon*": "matched ε"},
+        {f"{MAIN}/gspo_epsilon_matched": "matched ε"},
     ),
 )
 _VARIANTS = (
@@ -231,7 +230,7 @@ _VARIANTS = (
     | {
         "token_ppo_kl_stop": "KL early stopping",
         "turn_ppo_sgd": "SGD",
-        "turn_ppo_sgd_*": "SGD, constant divisor",
+        "turn_ppo_sgd_constant": "SGD, constant divisor",
         "so_ppo_ctn_sgd": "SGD",
     }
 )
@@ -243,10 +242,6 @@ def variant(algorithm: str) -> tuple[str, str] | None:
 
     None for the algorithms themselves and for names that the study does not have, such as a reader's own.
     """
-    if algorithm in (*_BASES, "grpo"):
+    if algorithm in _BASES or algorithm not in _VARIANTS:
         return None
-    for pattern, words in _VARIANTS.items():
-        if fnmatchcase(algorithm, pattern):
-            base = next(base for base in _BASES if algorithm.startswith(f"{base}_"))
-            return base, words
-    return None
+    return next(base for base in _BASES if algorithm.startswith(f"{base}_")), _VARIANTS[algorithm]

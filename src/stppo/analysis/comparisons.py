@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pandas as pd
@@ -71,24 +70,13 @@ def coverage(metrics: Metrics, planned: Plan | None) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def group_arms(study: Study, group: Group, planned: Plan | None) -> list[tuple[Arm, str]]:
-    """The default and the arms of a group with their words; an arm that ends in * as what was run or planned."""
-    known = sorted({*study.arms, *(planned or ())})
-    chosen = [(arm_of(group.default), look(arm_of(group.default).algorithm).label)]
-    for name, words in group.arms.items():
-        pattern = arm_of(name)
-        found = [
-            arm
-            for arm in known
-            if arm.regime == pattern.regime and fnmatchcase(arm.algorithm, pattern.algorithm)
-        ]
-        chosen += [(arm, words) for arm in found or [pattern]]
-    return chosen
-
-
 def group_table(study: Study, group: Group, planned: Plan | None = None) -> pd.DataFrame:
     """One row per arm of a group, its default first, those without runs included. See `compare`."""
-    return compare(study, group_arms(study, group, planned), planned).assign(group=group.name)
+    default = arm_of(group.default)
+    others = [(arm_of(name), words) for name, words in group.arms.items()]
+    return compare(study, [(default, look(default.algorithm).label), *others], planned).assign(
+        group=group.name
+    )
 
 
 def compare(study: Study, arms: Sequence[tuple[Arm, str]], planned: Plan | None = None) -> pd.DataFrame:
