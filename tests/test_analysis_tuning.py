@@ -189,8 +189,9 @@ def test_study_runs_what_stage_three_decided():
     factors, _ = tuning.settle(metrics, checks, decision)
     divisor = early_mean(checks, tuning.CHECK, "st_ppo_sgd", "stabilizer_divisor", 10)
     rates = {name: tuning.MAIN_RATE * factor for name, factor in factors.items()}
-    sgd = dict.fromkeys(("turn_ppo_sgd", "st_ppo_sgd", "so_ppo_ctn_sgd"), decision.sgd_rate)
-    rates |= sgd | {"turn_ppo_sgd_constant": decision.sgd_rate / divisor}
+    rate = float(f"{decision.sgd_rate:.3g}")
+    rates |= dict.fromkeys(("turn_ppo_sgd", "st_ppo_sgd", "so_ppo_ctn_sgd"), rate)
+    rates["turn_ppo_sgd_constant"] = rate / divisor
     epsilon = {f"{name}_epsilon_matched": value for name, value in decision.epsilon.items()}
     arms = OmegaConf.to_container(OmegaConf.load(STUDY_PRESET))["pipeline"]["arms"]
     for key, decided in (
