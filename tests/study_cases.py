@@ -27,9 +27,7 @@ def planned_replicates() -> dict[Arm, list[Replicate]]:
     return arms
 
 
-TUNED = {  # what the tuning adds to the preset
-    **{Arm("BEST", name): 6 for name in ("token_ppo", "turn_ppo", "grpo")},
-}
+TUNED = {Arm("BEST", name): 6 for name in ("token_ppo", "turn_ppo", "grpo")}  # until the tuning has decided
 
 
 def study_metrics(cure: bool = True, tuned: bool = True, keep: int | None = None) -> Metrics:

@@ -183,6 +183,21 @@ def committed(stage):
     return load_metrics(STUDY_PRESET.parents[2] / "results" / "reference" / "study" / "tuning" / stage)
 
 
+def arms_of(preset):
+    """Arm -> its overrides, as key -> value."""
+    arms = OmegaConf.to_container(OmegaConf.load(STUDY_PRESET.with_name(f"{preset}.yaml")))["pipeline"][
+        "arms"
+    ]
+    return {name: dict(override.split("=", 1) for override in overrides) for name, overrides in arms.items()}
+
+
+def test_the_check_tries_the_rates_that_stage_three_interpolated():
+    tried, decision = arms_of("study_tuning_3"), tuning.decide(committed("stage3"))
+    rates = {name: tuning.MAIN_RATE * factor for name, factor in decision.factor.items()}
+    for name, value in (rates | {"st_ppo_sgd": decision.sgd_rate}).items():
+        assert float(tried[name]["training.learning_rate"]) == float(f"{value:.3g}"), name
+
+
 def test_study_runs_what_stage_three_decided():
     metrics, checks = committed("stage3"), committed("stage3_check")
     decision = tuning.decide(metrics)
@@ -193,14 +208,13 @@ def test_study_runs_what_stage_three_decided():
     rates |= dict.fromkeys(("turn_ppo_sgd", "st_ppo_sgd", "so_ppo_ctn_sgd"), rate)
     rates["turn_ppo_sgd_constant"] = rate / divisor
     epsilon = {f"{name}_epsilon_matched": value for name, value in decision.epsilon.items()}
-    arms = OmegaConf.to_container(OmegaConf.load(STUDY_PRESET))["pipeline"]["arms"]
+    arms = arms_of("study")
     for key, decided in (
         ("training.learning_rate", rates),
         ("algorithm.objective.clip.epsilon_high", epsilon),
     ):
         for name, value in decided.items():
-            chosen = dict(override.split("=") for override in arms[name])
-            assert float(chosen[key]) == float(f"{value:.3g}"), name
+            assert float(arms[name][key]) == float(f"{value:.3g}"), name
     assert (
         float(OmegaConf.load(STUDY_PRESET.parents[1] / "training/study_main.yaml").learning_rate)
         == tuning.MAIN_RATE

@@ -17,7 +17,7 @@ from stppo.analysis.runs import Metrics
 from stppo.analysis.study import Arm, Study
 
 TARGET_RISK = 0.8  # of token PPO in the main regime
-MAIN_RATE = 3.5e-4  # what it chose (stage 1)
+MAIN_RATE = 3.5e-4  # learning rate that stage 1 chose
 # Stage 3: regime of the tuning runs -> factor of the main learning rate; of ten iterations, and of whole runs.
 FACTORS = {"F0.35": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
 SEARCHED = {"F0.35_FULL": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
