@@ -71,6 +71,9 @@ def test_no_collapse_of_few_runs_is_no_proof_of_stability():
     found = verdict_of({TOKEN: Behaviour(risk=1), ST: WELL}, "C2.st_ppo", of)
     assert found.verdict == "inconclusive"
     assert [check.outcome for check in found.checks] == ["holds", "open"]
+    assert found.value == 0 and found.threshold == "below 0.25"  # shown is the condition that decides
+    (row,) = (line for line in ledger_markdown([found]).splitlines() if line.startswith("| C2.st_ppo"))
+    assert "(one of 2 conditions)" in row
 
 
 def test_a_dip_counts_as_collapse():

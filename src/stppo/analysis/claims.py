@@ -25,6 +25,7 @@ from stppo.files import write_atomically
 SUPPORTED, NOT_SUPPORTED = "supported", "not supported"
 INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
 PROVISIONAL = "provisional"  # from fewer runs than planned
+DECIDES = ("fails", "open", "holds")  # outcomes of conditions that must all hold, in this order
 CSV_FILE, MARKDOWN_FILE = "claims.csv", "claims.md"
 
 
@@ -51,7 +52,8 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to one part of a claim. The value is that of the first condition (of tenths: the worst)."""
+    """The answer to one part of a claim. The value is that of the condition that decides (of tenths: the worst): the
+    first that fails, else the first that is open, else the first."""
 
     claim: str
     id: str
@@ -66,6 +68,7 @@ class Verdict:
     low: float
     high: float
     threshold: str  # that the interval must lie wholly beyond
+    n_conditions: int
     level: float
     n_runs: dict[str, tuple[int, int | None]]  # arm -> recorded, planned (None: no plan given)
     checks: tuple[Check, ...]
@@ -149,11 +152,8 @@ def _judge(
         verdict = NOT_TESTED
         sentences.insert(0, f"Asked only if {gate.id} is supported, and it is {gate.verdict}.")
     first = part.conditions[0]
-    head = (
-        _worst(rows[0])
-        if rows
-        else Check(first.quantity.replace("_", " "), *[math.nan] * 3, first.threshold, "")
-    )
+    unmeasured = Check(first.quantity.replace("_", " "), *[math.nan] * 3, first.threshold, "")
+    head = min(map(_worst, rows), key=lambda check: DECIDES.index(check.outcome), default=unmeasured)
     return Verdict(
         claim=claim.id,
         source=claim.source,
@@ -164,6 +164,7 @@ def _judge(
         low=head.low,
         high=head.high,
         threshold=head.threshold,
+        n_conditions=len(part.conditions),
         level=level,
         n_runs=n_runs,
         checks=tuple(checks),
@@ -231,10 +232,20 @@ def _checks(condition: Condition, labelled: list[Labelled], level: float, fail_l
 
 
 def ledger_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
-    """One row per verdict: claim, id, text, source, kind, rule, quantity, value, low, high, threshold, level, verdict,
-    provisional (true: from fewer runs than planned), runs, figure, explanation, note."""
+    """One row per verdict: claim, id, text, source, kind, rule, quantity, value, low, high, threshold, n_conditions, level,
+    verdict, provisional (true: from fewer runs than planned), runs, figure, explanation, note."""
     names = ["claim", "id", "text", "source", "kind", "rule", "quantity", "value", "low", "high"]
-    names += ["threshold", "level", "verdict", "provisional", "runs", "figure", "explanation", "note"]
+    names += [
+        "threshold",
+        "n_conditions",
+        "level",
+        "verdict",
+        "provisional",
+        "runs",
+        "figure",
+        "explanation",
+        "note",
+    ]
     return pd.DataFrame([{name: getattr(verdict, name) for name in names} for verdict in verdicts])
 
 
@@ -247,11 +258,10 @@ def ledger_markdown(verdicts: Sequence[Verdict]) -> str:
     ]
     notes = list(dict.fromkeys(v.note for v in verdicts if v.note))
     for v in verdicts:
-        measured = (
-            "—"
-            if math.isnan(v.value)
-            else f"{v.quantity}: {v.value:.2f} [{v.low:.2f}, {v.high:.2f}], threshold {v.threshold}"
-        )
+        measured = "—"
+        if not math.isnan(v.value):
+            measured = f"{v.quantity}: {v.value:.2f} [{v.low:.2f}, {v.high:.2f}], threshold {v.threshold}"
+            measured += f" (one of {v.n_conditions} conditions)" if v.n_conditions > 1 else ""
         star = "" if v.kind == "primary" else f" ({v.kind.replace('_', ' ')})"
         verdict = f"{v.shown} [{notes.index(v.note) + 1}]" if v.note else v.shown
         lines.append(
