@@ -27,20 +27,14 @@ def planned_replicates() -> dict[Arm, list[Replicate]]:
     return arms
 
 
-TUNED = {Arm("BEST", name): 6 for name in ("token_ppo", "turn_ppo", "grpo")}  # until the tuning has decided
-
-
-def study_metrics(cure: bool = True, tuned: bool = True, keep: int | None = None) -> Metrics:
+def study_metrics(cure: bool = True, keep: int | None = None) -> Metrics:
     """Made-up metrics of the whole plan: token PPO collapses and, with `cure`, no stabilised arm does.
 
     keep: of every arm only its first runs.
     """
     ill = Behaviour(risk=5 / 6)
     well = Behaviour(final=0.45) if cure else ill
-    arms = dict(planned_replicates())
-    if tuned:
-        six = arms[Arm("MAIN", "token_ppo_kl_stop")]
-        arms |= {arm: six[:n] for arm, n in TUNED.items()}
+    arms = planned_replicates()
     stable = ("st_ppo", "s_ppo", "so_grpo", "gspo", "so_ppo_ctn", "s_grpo")
     behaviours = {}
     for arm in arms:

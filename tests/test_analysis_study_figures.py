@@ -28,7 +28,7 @@ from stppo.analysis.statistics import REPETITIONS
 from stppo.analysis.study import Arm, Study
 from stppo.analysis.style import LOOKS, look
 from tests.reference import assert_as_committed, references
-from tests.study_cases import TUNED, planned_replicates, study_metrics
+from tests.study_cases import planned_replicates, study_metrics
 from tests.synthetic_runs import Behaviour, make_metrics, replicates
 
 PLAN = {arm: len(of) for arm, of in planned_replicates().items()}
@@ -60,7 +60,7 @@ def study():
 
 @pytest.fixture(scope="module")
 def plots(study):
-    return draw_all(study, PLAN | TUNED)
+    return draw_all(study, PLAN)
 
 
 # --- the plan ---------------------------------------------------------------------------------
@@ -73,15 +73,15 @@ def test_every_planned_arm_has_its_place():
         split = any(ending and arm.algorithm.endswith(ending) for ending in arms.SPLITS.values())
         assert arm.algorithm in LOOKS or split or str(arm) in grouped, arm
         assert (arms.variant(arm.algorithm) is None) == (arm.algorithm in LOOKS), arm
-    planned = {str(arm) for arm in {*PLAN, *TUNED}}
+    planned = {str(arm) for arm in PLAN}
     for name in grouped:
         assert name in planned, f"{name} is no arm of the study"
 
 
-def test_arms_of_the_ledger_are_planned_or_tuned():
+def test_arms_of_the_ledger_are_planned():
     conditions = [c for claim in load_ledger().claims for part in claim.parts for c in part.conditions]
     for names in (names for condition in conditions for names in condition.arms.values()):
-        assert any(comparisons.arm_of(name) in {*PLAN, *TUNED} for name in names.split("|")), names
+        assert any(comparisons.arm_of(name) in PLAN for name in names.split("|")), names
 
 
 def test_variants_look_like_what_they_vary():
@@ -376,8 +376,6 @@ def test_matching_is_the_ratio_of_what_an_arm_and_its_stabilised_one_reach_early
 def test_verdict_table_is_short(study):
     table = findings.ledger(evaluate(study.metrics))
     assert isinstance(table, pd.DataFrame) and "0.83 [0.39, 1.00]" in set(table["measured"])
-    early = findings.ledger(
-        evaluate(study.metrics, planned={arm: n + 1 for arm, n in (PLAN | TUNED).items()})
-    )
+    early = findings.ledger(evaluate(study.metrics, planned={arm: n + 1 for arm, n in PLAN.items()}))
     row = early.set_index("").loc["C2.st_ppo"]
     assert row["verdict"] == "supported (provisional)" and row["runs"] == "36 of 38"

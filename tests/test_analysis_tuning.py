@@ -9,7 +9,7 @@ import scipy.stats
 from omegaconf import OmegaConf
 
 from stppo.analysis import tuning
-from stppo.analysis.arms import NINE
+from stppo.analysis.arms import BEST, NINE
 from stppo.analysis.runs import Metrics, load_metrics
 from stppo.analysis.tuning import (
     best_factor,
@@ -134,7 +134,7 @@ def stage_three():
             add("EPSILON", f"{algorithm}_epsilon{e:g}", out_of_range_fraction=0.01 / e)
     for rate in tuning.SGD_RATES:
         add("SGD", f"turn_ppo_sgd{rate:g}", update_norm=4 * rate)
-    finals = {"F0.35_FULL": 0.2, "F0.5": 0.3, "F0.71": 0.45, "F1": 0.4}
+    finals = {"F0.25": 0.1, "F0.35_FULL": 0.2, "F0.5": 0.3, "F0.71": 0.45, "F1": 0.4}
     runs = make_metrics({(r, a): Behaviour(final=f) for r, f in finals.items() for a in NINE}, TWO)
     return Metrics(runs.runs, pd.DataFrame(rows), runs.evaluations)
 
@@ -215,6 +215,14 @@ def test_study_runs_what_stage_three_decided():
     ):
         for name, value in decided.items():
             assert float(arms[name][key]) == float(f"{value:.3g}"), name
+    regimes = OmegaConf.load(STUDY_PRESET).pipeline.regimes
+    best = [plan for entry, plan in regimes.items() if plan.get("regime", entry) == BEST]
+    chosen = {name: plan.overrides for plan in best for name in plan.algorithms}
+    assert {name: OmegaConf.from_dotlist(overrides).training for name, overrides in chosen.items()} == {
+        name: {"learning_rate": pytest.approx(tuning.MAIN_RATE * factor)}
+        for name, factor in decision.best.items()
+        if factor != 1
+    }
     assert (
         float(OmegaConf.load(STUDY_PRESET.parents[1] / "training/study_main.yaml").learning_rate)
         == tuning.MAIN_RATE

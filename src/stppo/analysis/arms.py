@@ -44,8 +44,8 @@ def _main(base: str, arms: dict[str, str]) -> dict[str, str]:
 
 
 _PLACEBO = {
-    "placebo_shuffled": "placebo: its divisors, shuffled",
-    "placebo_replayed": "placebo: another run's divisors",
+    "placebo_shuffled": "placebo (its divisors shuffled)",
+    "placebo_replayed": "placebo (another run's divisors)",
 }
 _MATCHED = {"kl_matched": "learning rate matched by KL", "step_matched": "learning rate matched by step"}
 _KL_STOP = {f"{MAIN}/token_ppo_kl_stop": "token PPO with KL early stopping"}

@@ -20,7 +20,7 @@ TARGET_RISK = 0.8  # of token PPO in the main regime
 MAIN_RATE = 3.5e-4  # learning rate that stage 1 chose
 # Stage 3: regime of the tuning runs -> factor of the main learning rate; of ten iterations, and of whole runs.
 FACTORS = {"F0.35": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
-SEARCHED = {"F0.35_FULL": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
+SEARCHED = {"F0.25": 0.25, "F0.35_FULL": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
 MATCHED = {"token_ppo": "s_ppo", "turn_ppo": "st_ppo", "turn_grpo": "so_grpo"}  # untreated -> stabilised
 MATCHED_OVER = 10  # iterations from the first
 MATCHED_BY = {"kl": "kl_behaviour_k3", "step": "update_norm"}
