@@ -218,7 +218,7 @@ def test_study_runs_what_stage_three_decided():
     regimes = OmegaConf.load(STUDY_PRESET).pipeline.regimes
     best = [plan for entry, plan in regimes.items() if plan.get("regime", entry) == BEST]
     chosen = {name: plan.overrides for plan in best for name in plan.algorithms}
-    assert {name: OmegaConf.from_dotlist(overrides).training for name, overrides in chosen.items()} == {
+    assert {name: OmegaConf.from_dotlist(list(overrides)).training for name, overrides in chosen.items()} == {
         name: {"learning_rate": pytest.approx(tuning.MAIN_RATE * factor)}
         for name, factor in decision.best.items()
         if factor != 1
