@@ -1,5 +1,5 @@
 # `snakemake all`: warm starts -> one training run per (regime, algorithm, seed) -> metrics -> figures -> report,
-# and beside them the derivation notebooks, which need no run.
+# and beside them, where a preset trains, the derivation notebooks, which need no run.
 #
 #   snakemake all                                  the laptop preset (cores come from profiles/default)
 #   snakemake all --config preset=smoke            the whole graph in minutes
@@ -106,6 +106,7 @@ DERIVATIONS = [
     "05-search-agent",
 ]
 NOTEBOOKS = ["20-collapse", "21-clip-ratio", "22-ablations", "23-open-questions"]
+PAGES = NOTEBOOKS if RECORDED else [*DERIVATIONS, *NOTEBOOKS]
 PLANNED = f"{RESULTS}/planned.json"
 PAPERMILL = f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
 REFERENCE = f"results/reference/{PRESET}"
@@ -146,7 +147,7 @@ wildcard_constraints:
 rule all:
     input:
         f"{RESULTS}/report.html",
-        expand(f"{RESULTS}/{{name}}.html", name=DERIVATIONS),
+        expand(f"{RESULTS}/{{name}}.html", name=PAGES),
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
 
 
@@ -206,7 +207,6 @@ if RECORDED:
             METRICS,
         params:
             content=content_of(f"{RECORDED}/metrics/runs.json"),
-        priority: 1
         shell:
             "cp {input} {RESULTS}/metrics/"
 
@@ -264,7 +264,6 @@ rule planned:  # how many runs each arm is to have, for tables that say how many
         PLANNED,
     params:
         counts=json.dumps(Counter(f"{run.regime}/{run.algorithm}" for run in RUNS.values()), indent=1),
-    priority: 1
     shell:
         "echo {params.counts:q} > {output}"
 
@@ -280,7 +279,6 @@ rule claims:
         ledger=content_of("src/stppo/analysis/claims.yaml"),
     log:
         f"{RESULTS}/logs/claims.log",
-    priority: 1  # what the runs say comes before the derivations, which say the same whatever the runs
     shell:
         "stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {PLANNED} > {log} 2>&1"
 
@@ -329,32 +327,46 @@ rule figures:
         options=f"{PAPERMILL} -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures",
     log:
         expand(f"{RESULTS}/logs/{{name}}.log", name=NOTEBOOKS),
-    priority: 1
+    threads: len(NOTEBOOKS)  # side by side, for they share a folder of figures and so a job
     shell:
-        " && ".join(
+        "jobs=; "
+        + "".join(
             f"papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}}"
-            f"{f' -p planned {PLANNED}' if name > '22' else ''} > {RESULTS}/logs/{name}.log 2>&1"
+            f"{f' -p planned {PLANNED}' if name > '22' else ''} > {RESULTS}/logs/{name}.log 2>&1 & jobs=\"$jobs $!\"; "
             for name in NOTEBOOKS
         )
+        + "failed=0; for job in $jobs; do wait $job || failed=1; done; exit $failed"
 
 
-rule html:  # with links between notebooks turned into links between pages
+def relinked(page):
+    """What makes a notebook's links to others lead to this preset's pages, or where it has none to the notebook."""
+    folder = Path(RESULTS, page).parent
+    pages, notebooks = os.path.relpath(RESULTS, folder), os.path.relpath("notebooks", folder)
+    end = """[.]ipynb(["#])"""
+    return (
+        f"s,href=\"({'|'.join(PAGES)}){end},href=\"{pages}/\\1.html\\2,g; "
+        f"s,href=\"([0-9]{{2}}-[^\":/]+){end},href=\"{notebooks}/\\1.ipynb\\2,g"
+    )
+
+
+rule html:
     input:
         f"{RESULTS}/{{notebook}}.ipynb",
     output:
         f"{RESULTS}/{{notebook}}.html",
     params:
         options=shlex.join(NBCONVERT_OPTIONS),
+        links=lambda wildcards: shlex.quote(relinked(wildcards.notebook)),
     log:
         f"{RESULTS}/logs/html/{{notebook}}.log",
     shell:
         "jupyter nbconvert {params.options} --log-level WARN {input} > {log} 2>&1"
-        """ && sed -i.bak -E 's|href="([02][0-9]-[^":/]+)[.]ipynb(["#])|href="\\1.html\\2|g' {output} && rm {output}.bak"""
+        " && sed -i.bak -E {params.links} {output} && rm {output}.bak"
 
 
 rule report:
     input:
-        expand(f"{RESULTS}/{{name}}.html", name=[*DERIVATIONS, *NOTEBOOKS]),
+        expand(f"{RESULTS}/{{name}}.html", name=PAGES),
         rules.figures.output,
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
         METRICS,

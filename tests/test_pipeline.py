@@ -65,7 +65,7 @@ def recorded(tmp_path):
 
 def test_recorded_metrics_are_rendered_without_training(tmp_path, recorded):
     result = snakemake(tmp_path, "--config", "preset=laptop", RECORDED)
-    assert planned(result, "train") == planned(result, "warm_start") == 0
+    assert planned(result, "train") == planned(result, "warm_start") == planned(result, "derivation") == 0
     assert planned(result, "collect") == planned(result, "figures") == planned(result, "report") == 1
     trained = snakemake(tmp_path, "--config", "preset=laptop", RECORDED, "retrain=true")
     assert planned(trained, "train") == 31
@@ -145,7 +145,10 @@ def test_pages_link_pages_and_need_no_widgets(tmp_path):
         "text/html": "<p>still</p>",
     }
     output = nbformat.v4.new_output("display_data", bundle)
-    links = "[next](02-turn.ipynb) [part](03-bias.ipynb#part) [run](10-train.ipynb) [other](https://a.org/02-b.ipynb)"
+    links = (
+        "[next](21-clip-ratio.ipynb) [part](03-clipping-bias.ipynb#part) [run](10-train.ipynb) [plug](25-plug-ins.ipynb#a)"
+        " [other](https://a.org/02-b.ipynb)"
+    )
     notebook = nbformat.v4.new_notebook(
         cells=[
             nbformat.v4.new_markdown_cell(links),
@@ -153,11 +156,14 @@ def test_pages_link_pages_and_need_no_widgets(tmp_path):
         ],
         metadata={"widgets": {"application/vnd.jupyter.widget-state+json": {"state": {"m": {}}}}},
     )
-    (tmp_path / "results" / "smoke").mkdir(parents=True)
-    nbformat.write(notebook, tmp_path / "results" / "smoke" / "page.ipynb")
-    result = snakemake(tmp_path, "--config", "preset=smoke", targets=["results/smoke/page.html"])
+    folder = tmp_path / "results" / "smoke" / "runs"
+    folder.mkdir(parents=True)
+    nbformat.write(notebook, folder / "page.ipynb")
+    result = snakemake(tmp_path, "--config", "preset=smoke", targets=["results/smoke/runs/page.html"])
     assert result.returncode == 0, result.stdout + result.stderr
-    page = (tmp_path / "results" / "smoke" / "page.html").read_text(encoding="utf-8")
+    page = (folder / "page.html").read_text(encoding="utf-8")
     assert "<p>still</p>" in page and "html-manager" not in page
-    assert 'href="02-turn.html"' in page and 'href="03-bias.html#part"' in page
-    assert 'href="10-train.ipynb"' in page and 'href="https://a.org/02-b.ipynb"' in page
+    assert 'href="../21-clip-ratio.html"' in page and 'href="../03-clipping-bias.html#part"' in page
+    notebooks = "../../../notebooks"
+    assert f'href="{notebooks}/10-train.ipynb"' in page and f'href="{notebooks}/25-plug-ins.ipynb#a"' in page
+    assert 'href="https://a.org/02-b.ipynb"' in page
