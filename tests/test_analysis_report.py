@@ -220,12 +220,13 @@ def test_claims_come_first_with_their_verdicts_and_numbers(study_page):
         "results",
     ]
     claims = section(study_page, "claims")
-    assert len(re.findall(r'class="verdict ', claims)) == sum(len(c.parts) for c in load_ledger().claims)
-    row = next(row for row in claims.split("<tr") if "S-PPO prevents token PPO" in row)
+    table = claims[claims.index("<table") :]
+    assert len(re.findall(r'class="verdict ', table)) == sum(len(c.parts) for c in load_ledger().claims)
+    row = next(row for row in claims.split("<tr")[1:] if "S-PPO prevents token PPO" in row)
     text = words_of(row)
     assert 'class="verdict supported"' in row and 'href="#stability"' in row and "36 of 36" in text
     assert re.search(r"0\.89 \[0\.\d\d, 1\.00\]", text) and "below 0.25: holds" in text
-    missing = words_of(next(row for row in claims.split("<tr") if "SO-GRPO (reading A, divisor)" in row))
+    missing = words_of(next(row for row in claims.split("<tr")[1:] if "SO-GRPO (reading A, divisor)" in row))
     assert "not tested" in missing and "no runs of MAIN/grpo, MAIN/so_grpo" in missing
     counted = re.search(
         r"Of (\d+) primary verdicts: (\d+) supported, (\d+) not supported, (\d+) inconclusive, (\d+) not tested",
@@ -233,25 +234,29 @@ def test_claims_come_first_with_their_verdicts_and_numbers(study_page):
     )
     total, *parts = map(int, counted.groups())
     assert total == load_ledger().n_primary == sum(parts) and parts[0] >= 1 and parts[3] >= 1
+    listed = re.findall(r"<li>.*?</li>", claims, re.DOTALL)
+    assert len(listed) == parts[0] + parts[1]
+    assert any('"verdict supported"' in line and "S-PPO prevents" in line for line in listed)
 
 
 def test_provisional_verdicts_and_notes_stand_beside_the_verdict(study_page, tmp_path):
     claims = section(study_page, "claims")
-    row = next(row for row in claims.split("<tr") if "S-PPO prevents token PPO" in row)
+    row = next(row for row in claims.split("<tr")[1:] if "S-PPO prevents token PPO" in row)
     assert "Clopper-Pearson" in row and "(provisional)" not in claims
     arms = {Arm("MAIN", "token_ppo"): Behaviour(risk=16 / 18), Arm("MAIN", "s_ppo"): Behaviour()}
     write_metrics(make_metrics(arms), tmp_path / "metrics")
     (tmp_path / "planned.json").write_text(json.dumps({str(arm): 20 for arm in arms}))
     write_evaluation(tmp_path / "metrics", tmp_path / "claims", tmp_path / "planned.json")
     claims = section(render_report(tmp_path, None, tmp_path / "r.html").read_text(), "claims")
-    row = words_of(next(row for row in claims.split("<tr") if "S-PPO prevents token PPO" in row))
+    row = words_of(next(row for row in claims.split("<tr")[1:] if "S-PPO prevents token PPO" in row))
     assert "supported (provisional)" in row and "36 of 40" in row
     assert re.search(r"not tested; \d+ of them provisional\.", words_of(claims))
 
 
 def test_what_was_run_and_answers_stand_behind_the_claims(study_page):
     coverage = words_of(section(study_page, "coverage"))
-    assert "MAIN 3 54 3 56 st_ppo_raw 18 of 20" in coverage and "LLAMA 0 0 1 3 s_ppo 0 of 3" in coverage
+    assert "MAIN the main regime 3 54 3 56 st_ppo_raw 18 of 20" in coverage
+    assert "LLAMA Llama policy 0 0 1 3 s_ppo 0 of 3" in coverage
     questions = words_of(section(study_page, "questions"))
     assert (
         all(f"Q{i}." in questions for i in range(1, 9))

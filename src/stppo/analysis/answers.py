@@ -21,9 +21,11 @@ from stppo.analysis.arms import (
     NINE,
     PPO_VARIANTS,
     SETTINGS,
+    variant,
 )
 from stppo.analysis.claims import Plan
 from stppo.analysis.comparisons import (
+    arm_of,
     compare,
     estimate,
     extra_risk,
@@ -121,11 +123,10 @@ def _leaders(table: pd.DataFrame) -> str:
         if len(known)
         else []
     )
-    risk = (
-        f", and the lowest collapse risk ({words.number(known['collapse_risk'].min())}) is that of {words.listed(least)}"
-        if least
-        else ""
-    )
+    lowest = words.number(known["collapse_risk"].min())
+    risk = f", and the lowest collapse risk ({lowest}) is that of {words.listed(least)}" if least else ""
+    if len(least) == len(known):
+        risk = f", and all have the same collapse risk ({lowest})"
     return (
         f"{named}{words.listed(top)} has the highest mean final success "
         f"({words.interval(row['final_success'], row['final_success_low'], row['final_success_high'])}; the intervals of "
@@ -228,38 +229,42 @@ def diagnostics(study: Study, planned: Plan | None) -> Answer:
 
 
 def why_divide(study: Study, planned: Plan | None) -> Answer:
-    """Q5: controls of the cure."""
-    tables = [group_table(study, group, planned) for group in CONTROLS[:2]]
-    parts = []
-    for table in tables:
-        treated = table["label"].iloc[0]
-        controls = table[~table["arm"].isin([f"{MAIN}/{name}" for name in PPO_VARIANTS])]
-        run = controls[controls["runs"] > 0]
-        if run.empty or not table["runs"].iloc[0]:
-            parts.append(f"{treated}: {words.untested(missing_arms(table)).rstrip('.')}")
-            continue
-        enough = run["shared"] >= words.FEWEST
-        more, less = run[enough & (run["extra_risk_low"] > 0)], run[enough & (run["extra_risk_high"] < 0)]
-        rest = run.drop(index=[*more.index, *less.index])
-        told = [
-            f"{words.listed(list(rows['label']))} {verb}"
-            for verb, rows in (
-                ("collapse more often", more),
-                ("collapse less often", less),
-                ("are not shown to differ", rest),
-            )
-            if len(rows)
-        ]
-        note = f" (not run: {words.listed(missing_arms(controls))})" if missing_arms(controls) else ""
-        parts.append(
-            f"{treated} collapsed in {words.share(table['collapsed'].iloc[0], table['runs'].iloc[0])} runs; of its "
-            f"{len(run)} controls, {'; '.join(told)}{note}"
+    """Q5: controls of the cure, which shorten or skip steps and know nothing of their own clipping bias."""
+    table = pd.concat(
+        [group_table(study, group, planned).assign(block=group.title) for group in CONTROLS],
+        ignore_index=True,
+    )
+    treated = table["block"].map(
+        {group.title: look(arm_of(group.default).algorithm).label for group in CONTROLS}
+    )
+    controls = table.assign(treated=treated)[
+        [variant(arm_of(name).algorithm) is not None for name in table["arm"]]
+    ]
+    run = controls[controls["shared"] >= words.FEWEST]
+    if run.empty:
+        text = f"Not tested: no control shares {words.FEWEST} warm starts with what it controls."
+    else:
+
+        def found(column: str, which: int) -> str:
+            rows = words.where(run, column, which)
+            cells = rows[["label", "treated", column, f"{column}_low", f"{column}_high"]]
+            named = [
+                f"{label} against {of} {words.interval(*values, sign=True)}"
+                for label, of, *values in cells.itertuples(index=False, name=None)
+            ]
+            return f"{len(rows)}{f' ({words.listed(named)})' if 0 < len(named) <= 5 else ''}"
+
+        absent = missing_arms(controls)
+        text = (
+            f"In {len(run)} comparisons of {words.listed(list(run['treated'].unique()))} with controls that shorten or skip "
+            f"steps and know nothing of their own clipping bias, the control collapses more often in {found('extra_risk', 1)} "
+            f"and less often in {found('extra_risk', -1)}; in the others no difference is shown. "
+            f"It ends higher in {found('final_difference', 1)} and lower in {found('final_difference', -1)}"
+            f"{f'; not run: {words.listed(absent)}' if absent else ''}."
         )
-    text = f"{'. '.join(parts)}."
     question = "Why should dividing by ‖C‖ help at all?"
     see = ("03-clipping-bias", "04-stabilised-objectives")
-    table = pd.concat([part.assign(block=group.title) for part, group in zip(tables, CONTROLS, strict=False)])
-    return Answer("Q5", question, text, "controls", table.reset_index(drop=True), see)
+    return Answer("Q5", question, text, "controls", table, see)
 
 
 def other_settings(study: Study, planned: Plan | None) -> pd.DataFrame:

@@ -27,6 +27,18 @@ SPLITS = {"4 × 8": "_e4m8", "8 × 4": "", "16 × 2": "_e16m2"}  # epochs x mini
 SETTINGS = {"SINGLE_TURN": "questions of one turn", "LONG_HORIZON": "longer chains", "LLAMA": "Llama policy"}
 # Regimes that a figure of their own covers: no curves iteration by iteration.
 COVERED = {*CELLS.values(), *STALENESS.values(), *SETTINGS, BEST} - {MAIN}
+# Regime -> what is different in it, in words.
+MEANING = (
+    {f"E{e}_LR{f:g}": f"{e} epochs, main learning rate × {f:g}" for e, f in CELLS}
+    | {regime: f"batches {age} iterations old" for age, regime in STALENESS.items()}
+    | SETTINGS
+    | {
+        MAIN: "the main regime",
+        ON_POLICY: "nearly on-policy: fresh batches, few updates",
+        LONG: "longer and milder",
+        BEST: "each algorithm at its best learning rate",
+    }
+)
 
 
 class Group(NamedTuple):

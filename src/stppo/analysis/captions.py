@@ -31,9 +31,9 @@ def _numbers(values: Sequence[float], pattern: str = "{:g}") -> str:
 
 
 def short(value: float) -> str:
-    """Two significant digits, as people write learning rates: 3.5e-4, 5e-4."""
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    """Four significant digits at most, as people write learning rates: 3.5e-4, 8.75e-5."""
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def describe_setting(metrics: Metrics) -> str:

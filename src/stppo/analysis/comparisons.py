@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from stppo.analysis import resampling
-from stppo.analysis.arms import Group
+from stppo.analysis.arms import MEANING, Group
 from stppo.analysis.claims import Plan
 from stppo.analysis.resampling import Estimate
 from stppo.analysis.runs import Metrics
@@ -47,7 +47,8 @@ def arm_of(name: str) -> Arm:
 
 
 def coverage(metrics: Metrics, planned: Plan | None) -> pd.DataFrame:
-    """One row per regime: arms and runs recorded and, where a plan is given, planned, and what is missing."""
+    """One row per regime: its setting in words, arms and runs recorded and, where a plan is given, planned, and what is
+    missing."""
     recorded: dict[Arm, int] = {}
     for run in metrics.runs:
         arm = Arm(run["regime"], run["algorithm"])
@@ -55,7 +56,12 @@ def coverage(metrics: Metrics, planned: Plan | None) -> pd.DataFrame:
     rows = []
     for regime in sorted({arm.regime for arm in (*recorded, *(planned or ()))}):
         here = {arm: n for arm, n in recorded.items() if arm.regime == regime}
-        row: dict[str, object] = {"regime": regime, "arms": len(here), "runs": sum(here.values())}
+        row: dict[str, object] = {
+            "regime": regime,
+            "setting": MEANING.get(regime, ""),
+            "arms": len(here),
+            "runs": sum(here.values()),
+        }
         if planned is not None:
             plan = {arm: n for arm, n in planned.items() if arm.regime == regime}
             short = {

@@ -157,7 +157,7 @@ def best_table(study: Study, planned: Plan | None = None) -> pd.DataFrame | None
     best = best_arms(study, planned)
     if "token_ppo" not in best:
         return None
-    arms = [(arm, f"{look(name).label}, lr {_rate(study, arm)}") for name, arm in best.items()]
+    arms = [(arm, f"{look(name).label} at {_rate(study, arm)}") for name, arm in best.items()]
     return compare(study, arms, planned)
 
 

@@ -82,7 +82,8 @@ def _named(rows: pd.DataFrame, column: str) -> str:
     return listed([f"{label} ({interval(*values, sign=True)})" for label, *values in cells])
 
 
-def _where(table: pd.DataFrame, column: str, which: int) -> pd.DataFrame:
+def where(table: pd.DataFrame, column: str, which: int) -> pd.DataFrame:
+    """Rows of `comparisons.compare` whose interval of a difference lies on one `side`, from enough warm starts."""
     enough = table[table["shared"] >= FEWEST]
     sides = [side(*pair) for pair in zip(enough[f"{column}_low"], enough[f"{column}_high"], strict=True)]
     return enough[[one == which for one in sides]]
@@ -130,7 +131,7 @@ def group_sentence(table: pd.DataFrame) -> str:
     ]
     told: set[str] = set()
     for column, which, words in phrases:
-        found = _where(run, column, which)
+        found = where(run, column, which)
         if len(found):
             parts.append(f"{words}: {_named(found, column)}.")
             told |= set(found["arm"])
