@@ -10,7 +10,7 @@ from stppo.analysis.captions import describe_regime, describe_setting
 from stppo.analysis.drawing import curves_of
 from stppo.analysis.runs import collect, load_metrics
 from stppo.analysis.style import LOOKS, in_order, look, publish
-from tests.reference import assert_as_committed, references
+from tests.reference import assert_as_committed, assert_shows_all, references
 from tests.synthetic_runs import make_run, make_study
 
 FAST = 50
@@ -118,6 +118,11 @@ def test_texts_of_a_figure_do_not_overlap(plots):
             )
 
 
+def test_nothing_drawn_is_cut_off(plots):
+    for plot in plots.values():
+        assert_shows_all(plot)
+
+
 def test_saved_files_are_complete_and_reproducible(metrics, tmp_path):
     for folder in ("one", "two"):
         figures.diagnostics_figure(metrics, "LONG", FAST).save(tmp_path / folder)
@@ -202,11 +207,14 @@ def test_setting_and_regime_in_words(metrics):
     )
 
 
-def test_learning_rates_keep_two_digits(metrics):
-    for rate, words in ((3.5e-4, "lr 3.5e-4,"), (2.5e-4, "lr 2.5e-4,"), (1e-3, "lr 1e-3,")):
+def test_learning_rates_are_written_as_people_do(metrics):
+    for rate, words in ((3.5e-4, "lr 3.5e-4,"), (8.75e-5, "lr 8.75e-5,"), (1e-3, "lr 1e-3,")):
         rated = metrics.iterations.assign(learning_rate=np.float32(rate))
         study = type(metrics)(metrics.runs, rated, metrics.evaluations)
         assert describe_regime(study, "A", ["st_ppo"]).startswith(words)
+    own = np.where(metrics.iterations["algorithm"] == "st_ppo", 1.225e-4, 8.75e-5)
+    study = type(metrics)(metrics.runs, metrics.iterations.assign(learning_rate=own), metrics.evaluations)
+    assert describe_regime(study, "A", ["st_ppo", "token_ppo"]).startswith("lr 8.75e-5–1.225e-4,")
 
 
 def test_success_starts_at_zero_in_the_overview(plots):

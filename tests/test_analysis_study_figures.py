@@ -27,7 +27,7 @@ from stppo.analysis.runs import Metrics, load_metrics
 from stppo.analysis.statistics import REPETITIONS
 from stppo.analysis.study import Arm, Study
 from stppo.analysis.style import LOOKS, look
-from tests.reference import assert_as_committed, references
+from tests.reference import assert_as_committed, assert_shows_all, references
 from tests.study_cases import planned_replicates, study_metrics
 from tests.synthetic_runs import Behaviour, make_metrics, replicates
 
@@ -61,6 +61,20 @@ def study():
 @pytest.fixture(scope="module")
 def plots(study):
     return draw_all(study, PLAN)
+
+
+def test_nothing_drawn_is_cut_off(study, plots):
+    for plot in (*plots.values(), *figures.all_figures(study.metrics, FAST)):
+        assert_shows_all(plot)
+
+
+def test_panels_that_share_an_axis_hold_the_higher_ones_too():
+    """The main regime is drawn first, and here it has the lower success."""
+    levels = {"MAIN": 0.1, "ON_POLICY": 0.6}
+    names = ("token_ppo", "turn_ppo", "grpo", "gspo", "so_grpo")
+    of = {Arm(regime, name): Behaviour(final=f) for regime, f in levels.items() for name in names}
+    for plot in figures.all_figures(make_metrics(of), FAST):
+        assert_shows_all(plot)
 
 
 # --- the plan ---------------------------------------------------------------------------------
@@ -340,7 +354,7 @@ def test_axes_of_success_hold_no_more_than_success_can_be():
     metrics.evaluations.loc[last, "success"] = 1 - metrics.evaluations.loc[last, "success"]
     plot = study_figures.normalisers_figure(Study(metrics))
     assert plot.data["final_difference_high"].max() > 1.1
-    for ax, lowest in zip(plot.figure.axes[1:3], (0, -1.1), strict=True):
+    for ax, lowest in zip(plot.figure.axes[1:3], (-0.1, -1.1), strict=True):
         assert lowest <= ax.get_xlim()[0] and ax.get_xlim()[1] < 1.1
 
 

@@ -63,7 +63,10 @@ def describe_regime(metrics: Metrics, regime: str, algorithms: Sequence[str]) ->
     ]
     parts = []
     if "learning_rate" in rows and rows["learning_rate"].notna().any():
-        parts.append(f"lr {short(rows['learning_rate'].max())}")
+        rates = (
+            rows.groupby(["algorithm", "seed"])["learning_rate"].max().agg(["min", "max"]).map(short).unique()
+        )
+        parts.append(f"lr {'–'.join(rates)}")
     if "staleness_iterations" in rows and rows["staleness_iterations"].notna().any():
         parts.append(f"staleness {rows['staleness_iterations'].max():.0f}")
     per_iteration = [

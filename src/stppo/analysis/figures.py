@@ -284,7 +284,7 @@ def granularity_figure(metrics: Metrics) -> Plot | None:
             ax.set_title(f"regime {regime}")
             ax.set_xticks(range(3), rungs)
             ax.set(xlim=(-0.4, 2.4), xlabel="granularity of the ratio")
-            ax.set_ylim(bottom=0)
+        from_zero(axes)
         axes[0].set_ylabel("final sampled success")
         algorithms = in_order(a for ladder in found.values() for a in ladder.values())
         dots = [

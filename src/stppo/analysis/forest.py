@@ -85,7 +85,8 @@ def forest(
             if column == "collapse_risk":
                 ax.set_xlim(-0.03, 1.03)
             elif column == "final_success":
-                ax.set_xlim(0, min(ax.get_xlim()[1], 1.03))
+                right = min(ax.get_xlim()[1], 1.03)
+                ax.set_xlim(-0.03 * right, right)
             else:  # a difference; small ones are not to look large, nor may an interval from two warm starts hide the others
                 ax.axvline(0, color="#999999", linewidth=0.9, zorder=0)
                 low, high = ax.get_xlim()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stppo.analysis.arms import MAIN
+
 OBJECTIVES = "objectives"
 # Group of figures -> file name (or its part before the regime) -> heading and the question the figure asks.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
@@ -98,10 +100,13 @@ def _picture(figures_dir: Path, name: str) -> Picture | None:
 
 
 def _figure_names(*folders: Path | None) -> list[str]:
-    """Names of the figures in any of the folders: known ones in the order of HEADINGS, others behind."""
+    """Names of the figures in any of the folders: known ones in the order of HEADINGS, others behind; of the regimes
+    the main one first."""
     found = {path.stem for folder in folders if folder for path in folder.glob("*.png")}
     ranks = {name: i for i, name in enumerate(HEADINGS)}
-    return sorted(found, key=lambda name: (ranks.get(_kind(name), len(ranks)), name))
+    return sorted(
+        found, key=lambda name: (ranks.get(_kind(name), len(ranks)), not name.endswith(f"_{MAIN}"), name)
+    )
 
 
 def _kind(name: str) -> str:
