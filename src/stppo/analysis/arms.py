@@ -214,14 +214,14 @@ ABLATIONS = (
     ),
     Group(
         "epsilon_turn",
-        "Turn-PPO: ε matched to token PPO's out-of-range fraction",
-        "Is what the turn ratio does only a matter of how much is clipped?",
+        "Turn-PPO: ε matched to token PPO",
+        "Is what the turn ratio does only a matter of how much is clipped? Here as many ratios start out of range as token PPO's.",
         f"{MAIN}/turn_ppo",
         {f"{MAIN}/turn_ppo_epsilon_matched": "matched ε"},
     ),
     Group(
         "epsilon_sequence",
-        "GSPO: ε matched to token PPO's out-of-range fraction",
+        "GSPO: ε matched to token PPO",
         "GSPO's published ε comes from long responses and clips nearly everything here.",
         f"{MAIN}/gspo",
         {f"{MAIN}/gspo_epsilon_matched": "matched ε"},
