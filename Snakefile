@@ -273,7 +273,7 @@ rule claims:
         METRICS,
         PLANNED,
     output:
-        multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "answers.csv", "coverage.csv"),
+        multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "answers.csv", "coverage.csv", "sensitivity.csv", "in_short.txt"),
     params:
         code=code_hash("stppo.analysis.evaluation"),
         ledger=content_of("src/stppo/analysis/claims.yaml"),
@@ -329,7 +329,7 @@ rule figures:
         expand(f"{RESULTS}/logs/{{name}}.log", name=NOTEBOOKS),
     threads: len(NOTEBOOKS)  # side by side, for they share a folder of figures and so a job
     shell:
-        "jobs=; "
+        "jobs=; trap 'kill $jobs 2> /dev/null || true' EXIT; "  # an interrupted job leaves none of them behind
         + "".join(
             f"papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}}"
             f"{f' -p planned {PLANNED}' if name > '22' else ''} > {RESULTS}/logs/{name}.log 2>&1 & jobs=\"$jobs $!\"; "
@@ -375,7 +375,7 @@ rule report:
         f"{RESULTS}/report.html",
     params:
         code=code_hash("stppo.analysis.report"),
-        reference=content_of(f"{REFERENCE}/metrics/runs.json"),
+        reference=content_of(f"{REFERENCE}/metrics/runs.json", f"{REFERENCE}/tuning/stage1/metrics/runs.json"),
     log:
         f"{RESULTS}/logs/report.log",
     shell:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import re
 
+import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import beta, betabinom
@@ -10,14 +12,17 @@ from scipy.stats import beta, betabinom
 from stppo import schema
 from stppo.analysis.claims import evaluate as evaluate_all
 from stppo.analysis.claims import ledger_markdown, ledger_table, write_ledger
+from stppo.analysis.evaluation import write_evaluation
 from stppo.analysis.ledger import LEDGER_FILE, Ledger, load_ledger
 from stppo.analysis.quantities import QUANTITIES
 from stppo.analysis.resampling import joint_level
 from stppo.analysis.study import Study
 from stppo.analysis.study_figures import best_arms
+from tests.reference import REFERENCE
 from tests.synthetic_runs import Behaviour, make_metrics, replicates
 
 LEDGER = load_ledger()
+STUDY = REFERENCE / "study"
 ILL = Behaviour(risk=16 / 18)
 WELL = Behaviour(final=0.45, clip=0.04)
 TOKEN, S, ST = ("MAIN", "token_ppo"), ("MAIN", "s_ppo"), ("MAIN", "st_ppo")
@@ -112,7 +117,9 @@ def test_it_is_specific_only_if_every_control_is_beaten():
 def test_what_is_gated_is_asked_only_behind_its_gate():
     arms = {TOKEN: ILL, S: Behaviour(risk=5 / 18)} | {("MAIN", f"token_ppo_{c}"): ILL for c in CONTROLS}
     found = verdict_of(arms, "C2.s_ppo.specific")
-    assert found.verdict == "not tested" and "Asked only if C2.s_ppo is supported" in found.explanation
+    assert found.verdict == "not asked" and "Asked only if C2.s_ppo is supported" in found.explanation
+    del arms[S]
+    assert verdict_of(arms, "C2.s_ppo.specific").verdict == "not tested", "its gate is not tested either"
 
 
 def test_so_grpo_is_judged_by_both_readings():
@@ -242,7 +249,7 @@ def test_spikes_without_collapse_and_a_shrinking_bias_refute():
     found = evaluate(make_metrics(dict.fromkeys(CORNERS, steady)), "C6")
     assert found["C6.spikes"].verdict in ("not supported", "inconclusive")
     assert found["C6.bias"].verdict == "not supported"
-    assert found["C6.lead"].verdict == "not tested"
+    assert found["C6.lead"].verdict == "not asked"
 
 
 def test_spikes_that_come_last_are_no_cause():
@@ -385,7 +392,7 @@ def test_thresholds_that_lean_on_the_smoothing_are_disclosed():
     leaning = []
     for part in (part for claim in LEDGER.claims for part in claim.parts):
         asks = any(c.quantity == "collapse_risk" and c.below == 0.25 for c in part.conditions)
-        assert bool(part.note) == asks, part.id
+        assert ("Clopper-Pearson" in part.note) == asks, part.id
         leaning += [part.note] * asks
     assert len(leaning) == 4
     rate, both = 0.25, (1 - LEDGER.level) / 2
@@ -395,6 +402,37 @@ def test_thresholds_that_lean_on_the_smoothing_are_disclosed():
     assert all(f"{x}" in leaning[0] for x in ("0.237", "0.299", "0.0056", "0.02"))
     lines = ledger_markdown(list(evaluate(make_metrics({TOKEN: ILL, ST: WELL}), "C2").values())).splitlines()
     assert sum("[1]" in line for line in lines) == 3 and f"[1] {leaning[0]}" in lines
+
+
+def test_committed_verdicts_follow_from_the_committed_metrics(tmp_path):
+    write_evaluation(STUDY / "metrics", tmp_path, STUDY / "planned.json")
+    now, was = (pd.read_csv(folder / "claims.csv").set_index("id") for folder in (tmp_path, STUDY / "claims"))
+    assert now["verdict"].to_dict() == was["verdict"].to_dict() and now["runs"].equals(was["runs"])
+    for name in ("value", "low", "high"):
+        np.testing.assert_allclose(now[name], was[name], rtol=1e-3, atol=1e-4)
+    lines = [(folder / "in_short.txt").read_text() for folder in (tmp_path, STUDY / "claims")]
+    assert lines[0] == lines[1]
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def test_readme_shows_the_committed_sentences_and_verdicts():
+    text = (STUDY / "claims" / "claims.md").read_text(encoding="utf-8")
+    rows = [cells(line) for line in text.splitlines() if line.startswith("| C")]
+    expected = [
+        [name, claim, measured, re.sub(r" \[\d+\]$", "", verdict)]
+        for name, claim, _, measured, verdict, _, _ in rows
+        if not claim.endswith(("(secondary)", "(same interval)"))
+        and not (claim.endswith("(gated)") and verdict.startswith(("not asked", "not tested")))
+    ]
+    readme = (REFERENCE.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert sum(not row[1].endswith("(gated)") for row in expected) == LEDGER.n_primary
+    assert [cells(line) for line in readme.splitlines() if line.startswith("| C")] == expected
+    study = readme.split("## The study")[1].split("\n## ")[0]
+    sentences = (STUDY / "claims" / "in_short.txt").read_text(encoding="utf-8").splitlines()
+    assert [line.removeprefix("- ") for line in study.splitlines() if line.startswith("- ")] == sentences
 
 
 def test_same_metrics_give_the_same_ledger():

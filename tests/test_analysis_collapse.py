@@ -32,6 +32,12 @@ def test_fall_to_just_above_half_is_no_collapse():
     assert judge([0.4] * 10 + [0.19] * 10).collapsed
 
 
+@pytest.mark.parametrize(("fraction", "collapsed"), [(0.4, False), (0.5, True), (0.6, True)])
+def test_line_can_be_drawn_elsewhere(fraction, collapsed):
+    assert judge([0.4] * 10 + [0.18] * 10, fraction=fraction).collapsed == collapsed
+    assert judge([0.4] * 10 + [0.22] * 10, fraction=fraction).collapsed == (fraction == 0.6)
+
+
 def test_small_fall_is_no_collapse_even_below_half():
     # From .12 to .03: below half, but only .09 lost.
     assert not judge([0.12] * 8 + [0.03] * 8, start=0.12).collapsed

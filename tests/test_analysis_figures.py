@@ -1,3 +1,4 @@
+from dataclasses import replace
 from io import BytesIO
 
 import numpy as np
@@ -201,6 +202,10 @@ def test_other_algorithms_join_the_figures_of_their_kind_in_colours_of_their_own
 
 def test_setting_and_regime_in_words(metrics):
     assert describe_setting(metrics) == "tiny policy (0.12 M parameters), synthetic world"
+    other = {**metrics.runs[0], "regime": "LLAMA", "policy": "tiny_llama", "policy_parameters": 130_000}
+    both = replace(metrics, runs=[*metrics.runs, other])
+    assert describe_setting(both) == "tiny, tiny_llama policy (0.12–0.13 M parameters), synthetic world"
+    assert describe_setting(both, ["LONG"]) == describe_setting(metrics)
     assert (
         describe_regime(metrics, "LONG", ["st_ppo"])
         == "lr 3e-4, staleness 2, 4 updates per iteration, 2 seeds"

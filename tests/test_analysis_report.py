@@ -15,7 +15,7 @@ from stppo.analysis.runs import collect
 from stppo.analysis.study import Arm
 from stppo.analysis.style import LOOKS, Plot
 from stppo.analysis.trajectory_view import show_trajectories
-from tests.synthetic_runs import Behaviour, make_metrics, make_run, write_metrics
+from tests.synthetic_runs import Behaviour, make_metrics, make_run, replicates, write_metrics
 
 
 class Page(HTMLParser):
@@ -234,7 +234,9 @@ def test_claims_come_first_with_their_verdicts_and_numbers(study_page):
     )
     total, *parts = map(int, counted.groups())
     assert total == load_ledger().n_primary == sum(parts) and parts[0] >= 1 and parts[3] >= 1
-    listed = re.findall(r"<li>.*?</li>", claims, re.DOTALL)
+    in_short, listed = (re.findall(r"<li>.*?</li>", part, re.DOTALL) for part in claims.split(counted[0]))
+    assert "collapsed: token PPO" in in_short[0]
+    listed = [line for line in listed if 'class="verdict ' in line]
     assert len(listed) == parts[0] + parts[1]
     assert any('"verdict supported"' in line and "S-PPO prevents" in line for line in listed)
 
@@ -255,14 +257,51 @@ def test_provisional_verdicts_and_notes_stand_beside_the_verdict(study_page, tmp
 
 def test_what_was_run_and_answers_stand_behind_the_claims(study_page):
     coverage = words_of(section(study_page, "coverage"))
-    assert "MAIN the main regime 3 54 3 56 st_ppo_raw 18 of 20" in coverage
-    assert "LLAMA Llama policy 0 0 1 3 s_ppo 0 of 3" in coverage
+    assert re.search(r"MAIN the main regime 40 3\.5e-4 2 \d+ 3 of 3 54 of 56 st_ppo_raw 18 of 20", coverage)
+    assert "LLAMA Llama policy 0 of 1 0 of 3 s_ppo 0 of 3" in coverage
+    assert "1121 is world 11, warm start 112" in coverage
     questions = words_of(section(study_page, "questions"))
     assert (
         all(f"Q{i}." in questions for i in range(1, 9))
         and "no runs of LLAMA/s_ppo and LLAMA/token_ppo" in questions
     )
     assert "chosen blind, by token PPO alone" in words_of(section(study_page, "results"))
+
+
+def test_regime_is_shown_beside_the_rates_that_were_tried(study_page, tmp_path):
+    """Beside the registered protocol lie the runs by which the main regime was chosen."""
+    reference = tmp_path / "reference"
+    tried = {"LOW": Behaviour(learning_rate=2.5e-4), "HIGH": Behaviour(risk=1, learning_rate=4.2e-4)}
+    of = replicates(1, 1, 3)
+    tuning = make_metrics({Arm(regime, "token_ppo"): what for regime, what in tried.items()}, of)
+    write_metrics(tuning, reference / "tuning/stage1/metrics")
+    folder = tmp_path / "study"
+    write_metrics(make_metrics({Arm("MAIN", "token_ppo"): Behaviour()}, of), folder / "metrics")
+    said = "2.5e-4: 0 of 3, 4.2e-4: 3 of 3"
+    assert said not in words_of(render_report(folder, reference, tmp_path / "r.html").read_text())
+    (reference / "PROTOCOL.md").write_text("registered")
+    assert said in words_of(render_report(folder, reference, tmp_path / "r.html").read_text())
+
+
+def test_collapses_by_other_lines_stand_beside_the_rule(study_page):
+    folded = section(study_page, "results").split("if the line were drawn elsewhere")[1]
+    columns = re.findall(r"<th.*?>(.*?)</th>", folded)
+    row = next(row for row in folded.split("<tr") if "token PPO" in row)
+    counts = [int(n) for n in re.findall(r'<td class="n">(\d+)</td>', row)]
+    assert columns[3:] == [f"at or below<br>{f} of the peak" for f in ("0.4", "0.5", "0.6")]
+    assert counts[0] == 18 and counts[2] == 16 and counts[1:] == sorted(counts[1:])
+    assert "st_ppo_raw" not in folded and "neither centred" not in folded
+
+
+def test_runs_of_several_versions_are_told_apart(results, tmp_path):
+    folder = make_results(tmp_path / "results" / "smoke", seeds=2)
+    file = folder / "metrics" / schema.RUNS_FILE
+    runs = json.loads(file.read_text())
+    for run in runs:
+        run["code_hash"] = "new" if run["algorithm"] == "st_ppo" else "old"
+    file.write_text(json.dumps(runs))
+    text = words_of(section(render_report(folder, None, tmp_path / "r.html").read_text(), "provenance"))
+    assert re.search(r"old 2 \w+ \(token_ppo\)", text) and re.search(r"new 2 \w+ \(st_ppo\)", text)
 
 
 def test_ablations_are_folded_away_in_the_table(study_page):

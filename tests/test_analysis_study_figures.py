@@ -20,6 +20,7 @@ from stppo.analysis import (
     words,
 )
 from stppo.analysis.claims import evaluate
+from stppo.analysis.in_short import in_short
 from stppo.analysis.ledger import load_ledger
 from stppo.analysis.report_figures import HEADINGS
 from stppo.analysis.resampling import Replicate
@@ -226,11 +227,40 @@ def test_caption_tells_bands_over_warm_starts_from_bands_over_seeds():
 def test_answers_follow_the_metrics(study):
     cured = {answer.id: answer.text for answer in answers.all_answers(study)}
     same = {answer.id: answer.text for answer in answers.all_answers(Study(study_metrics(cure=False)))}
-    assert "In 14 comparisons" in cured["Q5"]
+    assert cured["Q5"].startswith("0 of 13 controls had no collapse in any run. In 14 comparisons")
     assert "collapses more often in 14 and less often in 0" in cured["Q5"]
     assert "collapses more often in 0 and less often in 0; in the others no difference" in same["Q5"]
     assert "less often (−0.83" in cured["Q7"] and "less often" not in same["Q7"]
     assert all(cured[name] != same[name] for name in cured)
+
+
+def test_summary_counts_and_means_follow_the_metrics():
+    made = {
+        Arm("MAIN", "token_ppo"): Behaviour(risk=1),
+        Arm("MAIN", "st_ppo"): Behaviour(final=0.5),
+        Arm("MAIN", "turn_ppo_kl_matched"): Behaviour(final=0.4),
+        Arm("MAIN", "turn_ppo_step_matched"): Behaviour(risk=1),
+        Arm("BEST", "st_ppo"): Behaviour(final=0.5),
+        Arm("STALE0", "token_ppo"): Behaviour(),
+        Arm("STALE0", "st_ppo"): Behaviour(risk=1),
+        Arm("STALE4", "token_ppo"): Behaviour(),
+        Arm("STALE4", "st_ppo"): Behaviour(),
+        Arm("LLAMA", "token_ppo"): Behaviour(risk=1),
+        Arm("LLAMA", "st_ppo"): Behaviour(),
+        Arm("E8_LR1.5", "token_ppo"): Behaviour(),  # without its partner: not told
+    }
+    collapse, learning, age, family, controls, best = in_short(Study(make_metrics(made, replicates(1, 2, 1))))
+    assert "collapsed: token PPO (2 of 2 runs); never: ST-PPO (SO-PPO) (2 runs)" in collapse
+    assert learning.startswith("1 of these 2 ended at least 0.05 above their warm starts")
+    by = "By age of the batch in iterations (0 / 2 / 4): token PPO collapsed in 0 of 2 / 2 of 2 / 0 of 2 runs"
+    assert age == f"{by}, ST-PPO (SO-PPO) in 2 of 2 / 0 of 2 / 0 of 2."
+    assert (
+        family == "By setting (Llama policy): token PPO collapsed in 2 of 2 runs, ST-PPO (SO-PPO) in 0 of 2."
+    )
+    assert controls.startswith("Of 2 controls") and "1 had no collapse" in controls
+    assert "highest at the end: Turn-PPO, learning rate matched by KL" in controls
+    assert best.startswith("Each at its best learning rate, 0 of 2 runs collapsed")
+    assert in_short(Study(make_metrics({Arm("A", "token_ppo"): Behaviour()}, replicates(1, 1)))) == []
 
 
 def test_missing_runs_are_named():
@@ -257,6 +287,16 @@ def test_no_direction_from_two_warm_starts():
     assert "ends higher (+0.3" in many
 
 
+@pytest.mark.parametrize(
+    ("n_starts", "said"),
+    [(2, "Not tested: no control shares 3 warm starts"), (3, "1 of 1 controls had no collapse")],
+)
+def test_controls_are_not_judged_from_two_warm_starts(n_starts, said):
+    made = {Arm("MAIN", name): Behaviour() for name in ("s_ppo", "token_ppo_kl_stop")}
+    study = Study(make_metrics(made, replicates(1, n_starts, 3)))
+    assert answers.why_divide(study, None).text.startswith(said)
+
+
 def phase_study(n_starts, arms_):
     of = [r for r in replicates(seeds=1) if r.warm_start_seed in (111, 121, 112, 122, 113, 123)[:n_starts]]
     return Study(make_metrics({Arm(r, "token_ppo"): b for r, b in arms_.items()}, of))
@@ -267,12 +307,12 @@ def test_phase_compares_cells_that_differ_in_one_dial():
     ill, well = Behaviour(risk=1), Behaviour()
     cells = {"E2_LR1": well, "E4_LR1": ill, "MAIN": ill, "E2_LR0.5": ill, "E8_LR0.5": well}
     text = findings.phase(phase_study(6, cells)).text
-    assert "token PPO's share of collapsed runs rises (+1.00" in text
+    assert "Token PPO's share of collapsed runs rises (+1.00" in text
     assert (
         "with epochs 2 to 8 and is not shown to change (+0.00" in text and "learning rate 0.5 to 1." in text
     )
     whole = findings.phase(phase_study(6, cells | {"E4_LR0.5": ill})).text
-    assert "token PPO's share of collapsed runs is not shown to change (+0.00" in whole
+    assert "Token PPO's share of collapsed runs is not shown to change (+0.00" in whole
 
 
 @pytest.mark.parametrize("n_starts", [2, 6])
@@ -322,8 +362,8 @@ def group_text(**of):
 
 def test_group_sentence_tells_higher_lower_equal_and_missing():
     text = group_text(up=0.6, down=0.25, equal=0.40, gone=None)
-    assert "Higher at the end: up (+0.2" in text or "Higher at the end: up (+0.1" in text
-    assert "Lower at the end: down (−0.1" in text
+    assert "Higher at the end: up +0.2" in text or "Higher at the end: up +0.1" in text
+    assert "Lower at the end: down −0.1" in text
     assert "No difference shown for equal" in text and "Not run: MAIN/st_ppo_gone." in text
     assert group_text(gone=None) == "Not tested: no runs of MAIN/st_ppo_gone."
 
@@ -353,7 +393,7 @@ def test_axes_of_success_hold_no_more_than_success_can_be():
     last = metrics.evaluations["algorithm"] == "st_ppo_raw"
     metrics.evaluations.loc[last, "success"] = 1 - metrics.evaluations.loc[last, "success"]
     plot = study_figures.normalisers_figure(Study(metrics))
-    assert plot.data["final_difference_high"].max() > 1.1
+    assert plot.data["final_difference_high"].max() == 1
     for ax, lowest in zip(plot.figure.axes[1:3], (-0.1, -1.1), strict=True):
         assert lowest <= ax.get_xlim()[0] and ax.get_xlim()[1] < 1.1
 
@@ -372,7 +412,14 @@ def test_plan_is_read_and_bad_ones_are_named(tmp_path):
 
 
 def test_coverage_without_a_plan_claims_none(study):
-    assert list(comparisons.coverage(study.metrics, None)) == ["regime", "setting", "arms", "runs"]
+    names = ["regime", "setting", "iterations", "learning_rate", "staleness", "updates", "arms", "runs"]
+    table = comparisons.coverage(study.metrics, None).set_index("regime")
+    assert list(table.reset_index()) == names
+    assert table.loc["MAIN", ["iterations", "staleness"]].tolist() == ["40", "2"]
+
+
+def metrics_of(iterations, metrics):
+    return Metrics(metrics.runs, iterations, metrics.evaluations)
 
 
 def test_matching_is_the_ratio_of_what_an_arm_and_its_stabilised_one_reach_early():
@@ -381,11 +428,26 @@ def test_matching_is_the_ratio_of_what_an_arm_and_its_stabilised_one_reach_early
     rows["kl_behaviour_k3"] = 0.01
     mine = rows["algorithm"] == "token_ppo_kl_matched"
     rows.loc[mine, "kl_behaviour_k3"] = np.where(rows.loc[mine, "iteration"] <= 10, 0.02, 5.0)
-    answer = findings.matching(Study(Metrics(metrics.runs, rows, metrics.evaluations)))
+    answer = findings.matching(Study(metrics_of(rows, metrics)))
     table = answer.table.set_index(["block", "label"])["kl_ratio"]
     assert table["S-PPO against its controls", "learning rate matched by KL"] == pytest.approx(2.0)
     assert table["ST-PPO against its controls", "learning rate matched by KL"] == pytest.approx(1.0)
     assert "token PPO, learning rate matched by KL 2.00 [2.00, 2.00]" in answer.text
+    assert (
+        "matched by KL 2.00"
+        in {a.id: a.text for a in answers.all_answers(Study(metrics_of(rows, metrics)))}["Q5"]
+    )
+
+
+def test_matched_epsilon_is_measured_against_token_ppo():
+    metrics = study_metrics(keep=3)
+    rows = metrics.iterations.copy()
+    rows["out_of_range_fraction"] = 0.2
+    mine = rows["algorithm"] == "turn_ppo_epsilon_matched"
+    rows.loc[mine, "out_of_range_fraction"] = np.where(rows.loc[mine, "iteration"] <= 5, 0.3, 0.9)
+    answer = findings.matching(Study(metrics_of(rows, metrics)))
+    assert "as a multiple of token PPO's: Turn-PPO, matched ε 1.50 [1.50, 1.50]" in answer.text
+    assert "GSPO, matched ε 1.00" in answer.text
 
 
 def test_verdict_table_is_short(study):
@@ -394,3 +456,17 @@ def test_verdict_table_is_short(study):
     early = findings.ledger(evaluate(study.metrics, planned={arm: n + 1 for arm, n in PLAN.items()}))
     row = early.set_index("").loc["C2.st_ppo"]
     assert row["verdict"] == "supported (provisional)" and row["runs"] == "36 of 38"
+
+
+def test_intervals_of_shares_end_at_their_bounds():
+    ends = {
+        Arm("A", "token_ppo"): Behaviour(final=0.98, risk=1 / 3),
+        Arm("A", "st_ppo"): Behaviour(final=0.98),
+    }
+    study = Study(make_metrics(ends, replicates(1, 3, 1)))
+    wide = comparisons.final_success(study, Arm("A", "token_ppo")).interval(0.95)
+    assert wide[0] < 0 and wide[1] > 1  # Student's factor for three warm starts
+    table = comparisons.compare(study, [(arm, arm.algorithm) for arm in ends])
+    assert table.loc[0, ["final_success_low", "final_success_high"]].tolist() == [0, 1]
+    assert table.loc[1, "final_difference_high"] <= 1
+    assert np.isnan(table.loc[0, "final_difference_low"])

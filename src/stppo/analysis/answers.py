@@ -34,9 +34,10 @@ from stppo.analysis.comparisons import (
     missing_arms,
 )
 from stppo.analysis.diagnostic_figures import run_trends, trend_table
+from stppo.analysis.matching import matching_sentences, matching_table
 from stppo.analysis.statistics import final_mean
 from stppo.analysis.study import TABLE_DRAWS, Arm, Study
-from stppo.analysis.study_figures import best_table
+from stppo.analysis.study_figures import LOWEST, best_table
 from stppo.analysis.style import Plot, look
 
 
@@ -116,7 +117,11 @@ def _leaders(table: pd.DataFrame) -> str:
     named = "" if len(enough) == len(table) else f"of the {len(enough)} with runs from enough warm starts "
     top = words.ranking(list(zip(enough["label"], enough["final_success"], strict=True)))
     row = enough[enough["label"] == top[0]].iloc[0]
-    overlap = (enough["final_success_high"] >= row["final_success_low"]).sum() - 1
+    first = table["label"].iloc[0]
+    beside = (
+        f"against {first}, {words.found(table, 'final_difference', 1)} end higher and "
+        f"{words.found(table, 'final_difference', -1)} lower"
+    )
     known = enough[enough["collapse_risk"].notna()]
     least = (
         words.ranking(list(zip(known["label"], known["collapse_risk"], strict=True)), min)
@@ -129,8 +134,7 @@ def _leaders(table: pd.DataFrame) -> str:
         risk = f", and all have the same collapse risk ({lowest})"
     return (
         f"{named}{words.listed(top)} has the highest mean final success "
-        f"({words.interval(row['final_success'], row['final_success_low'], row['final_success_high'])}; the intervals of "
-        f"{overlap} others reach into its own){risk}"
+        f"({words.interval(row['final_success'], row['final_success_low'], row['final_success_high'])}); {beside}{risk}"
     )
 
 
@@ -148,7 +152,7 @@ def baselines(study: Study, planned: Plan | None) -> Answer:
         if best is None:
             text += f"Each at its best learning rate: not tested (no runs of {BEST})"
         else:
-            text += f"Each at its best learning rate, {_leaders(best)}"
+            text += f"Each at its best learning rate ({LOWEST}: the lowest tried), {_leaders(best)}"
         absent = [
             *(["TOPR"] if not any("topr" in a.algorithm for a in study.arms) else []),
             *missing_arms(table),
@@ -173,7 +177,7 @@ def turn_level_on_top(study: Study, planned: Plan | None) -> Answer:
 
 def _clip_level(study: Study, name: str) -> resampling.Estimate | None:
     def change(run) -> float:
-        values = study.iterations(run)["clip_fraction"].to_numpy(float)
+        values = study.steady(run)["clip_fraction"].to_numpy(float)
         return final_mean(values) - final_mean(values[::-1])
 
     return estimate(lambda: resampling.mean(study.outcomes(_main(name), change), n_draws=TABLE_DRAWS))
@@ -192,7 +196,10 @@ def turn_ppo(study: Study, planned: Plan | None) -> Answer:
         told = [
             f"{look(name).label} {words.of(found, sign=True)}" for name, found in changes if found is not None
         ]
-        text += f"Its clip fraction changes from the first to the last tenth of training like this, beside the others: {words.listed(told)}."
+        text += (
+            "From full staleness to the collapse or the end, the clip fraction changes from the first to the last tenth like "
+            f"this: {words.listed(told)}."
+        )
     question = "What does Turn-PPO do in figures 4 and 5?"
     return Answer("Q3", question, text, "clip_ratio", table)
 
@@ -204,10 +211,8 @@ def diagnostics(study: Study, planned: Plan | None) -> Answer:
         text = words.untested([str(_main(name)) for name in PPO_VARIANTS])
     else:
         sentences = []
-        for metric, name in (
-            ("clipping_bias_norm", "The clipping-bias norm"),
-            ("gradient_norm", "the gradient norm"),
-        ):
+        norms = {"clipping_bias_norm": "The clipping-bias norm", "gradient_norm": "the gradient norm"}
+        for metric, name in norms.items():
             rows = table[table["metric"] == metric]
             told = [
                 f"{words.interval(r.factor, r.factor_low, r.factor_high)} for {look(r.algorithm).label}, "
@@ -219,8 +224,8 @@ def diagnostics(study: Study, planned: Plan | None) -> Answer:
                 if told
                 else f"{name} was not recorded"
             )
-        weak = table[table["r_squared"] < 0.5]
-        note = f"; in {len(weak)} of {len(table)} of these the trend explains less than half of the variance of the logarithm"
+        shown = table[table["metric"].isin(norms)]
+        note = f"; in {(shown['r_squared'] < 0.5).sum()} of these {len(shown)} the trend explains less than half of the variance of the logarithm"
         text = f"{sentences[0]}. {words.capital(sentences[1])}{note}."
         absent = [str(_main(name)) for name in PPO_VARIANTS if name not in set(table["algorithm"])]
         text += f" Not run: {words.listed(absent)}." if absent else ""
@@ -244,24 +249,17 @@ def why_divide(study: Study, planned: Plan | None) -> Answer:
     if run.empty:
         text = f"Not tested: no control shares {words.FEWEST} warm starts with what it controls."
     else:
-
-        def found(column: str, which: int) -> str:
-            rows = words.where(run, column, which)
-            cells = rows[["label", "treated", column, f"{column}_low", f"{column}_high"]]
-            named = [
-                f"{label} against {of} {words.interval(*values, sign=True)}"
-                for label, of, *values in cells.itertuples(index=False, name=None)
-            ]
-            return f"{len(rows)}{f' ({words.listed(named)})' if 0 < len(named) <= 5 else ''}"
-
+        named = run.assign(label=run["label"] + " against " + run["treated"])
+        arms = run.drop_duplicates("arm")
         absent = missing_arms(controls)
         text = (
-            f"In {len(run)} comparisons of {words.listed(list(run['treated'].unique()))} with controls that shorten or skip "
-            f"steps and know nothing of their own clipping bias, the control collapses more often in {found('extra_risk', 1)} "
-            f"and less often in {found('extra_risk', -1)}; in the others no difference is shown. "
-            f"It ends higher in {found('final_difference', 1)} and lower in {found('final_difference', -1)}"
-            f"{f'; not run: {words.listed(absent)}' if absent else ''}."
-        )
+            f"{words.share((arms['collapsed'] == 0).sum(), len(arms))} controls had no collapse in any run. In {len(run)} comparisons of {words.listed(list(run['treated'].unique()))} with controls that shorten or skip "
+            f"steps and know nothing of their own clipping bias, the control collapses more often in {words.found(named, 'extra_risk', 1)} "
+            f"and less often in {words.found(named, 'extra_risk', -1)}; in the others no difference is shown. "
+            f"It ends higher in {words.found(named, 'final_difference', 1)} and lower in "
+            f"{words.found(named, 'final_difference', -1)}{f'; not run: {words.listed(absent)}' if absent else ''}. "
+            + " ".join(matching_sentences(matching_table(study)))
+        ).rstrip()
     question = "Why should dividing by ‖C‖ help at all?"
     see = ("03-clipping-bias", "04-stabilised-objectives")
     return Answer("Q5", question, text, "controls", table, see)

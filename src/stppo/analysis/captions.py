@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from stppo.analysis.resampling import Replicate
 from stppo.analysis.runs import Metrics
@@ -36,15 +36,16 @@ def short(value: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def describe_setting(metrics: Metrics) -> str:
-    """Model and world of the runs, in words."""
+def describe_setting(metrics: Metrics, regimes: Container[str] | None = None) -> str:
+    """Model and world of the runs (all, unless regimes are given), in words."""
+    runs = [run for run in metrics.runs if regimes is None or run["regime"] in regimes]
     parts = []
-    policies = sorted({str(run["policy"]) for run in metrics.runs if run.get("policy")})
-    sizes = [run["policy_parameters"] / 1e6 for run in metrics.runs if run.get("policy_parameters")]
+    policies = sorted({str(run["policy"]) for run in runs if run.get("policy")})
+    sizes = [run["policy_parameters"] / 1e6 for run in runs if run.get("policy_parameters")]
     if policies:
         size = f" ({_numbers(sizes, '{:.2g}')} M parameters)" if sizes else ""
         parts.append(f"{', '.join(policies)} policy{size}")
-    parts.append(f"{', '.join(sorted({str(run['world']) for run in metrics.runs}))} world")
+    parts.append(f"{', '.join(sorted({str(run['world']) for run in runs}))} world")
     return ", ".join(parts)
 
 
@@ -58,25 +59,32 @@ def _seeds(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> str:
 
 def describe_regime(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> str:
     """Learning rate, staleness, updates per iteration and seeds of a regime, as recorded."""
+    settings = regime_settings(metrics, regime, algorithms)
+    words = {"learning_rate": "lr {}", "staleness": "staleness {}", "updates": "{} updates per iteration"}
+    parts = [pattern.format(settings[name]) for name, pattern in words.items() if name in settings]
+    return ", ".join([*parts, _seeds(metrics, regime, algorithms)])
+
+
+def regime_settings(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> dict[str, str]:
+    """What these algorithms' runs in a regime recorded: iterations, learning_rate (or its range), staleness (iterations,
+    the largest) and updates (per iteration, the most); what none recorded is left out."""
+    runs = [run for run in metrics.runs if run["regime"] == regime and run["algorithm"] in algorithms]
+    settings = {}
+    if iterations := [run["iterations"] for run in runs if run.get("iterations")]:
+        settings["iterations"] = f"{max(iterations)}"
     rows = metrics.iterations[
         (metrics.iterations["regime"] == regime) & metrics.iterations["algorithm"].isin(algorithms)
     ]
-    parts = []
     if "learning_rate" in rows and rows["learning_rate"].notna().any():
         rates = (
             rows.groupby(["algorithm", "seed"])["learning_rate"].max().agg(["min", "max"]).map(short).unique()
         )
-        parts.append(f"lr {'–'.join(rates)}")
+        settings["learning_rate"] = "–".join(rates)
     if "staleness_iterations" in rows and rows["staleness_iterations"].notna().any():
-        parts.append(f"staleness {rows['staleness_iterations'].max():.0f}")
-    per_iteration = [
-        run["updates"] / run["iterations"]
-        for run in metrics.runs
-        if run["regime"] == regime and run["algorithm"] in algorithms and run.get("iterations")
-    ]
-    if per_iteration:
-        parts.append(f"{max(per_iteration):.0f} updates per iteration")
-    return ", ".join([*parts, _seeds(metrics, regime, algorithms)])
+        settings["staleness"] = f"{rows['staleness_iterations'].max():.0f}"
+    if per_iteration := [run["updates"] / run["iterations"] for run in runs if run.get("iterations")]:
+        settings["updates"] = f"{max(per_iteration):.0f}"
+    return settings
 
 
 def _bands(metrics: Metrics, regimes: Sequence[str], algorithms: Sequence[str]) -> str:
@@ -107,4 +115,4 @@ def caption(
     lines = f" {_bands(metrics, regimes, algorithms)} {STYLE_NOTE}" if means else ""
     if means and (own := [look(name).label for name in runs["algorithm"].unique() if name not in LOOKS]):
         lines += f" Dash-dotted: {', '.join(own)}."
-    return f"{what} Our own measurement, not the paper's curves: {describe_setting(metrics)}; {settings}.{mark}{lines}"
+    return f"{what} Our own measurement, not the paper's curves: {describe_setting(metrics, regimes)}; {settings}.{mark}{lines}"

@@ -24,6 +24,7 @@ from stppo.files import write_atomically
 
 SUPPORTED, NOT_SUPPORTED = "supported", "not supported"
 INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
+NOT_ASKED = "not asked"  # a gated part whose gate was tested and is not supported
 PROVISIONAL = "provisional"  # from fewer runs than planned
 DECIDES = ("fails", "open", "holds")  # outcomes of conditions that must all hold, in this order
 CSV_FILE, MARKDOWN_FILE = "claims.csv", "claims.md"
@@ -56,6 +57,7 @@ class Verdict:
     first that fails, else the first that is open, else the first."""
 
     claim: str
+    claim_text: str
     id: str
     text: str
     source: str
@@ -79,7 +81,7 @@ class Verdict:
     def provisional(self) -> bool:
         """Whether a verdict was given while runs that were planned are missing: more of them may change it."""
         short = any(planned is not None and n < planned for n, planned in self.n_runs.values())
-        return short and self.verdict != NOT_TESTED
+        return short and self.verdict not in (NOT_TESTED, NOT_ASKED)
 
     @property
     def shown(self) -> str:
@@ -149,13 +151,14 @@ def _judge(
     if missing:
         sentences.append(f"Missing: {'; '.join(dict.fromkeys(missing))}.")
     if gate is not None and gate.verdict != SUPPORTED:
-        verdict = NOT_TESTED
+        verdict = NOT_TESTED if gate.verdict in (NOT_TESTED, NOT_ASKED) else NOT_ASKED
         sentences.insert(0, f"Asked only if {gate.id} is supported, and it is {gate.verdict}.")
     first = part.conditions[0]
     unmeasured = Check(first.quantity.replace("_", " "), *[math.nan] * 3, first.threshold, "")
     head = min(map(_worst, rows), key=lambda check: DECIDES.index(check.outcome), default=unmeasured)
     return Verdict(
         claim=claim.id,
+        claim_text=claim.text,
         source=claim.source,
         **part.model_dump(include={"id", "text", "kind", "rule", "figure", "note"}),
         verdict=verdict,
@@ -232,9 +235,21 @@ def _checks(condition: Condition, labelled: list[Labelled], level: float, fail_l
 
 
 def ledger_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
-    """One row per verdict: claim, id, text, source, kind, rule, quantity, value, low, high, threshold, n_conditions, level,
+    """One row per verdict: claim, claim_text, id, text, source, kind, rule, quantity, value, low, high, threshold, n_conditions, level,
     verdict, provisional (true: from fewer runs than planned), runs, figure, explanation, note."""
-    names = ["claim", "id", "text", "source", "kind", "rule", "quantity", "value", "low", "high"]
+    names = [
+        "claim",
+        "claim_text",
+        "id",
+        "text",
+        "source",
+        "kind",
+        "rule",
+        "quantity",
+        "value",
+        "low",
+        "high",
+    ]
     names += [
         "threshold",
         "n_conditions",

@@ -81,10 +81,12 @@ def detect_collapse(
     success: ArrayLike,
     start: float,
     non_finite_iteration: float | None = None,
+    fraction: float = FRACTION,
 ) -> Collapse:
     """Apply the rule to one run.
 
-    iterations, success: (n,) evaluations at temperature 1, in order, success in [0, 1]; start: S0.
+    iterations, success: (n,) evaluations at temperature 1, in order, success in [0, 1]; start: S0; fraction: of P at or
+    below which S must fall, where another than the rule's is of interest.
     ValueError for unordered iterations, different lengths or success outside [0, 1].
     """
     iterations = np.asarray(iterations, dtype=np.float64)
@@ -101,12 +103,12 @@ def detect_collapse(
     smoothed = trailing_mean(success)
     known = np.isfinite(smoothed)
     reached = np.fmax(np.fmax.accumulate(smoothed), start) if len(smoothed) else smoothed
-    low = known & (smoothed <= FRACTION * reached) & (reached - smoothed >= MIN_DROP)
+    low = known & (smoothed <= fraction * reached) & (reached - smoothed >= MIN_DROP)
     onset = _first_run(low, CONSECUTIVE)
     iteration, cause, transient = None, None, False
     if onset is not None:
         iteration, cause = float(iterations[onset]), "success"
-        back = known & (smoothed > FRACTION * reached)
+        back = known & (smoothed > fraction * reached)
         transient = _first_run(back, CONSECUTIVE, onset + CONSECUTIVE) is not None
     if non_finite_iteration is not None:
         transient = False

@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from stppo.analysis import resampling
 from stppo.analysis.arms import MEANING, Group
+from stppo.analysis.captions import regime_settings
 from stppo.analysis.claims import Plan
 from stppo.analysis.resampling import Estimate
 from stppo.analysis.runs import Metrics
@@ -47,8 +49,8 @@ def arm_of(name: str) -> Arm:
 
 
 def coverage(metrics: Metrics, planned: Plan | None) -> pd.DataFrame:
-    """One row per regime: its setting in words, arms and runs recorded and, where a plan is given, planned, and what is
-    missing."""
+    """One row per regime: what is different in it in words, iterations, learning_rate, staleness and updates as recorded
+    (`captions.regime_settings`), arms and runs recorded and, where a plan is given, planned, and what is missing."""
     recorded: dict[Arm, int] = {}
     for run in metrics.runs:
         arm = Arm(run["regime"], run["algorithm"])
@@ -59,6 +61,8 @@ def coverage(metrics: Metrics, planned: Plan | None) -> pd.DataFrame:
         row: dict[str, object] = {
             "regime": regime,
             "setting": MEANING.get(regime, ""),
+            **dict.fromkeys(("iterations", "learning_rate", "staleness", "updates"), ""),
+            **regime_settings(metrics, regime, metrics.algorithms(regime)),
             "arms": len(here),
             "runs": sum(here.values()),
         }
@@ -91,7 +95,8 @@ def compare(study: Study, arms: Sequence[tuple[Arm, str]], planned: Plan | None 
     Columns: arm, label, runs, planned (NA: unknown), warm_starts, shared (warm starts of the comparison), collapsed,
     recovered, and each of
     collapse_risk, extra_risk (the arm's minus the default's), final_success, final_difference (likewise)
-    with _low and _high; NaN where runs are missing, an interval also from a single warm start.
+    with _low and _high, cut at the bounds of a share or a difference of two; NaN where runs are missing, an interval also
+    from a single warm start.
     """
     default = arms[0][0]
     rows = []
@@ -114,6 +119,7 @@ def compare(study: Study, arms: Sequence[tuple[Arm, str]], planned: Plan | None 
             compared = name in ("extra_risk", "final_difference")
             found = None if compared and arm == default else estimate(_ESTIMATES[name], study, arm, default)
             low, high = found.interval(CONFIDENCE) if found else (math.nan, math.nan)
+            low, high = np.clip((low, high), -1.0 if compared else 0.0, 1.0)  # all are shares
             if compared:
                 row["shared"] = found.n_clusters if found else 0
             row |= {name: found.value if found else math.nan, f"{name}_low": low, f"{name}_high": high}

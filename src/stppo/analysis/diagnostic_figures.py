@@ -14,10 +14,11 @@ from matplotlib.ticker import NullLocator
 
 from stppo.analysis import mechanism, resampling
 from stppo.analysis.arms import FACTORIAL, MAIN, ON_POLICY, PPO_VARIANTS
-from stppo.analysis.captions import describe_setting
+from stppo.analysis.captions import caption, describe_setting
 from stppo.analysis.drawing import (
     WIDTH,
     Panel,
+    collapse_handle,
     draw_panel,
     frame,
     from_zero,
@@ -115,12 +116,14 @@ def critic_figure(study: Study, repetitions: int = REPETITIONS) -> Plot | None:
         _pairs(axes[-1], errors, names)
         for ax in axes:  # one scale, and no point of the right panel above it
             ax.set_ylim(0, max(top, 1.05 * errors["error"].max()))
-        frame(fig, "Is the critic further from the truth off-policy?", study.metrics, line_handles(names))
+        handles = line_handles(names) + collapse_handle(metrics, regimes, names)
+        frame(fig, "Is the critic further from the truth off-policy?", study.metrics, regimes, handles)
     what = (
         "Root mean squared error of the critic's values against Monte-Carlo values of the policy that sampled, over the spread of "
         "the true values (1: as bad as a constant). Right: mean before the collapse, a dot per run, a line per pair of one "
-        f"replicate. Our own measurement: {describe_setting(study.metrics)}."
+        "replicate."
     )
+    what = caption(metrics, what, regimes, names)
     data = pd.concat(drawn, ignore_index=True) if drawn else errors
     return Plot("critic", fig, data, what, {"errors": errors})
 
@@ -147,10 +150,7 @@ def run_trends(study: Study, regime: str, algorithms: Sequence[str] = PPO_VARIAN
     rows = []
     for name in algorithms:
         for replicate, run in study.runs(Arm(regime, name)).items():
-            frame = study.iterations(run)
-            if "staleness_iterations" in frame and frame["staleness_iterations"].notna().any():
-                frame = frame[frame["staleness_iterations"] >= frame["staleness_iterations"].max()]
-            frame = frame[frame["iteration"] < study.collapse_iteration(run)]
+            frame = study.steady(run)
             for metric in NORMS:
                 if metric not in frame:
                     continue
@@ -261,10 +261,10 @@ def trends_figure(study: Study, regime: str = MAIN) -> Plot | None:
             Line2D([], [], marker="X", markersize=8, label="run that collapses", **grey),
             Line2D([], [], marker="D", color="#222222", linestyle="-", label="mean, 95 % interval"),
         ]
-        frame(fig, f"Trends of the norms, run by run, regime {regime}", study.metrics, handles)
+        frame(fig, f"Trends of the norms, run by run, regime {regime}", study.metrics, [regime], handles)
     what = (
         f"Log-linear trend of each run's norms from full staleness to its collapse or end, regime {regime}: growth per ten "
         "iterations and its goodness of fit. A trend with a low R² describes little, whatever its slope; points of a curve are "
-        f"correlated, so R² is no test. {INTERVALS} Our own measurement: {describe_setting(study.metrics)}."
+        f"correlated, so R² is no test. {INTERVALS} Our own measurement: {describe_setting(study.metrics, [regime])}."
     )
     return Plot("trends", fig, trends, what, {"summary": table})

@@ -23,6 +23,14 @@ from stppo.analysis.statistics import CONFIDENCE, REPETITIONS, Band, bootstrap_b
 from stppo.analysis.style import Plot, in_order, look, style
 
 WIDTH = 10.0
+SEED_COLORS = (
+    "#D55E00",
+    "#E69F00",
+    "#7A2E00",
+    "#0061A8",
+    "#56B4E9",
+    "#003554",
+)  # by warm start; two worlds of three
 
 
 @dataclass(frozen=True)
@@ -57,12 +65,16 @@ def _seed_rows(curves: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(kind="seed")
 
 
-def _mean_rows(curves: pd.DataFrame, of: Mapping[int, Replicate], repetitions: int) -> pd.DataFrame:
+def _mean_rows(
+    curves: pd.DataFrame, of: Mapping[int, Replicate], repetitions: int, log: bool
+) -> pd.DataFrame:
     values = curves.to_numpy().T
     if is_clustered(of.values()):
         runs = [of[int(seed)] for seed in curves]
         n_runs = np.isfinite(values).sum(axis=0)
-        band = Band(*curve_band(values, runs, repetitions, CONFIDENCE), n_runs)
+        # A band is widened to both sides alike: on logarithms where the axis has them, else it could reach zero.
+        found = curve_band(np.log(values) if log else values, runs, repetitions, CONFIDENCE)
+        band = Band(*map(np.exp, found) if log else found, n_runs)
     else:
         band = bootstrap_band(values, repetitions)
     return pd.DataFrame(
@@ -78,7 +90,9 @@ def _mean_rows(curves: pd.DataFrame, of: Mapping[int, Replicate], repetitions: i
 
 
 # --- drawing ----------------------------------------------------------------------------------
-def _mark_collapses(ax: Axes, metrics: Metrics, regime: str, algorithm: str, curves: pd.DataFrame) -> None:
+def _mark_collapses(
+    ax: Axes, metrics: Metrics, regime: str, algorithm: str, curves: pd.DataFrame, color: str
+) -> None:
     for seed in curves:
         verdict = metrics.collapses[(regime, algorithm, int(seed))]
         curve = curves[seed].dropna()
@@ -90,7 +104,7 @@ def _mark_collapses(ax: Axes, metrics: Metrics, regime: str, algorithm: str, cur
             [value],
             marker="X",
             markersize=8,
-            markerfacecolor=look(algorithm).color,
+            markerfacecolor=color,
             markeredgecolor="white",
             markeredgewidth=0.9,
             linestyle="none",
@@ -119,16 +133,20 @@ def _draw(ax: Axes, algorithm: str, curves: pd.DataFrame, mean: pd.DataFrame, lo
     ax.plot(mean["iteration"], mean["value"], color=its.color, linestyle=its.line, linewidth=1.9, zorder=4)
 
 
-def _draw_seeds(ax: Axes, algorithm: str, curves: pd.DataFrame, seeds: Sequence[int]) -> None:
+def _draw_seeds(ax: Axes, algorithm: str, curves: pd.DataFrame, groups: Mapping[int, str]) -> None:
     """Each seed as a line of its own: a mean over different collapse times would show none of them."""
     for seed in curves:
         curve = curves[seed].dropna()
-        ax.plot(curve.index, curve, **_seed_line(algorithm, int(seed), seeds), zorder=4)
+        ax.plot(curve.index, curve, **_seed_line(algorithm, groups[int(seed)], groups), zorder=4)
 
 
-def _seed_line(algorithm: str, seed: int, seeds: Sequence[int]) -> dict[str, Any]:
-    amount = seeds.index(seed) / max(1, len(seeds) - 1)
-    return {"color": _shade(look(algorithm).color, amount), "linewidth": 1.6}
+def _seed_line(algorithm: str, group: str, groups: Mapping[int, str]) -> dict[str, Any]:
+    """Colour of a seed: from dark to light, or where seeds share warm starts one of `SEED_COLORS` for each of these."""
+    names = list(dict.fromkeys(groups.values()))
+    place = names.index(group)
+    if len(names) < len(groups):
+        return {"color": SEED_COLORS[place % len(SEED_COLORS)], "linewidth": 1.3}
+    return {"color": _shade(look(algorithm).color, place / max(1, len(names) - 1)), "linewidth": 1.6}
 
 
 def _shade(color: str, amount: float) -> tuple[float, float, float]:
@@ -163,7 +181,8 @@ def from_zero(axes: Iterable[Axes]) -> None:
             ax.set_ylim(bottom=0)
 
 
-def frame(fig: Figure, title: str, metrics: Metrics, handles: list[Line2D]) -> None:
+def frame(fig: Figure, title: str, metrics: Metrics, regimes: Sequence[str], handles: list[Line2D]) -> None:
+    """Title, legend, and what runs these are."""
     fig.suptitle(title, x=0.012, ha="left")
     inches = [0.66 + 0.08 * len(str(handle.get_label())) for handle in handles]
     fitting = (  # filled column by column, each as wide as its widest entry
@@ -176,7 +195,7 @@ def frame(fig: Figure, title: str, metrics: Metrics, handles: list[Line2D]) -> N
         handles=handles,
         loc="outside lower center",
         ncols=math.ceil(len(handles) / n_rows),
-        title=f"{describe_setting(metrics)} · own measurement",
+        title=f"{describe_setting(metrics, regimes)} · own measurement",
         title_fontproperties={"size": 8},
     ).get_title().set_color("#777777")
 
@@ -188,15 +207,23 @@ def line_handles(algorithms: Sequence[str]) -> list[Line2D]:
     ]
 
 
-def _seed_list(metrics: Metrics, algorithm: str) -> list[int]:
-    return sorted({r["seed"] for r in metrics.runs if r["algorithm"] == algorithm})
+def _seed_groups(metrics: Metrics, algorithm: str) -> dict[int, str]:
+    """What each seed's line is called: its warm start where there are several, and several seeds share one, else the seed."""
+    runs = {r["seed"]: r for r in metrics.runs if r["algorithm"] == algorithm}
+    starts = {
+        seed: f"world {runs[seed]['world_seed']}, warm start {runs[seed]['warm_start_seed']}"
+        for seed in sorted(runs)
+    }
+    if 1 < len(set(starts.values())) < len(starts):
+        return starts
+    return {seed: f"seed {seed}" for seed in starts}
 
 
 def _seed_handles(metrics: Metrics, algorithm: str) -> list[Line2D]:
-    seeds = _seed_list(metrics, algorithm)
+    groups = _seed_groups(metrics, algorithm)
     return [
-        Line2D([], [], **_seed_line(algorithm, s, seeds), label=f"{look(algorithm).label}, seed {s}")
-        for s in seeds
+        Line2D([], [], **_seed_line(algorithm, group, groups), label=f"{look(algorithm).label}, {group}")
+        for group in dict.fromkeys(groups.values())
     ]
 
 
@@ -258,11 +285,13 @@ def draw_panel(
             continue
         parts = [_seed_rows(curves)]
         if individual:
-            _draw_seeds(ax, algorithm, curves, _seed_list(metrics, algorithm))
+            _draw_seeds(ax, algorithm, curves, _seed_groups(metrics, algorithm))
         else:
-            parts.append(_mean_rows(curves, replicates(metrics, regime, algorithm), repetitions))
+            parts.append(_mean_rows(curves, replicates(metrics, regime, algorithm), repetitions, panel.log))
             _draw(ax, algorithm, curves, parts[-1], panel.log)
-        _mark_collapses(ax, metrics, regime, algorithm, curves)
+        color = "#222222" if individual else look(algorithm).color
+        if panel.column != "success_greedy":  # evaluated too rarely to have a value there
+            _mark_collapses(ax, metrics, regime, algorithm, curves, color)
         rows += [part.assign(regime=regime, metric=panel.column, algorithm=algorithm) for part in parts]
     _finish(ax, panel)
     return rows
@@ -323,5 +352,5 @@ def grid(
         handles = lines + collapse_handle(metrics, regimes, algorithms)
         if any(panel.column == "success" for panel in panels):
             handles += start_handle()
-        frame(fig, title, metrics, handles)
+        frame(fig, title, metrics, regimes, handles)
     return Plot(name, fig, plotted_data(rows), caption(metrics, what, regimes, algorithms, not individual))

@@ -10,17 +10,20 @@ import pandas as pd
 from stppo.analysis.answers import all_answers
 from stppo.analysis.claims import evaluate, write_ledger
 from stppo.analysis.comparisons import coverage, load_plan
+from stppo.analysis.in_short import in_short
 from stppo.analysis.runs import load_metrics
+from stppo.analysis.sensitivity import collapse_counts
 from stppo.analysis.study import Study
 from stppo.files import write_atomically
 
-ANSWERS_FILE, COVERAGE_FILE = "answers.csv", "coverage.csv"
+ANSWERS_FILE, COVERAGE_FILE, SENSITIVITY_FILE = "answers.csv", "coverage.csv", "sensitivity.csv"
+SUMMARY_FILE = "in_short.txt"
 
 
 def write_evaluation(
     metrics_dir: str | Path, out_dir: str | Path, planned: str | Path | None = None
 ) -> list[Path]:
-    """Write claims.csv, claims.md, answers.csv and coverage.csv; returns the paths.
+    """Write claims.csv, claims.md, answers.csv, coverage.csv, sensitivity.csv and in_short.txt; returns the paths.
 
     planned: file of `comparisons.load_plan`; without it nothing is said of what was to be run.
     """
@@ -31,8 +34,16 @@ def write_evaluation(
         columns=["id", "question", "answer", "figure", "see"],
     )
     paths = write_ledger(evaluate(metrics, planned=plan), out_dir)
-    for name, table in ((ANSWERS_FILE, answers), (COVERAGE_FILE, coverage(metrics, plan))):
+    tables = {
+        ANSWERS_FILE: answers,
+        COVERAGE_FILE: coverage(metrics, plan),
+        SENSITIVITY_FILE: collapse_counts(metrics),
+    }
+    for name, table in tables.items():
         paths.append(Path(out_dir) / name)
         text = table.to_csv(index=False, lineterminator="\n")
         write_atomically(paths[-1], partial(Path.write_text, data=text, encoding="utf-8"))
+    paths.append(Path(out_dir) / SUMMARY_FILE)
+    text = "".join(f"{sentence}\n" for sentence in in_short(study))
+    write_atomically(paths[-1], partial(Path.write_text, data=text, encoding="utf-8"))
     return paths

@@ -77,7 +77,7 @@ def collapse_figure(metrics: Metrics) -> Plot | None:
         "collapse",
         "Token-level PPO, seed by seed",
         "Token PPO: success on held-out questions, variance of the raw advantages, entropy and share of "
-        "well-formed turns. Each line is one seed.",
+        "well-formed turns. Each line is one run.",
         ("token_ppo",),
         (SUCCESS, VARIANCE, ENTROPY, FORMAT),
         individual=True,
@@ -146,10 +146,10 @@ def diagnostics_figure(metrics: Metrics, regime: str, repetitions: int = REPETIT
             rows += drawn
         from_zero(axes)
         handles = line_handles(algorithms) + collapse_handle(metrics, [regime], algorithms) + start_handle()
-        frame(fig, f"Diagnostics of the PPO variants, regime {regime}", metrics, handles)
+        frame(fig, f"Diagnostics of the PPO variants, regime {regime}", metrics, [regime], handles)
     what = (
         f"Regime {regime}: (a) sampled success; (b) gradient norm before clipping; (c) gradient norm of the PPO "
-        "surrogate alone; (d) exact norm of the gradient that clipping removed. Norms are means over each iteration's "
+        "surrogate alone, equal to (b) where nothing else enters the loss; (d) exact norm of the gradient that clipping removed. Norms are means over each iteration's "
         "updates. Under b-d: log-linear trend of the line (thin), as the factor per 10 iterations, with its R²."
     )
     return Plot(
@@ -228,7 +228,7 @@ def overview_figure(metrics: Metrics, repetitions: int = REPETITIONS) -> Plot | 
             ax.tick_params(labelbottom=i + n_columns >= len(algorithms))
         behind = Line2D([], [], color="#BBBBBB", linewidth=1.4, label="token PPO, mean")
         handles = [behind, *start_handle(), *collapse_handle(metrics, [regime], algorithms)]
-        frame(fig, f"Sampled success by iteration, regime {regime}", metrics, handles)
+        frame(fig, f"Sampled success by iteration, regime {regime}", metrics, [regime], handles)
     what = f"Sampled success on held-out questions of every algorithm in regime {regime}."
     return Plot("overview", fig, plotted_data(rows), caption(metrics, what, [regime], algorithms))
 
@@ -297,6 +297,7 @@ def granularity_figure(metrics: Metrics) -> Plot | None:
             fig,
             "From token to turn to sequence",
             metrics,
+            regimes,
             [*dots, *collapse_handle(metrics, regimes, algorithms)],
         )
     what = (

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 from pandas.io.formats.style import Styler
 
@@ -17,15 +15,13 @@ from stppo.analysis.claims import Plan, Verdict
 from stppo.analysis.comparisons import arm_of, estimate, group_table
 from stppo.analysis.diagnostic_figures import critic_errors
 from stppo.analysis.forest import forest
+from stppo.analysis.matching import matching_sentences, matching_table
 from stppo.analysis.mechanism import departures, lead_table
 from stppo.analysis.phase_diagram import FINAL, phase_table
 from stppo.analysis.resampling import Estimate, Replicate
-from stppo.analysis.statistics import CONFIDENCE
 from stppo.analysis.study import TABLE_DRAWS, Arm, Study
 from stppo.analysis.study_figures import factorial_effects
 from stppo.analysis.style import look
-from stppo.analysis.tuning import MATCHED_BY, MATCHED_OVER
-from stppo.schema import RunRecord
 
 GROUPS = {group.name: group for group in (*ABLATIONS, *DRIVERS)} | {f"controls_{g.name}": g for g in CONTROLS}
 
@@ -111,7 +107,9 @@ def phase(study: Study) -> Answer:
             shares = [f"{row.x}: {words.share(row.collapsed, row.runs)}" for row in splits.itertuples()]
             clauses.append(f"is {', '.join(shares)} as 32 updates are split (epochs × minibatches)")
         if clauses:
-            sentences.append(f"{look(name).label}'s share of collapsed runs {words.listed(clauses)}.")
+            sentences.append(
+                f"{words.capital(look(name).label)}'s share of collapsed runs {words.listed(clauses)}."
+            )
     starts = [len({replicate.cluster for replicate in study.runs(arm_of(arm))}) for arm in data["arm"]]
     enough = data[[n >= words.FEWEST for n in starts]].drop_duplicates("arm")
     if len(enough) > 1:
@@ -205,47 +203,16 @@ def moves_first(study: Study, regime: str = MAIN, algorithm: str = "token_ppo") 
 
 
 def matching(study: Study) -> Answer:
-    """How near each control comes to its stabilised arm in KL and in step length, over iterations 1 to `MATCHED_OVER`."""
+    """How near each control comes to what it was matched to."""
     question = "Do the controls do what they are there for?"
-    rows, told = [], []
-    for group in CONTROLS:
-        default = arm_of(group.default)
-        for name, label in group.arms.items():
-            arm = arm_of(name)
-            row: dict[str, object] = {"block": group.title, "label": label, "runs": len(study.runs(arm))}
-            for how, column in MATCHED_BY.items():
-                found = estimate(_log_ratio, study, arm, default, column)
-                ends = (found.value, *found.interval(CONFIDENCE)) if found else (math.nan, math.nan, math.nan)
-                row |= dict(
-                    zip((f"{how}_ratio", f"{how}_ratio_low", f"{how}_ratio_high"), np.exp(ends), strict=True)
-                )
-                if found and name.endswith(f"{how}_matched"):
-                    told.append(f"{look(arm.algorithm).label} {words.interval(*np.exp(ends))}")
-            rows.append(row)
-    table = pd.DataFrame(rows)
-    if not told:
-        return Answer(
-            "Matching", question, "Not tested: no matched learning rate was run.", "controls", table
-        )
+    table = matching_table(study)
+    told = matching_sentences(table)
     text = (
-        f"Over iterations 1 to {MATCHED_OVER}, what was matched, as a multiple of the stabilised arm's: {words.listed(told)}; the "
-        "other controls are in the table."
+        " ".join(told) + " The other controls are in the table."
+        if told
+        else "Not tested: no matched arm was run."
     )
-    return Answer("Matching", question, text, "controls", table)
-
-
-def _log_ratio(study: Study, arm: Arm, default: Arm, column: str) -> Estimate:
-    """Log of what an arm reaches early over what its default does. ValueError where one has no run that recorded it."""
-    if column not in study.metrics.iterations:
-        raise ValueError(f"no run recorded {column}")
-
-    def early(record: RunRecord) -> float:
-        rows = study.iterations(record)
-        return math.log(rows.loc[rows["iteration"] <= MATCHED_OVER, column].mean())
-
-    return resampling.difference(
-        study.outcomes(arm, early), study.outcomes(default, early), n_draws=TABLE_DRAWS
-    )
+    return Answer("Matching", question, text, "controls", table.drop(columns="matched"))
 
 
 def _counted(n: int, noun: str) -> str:

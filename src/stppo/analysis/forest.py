@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -49,6 +50,9 @@ def forest(
     if not tables:
         return None
     labels = COLUMNS | dict(labels or {})
+    setting = describe_setting(
+        metrics, {arm.split("/")[0] for table in tables.values() for arm in table["arm"]}
+    )
     n_rows = sum(map(len, tables.values()))
     body = n_rows * ROW + sum(GAP + HEADING * bool(heading) for heading in tables)
     with style():
@@ -91,16 +95,16 @@ def forest(
                 ax.axvline(0, color="#999999", linewidth=0.9, zorder=0)
                 low, high = ax.get_xlim()
                 ax.set_xlim(max(min(low, -SMALLEST_SPAN), -1.03), min(max(high, SMALLEST_SPAN), 1.03))
-        fig.suptitle(title, x=0.012, ha="left")
+        fig.suptitle(textwrap.fill(title, 95), x=0.012, ha="left")
         fig.legend(
             handles=_handles(role),
             loc="outside lower center",
             ncols=4,
-            title=f"{describe_setting(metrics)} · own measurement",
+            title=f"{setting} · own measurement",
             title_fontproperties={"size": 8},
         ).get_title().set_color("#777777")
     data = pd.concat([table.assign(heading=heading) for heading, table in tables.items()], ignore_index=True)
-    text = f"{what} Behind each arm: collapsed of all runs. {INTERVALS} Our own measurement: {describe_setting(metrics)}."
+    text = f"{what} Behind each arm: collapsed of all runs. {INTERVALS} Our own measurement: {setting}."
     return Plot(name, fig, data[["heading", *data.columns.drop("heading")]], text)
 
 

@@ -111,12 +111,9 @@ def bias_norm_slope(study: Study, record: schema.RunRecord) -> float:
     Over the iterations from the first at full staleness (before it, ‖C‖ grows because the lag does) to the
     last before the collapse; NaN for fewer than five of them.
     """
-    end = study.collapse_iteration(record)
-    rows = study.iterations(record)
-    if not math.isfinite(end) or rows.empty:
+    if not math.isfinite(study.collapse_iteration(record)):
         return math.nan
-    staleness = rows["staleness_iterations"]
-    rows = rows[(rows["iteration"] < end) & ((staleness >= staleness.max()) | staleness.isna())]
+    rows = study.steady(record)
     trend = log_linear_trend(rows["iteration"], rows["clipping_bias_norm"])
     return trend.slope if trend.n >= MIN_POINTS else math.nan
 

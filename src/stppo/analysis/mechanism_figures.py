@@ -19,6 +19,11 @@ from stppo.analysis.forest import INTERVALS
 from stppo.analysis.statistics import CONFIDENCE
 from stppo.analysis.study import TABLE_DRAWS, Arm, Study
 from stppo.analysis.style import Plot, look, style
+from stppo.analysis.words import capital
+
+_CASE = {"markersize": 8, "alpha": 0.95, "markeredgecolor": "white", "markeredgewidth": 0.6}
+_ALONE = {"markersize": 7, "markerfacecolor": "white", "markeredgewidth": 1.1, "linestyle": "none"}
+_CONTROL = {"markersize": 4.5, "alpha": 0.4, "markeredgecolor": "white", "markeredgewidth": 0.6}
 
 
 # --- spikes -----------------------------------------------------------------------------------
@@ -40,7 +45,7 @@ def spike_scores(study: Study, arms: Sequence[Arm]) -> pd.DataFrame:
                         [arm.algorithm, other, "collapsed" if other == seed else "control", end, score]
                     )
     table = pd.DataFrame(rows, columns=["algorithm", "seed", "kind", "time", "score"])
-    return table.dropna(subset="score").reset_index(drop=True)
+    return table.dropna(subset="score").drop_duplicates(ignore_index=True)
 
 
 def spikes_figure(study: Study) -> Plot | None:
@@ -52,7 +57,7 @@ def spikes_figure(study: Study) -> Plot | None:
     scores = spike_scores(study, arms)
     if scores.empty:
         return None
-    aucs, rng = [], np.random.default_rng(0)
+    aucs, alone, rng = [], 0, np.random.default_rng(0)
     top = 2 * scores["score"].where(np.isfinite(scores["score"])).max()  # where an infinite norm is drawn
     with style():
         fig = Figure(figsize=(WIDTH, 4.4), layout="constrained")
@@ -60,20 +65,17 @@ def spikes_figure(study: Study) -> Plot | None:
         ticks = []
         for x, arm in enumerate(arms):
             mine = scores[scores["algorithm"] == arm.algorithm]
-            for kind, shift, marker, alpha in (("collapsed", -0.14, "X", 0.95), ("control", 0.14, "o", 0.4)):
-                values = mine.loc[mine["kind"] == kind, "score"].to_numpy().clip(max=top)
+            compared = mine["time"].isin(mine.loc[mine["kind"] == "control", "time"])
+            alone += int((~compared).sum())
+            color = look(arm.algorithm).color
+            for chosen, shift, marker, look_ in (
+                ((mine["kind"] == "collapsed") & compared, -0.14, "X", _CASE | {"color": color}),
+                ((mine["kind"] == "collapsed") & ~compared, -0.14, "X", _ALONE | {"markeredgecolor": color}),
+                (mine["kind"] == "control", 0.14, "o", _CONTROL | {"color": color}),
+            ):
+                values = mine.loc[chosen, "score"].to_numpy().clip(max=top)
                 place = x + shift + rng.uniform(-0.07, 0.07, len(values))
-                size = 8 if kind == "collapsed" else 4.5
-                ax.plot(
-                    place,
-                    values,
-                    marker,
-                    color=look(arm.algorithm).color,
-                    markersize=size,
-                    alpha=alpha,
-                    markeredgecolor="white",
-                    markeredgewidth=0.6,
-                )
+                ax.plot(place, values, marker, **look_)
             found = estimate(lambda chosen: mechanism.spike_auc(study, [chosen], n_draws=TABLE_DRAWS), arm)
             words = "no controls"
             if found is not None:
@@ -83,6 +85,7 @@ def spikes_figure(study: Study) -> Plot | None:
                     if math.isfinite(low)
                     else f"AUC {found.value:.2f}"
                 )
+                words += "\n{} collapses, {} controls".format(*found.n_runs)
                 aucs.append([arm.algorithm, found.value, low, high, *found.n_runs])
             ticks.append(f"{look(arm.algorithm).label.replace(', ', chr(10))}\n{words}")
         ax.set_yscale("log")
@@ -96,6 +99,16 @@ def spikes_figure(study: Study) -> Plot | None:
         grey = {"color": "#777777", "linestyle": "none"}
         handles = [
             Line2D([], [], marker="X", markersize=8, label="run that collapses there", **grey),
+            *[
+                Line2D(
+                    [],
+                    [],
+                    marker="X",
+                    label="likewise, no survivor to compare with",
+                    **_ALONE | {"markeredgecolor": "#777777"},
+                )
+            ]
+            * bool(alone),
             Line2D(
                 [],
                 [],
@@ -106,7 +119,7 @@ def spikes_figure(study: Study) -> Plot | None:
                 **grey,
             ),
         ]
-        frame(fig, "Do gradient spikes go with collapse?", study.metrics, handles)
+        frame(fig, "Do gradient spikes go with collapse?", study.metrics, [MAIN], handles)
     what = (
         f"PPO without stabiliser, regime {MAIN}. Spike score: largest gradient norm of an update in the tenth of training up to "
         "the collapse, over the run's median before. Each collapsed run is compared with the runs of its arm that have not "
@@ -114,7 +127,7 @@ def spikes_figure(study: Study) -> Plot | None:
         "higher score (0.5: no relation)."
         + " An infinite norm is drawn at twice the highest finite score."
         * bool(np.isinf(scores["score"]).any())
-        + f" Our own measurement: {describe_setting(study.metrics)}."
+        + f" Our own measurement: {describe_setting(study.metrics, [MAIN])}."
     )
     columns = ["algorithm", "auc", "low", "high", "collapsed", "controls"]
     return Plot("spikes", fig, scores, what, {"auc": pd.DataFrame(aucs, columns=columns)})
@@ -182,18 +195,27 @@ def mechanism_figure(study: Study, regime: str = MAIN, algorithm: str = "token_p
                 label="survivors",
             ),
         ]
-        frame(fig, f"What moves first: {look(algorithm).label}, regime {regime}", study.metrics, handles)
+        frame(
+            fig,
+            f"What moves first: {look(algorithm).label}, regime {regime}",
+            study.metrics,
+            [regime],
+            handles,
+        )
     source = leads["reference"].iloc[0]
     what = (
-        f"{look(algorithm).label}, regime {regime}. A signal's healthy range is that of "
+        f"{capital(look(algorithm).label)}, regime {regime}. A signal's healthy range is that of "
         + (
             "the arm's survivors at the same iterations"
             if source == "survivors"
             else "the run's own first quarter"
         )
-        + "; it leaves at the first of two consecutive iterations outside. What shows in the sampled batches counts at the "
+        + "; it leaves at the first of two consecutive iterations outside. "
+        + "A signal that drifts from the first iteration on widens that range and may never leave it. "
+        * (source != "survivors")
+        + "What shows in the sampled batches counts at the "
         "iteration whose weights sampled them. Right: how often it leaves before a collapse, and how "
         f"often in survivors: a signal that leaves there as often warns of nothing. {INTERVALS} "
-        f"Our own measurement: {describe_setting(study.metrics)}."
+        f"Our own measurement: {describe_setting(study.metrics, [regime])}."
     )
     return Plot("mechanism", fig, table, what, {"leads": leads})

@@ -58,6 +58,7 @@ def phase_diagram_figure(study: Study) -> Plot | None:
         ("split", RISK, list(SPLITS), [""], "epochs × minibatches", "share\ncollapsed"),
     ]  # fmt: skip
     bands = [band for band in bands if band[0] in set(data["part"])]
+    setting = describe_setting(study.metrics, {arm.split("/")[0] for arm in data["arm"]})
     heights = [len(band[3]) + 0.55 for band in bands]
     width = WIDTH if len(algorithms) > 1 else 5.0
     with style():
@@ -78,19 +79,12 @@ def phase_diagram_figure(study: Study) -> Plot | None:
                 )
                 bar.outline.set_visible(False)
         fig.suptitle("Where training collapses", x=0.012, ha="left")
-        fig.text(
-            0.012,
-            -0.01,
-            f"{describe_setting(study.metrics)} · own measurement",
-            fontsize=8,
-            color="#777777",
-            va="top",
-        )
+        fig.supxlabel(f"{setting} · own measurement", fontsize=8, color="#777777")
     what = (
-        "Learning rate × is relative to the main one. In each cell: share of collapsed runs, or final success, and the number of "
-        f"runs; 8 epochs at × 1 is the main regime {MAIN}, with more runs than its neighbours. Below: batches that are 0, 2 or 4 "
+        "Learning rate × is relative to the main one. In each cell: collapsed of all runs, or their mean final success; "
+        f"8 epochs at × 1 is the main regime {MAIN}, with more runs than its neighbours. Below: batches that are 0, 2 or 4 "
         "iterations old at 8 epochs and × 1, and 32 updates an iteration split three ways. White: not run. "
-        f"Cells of two or three runs are coarse. Our own measurement: {describe_setting(study.metrics)}."
+        f"Cells of two or three runs are coarse. Our own measurement: {setting}."
     )
     return Plot("phase_diagram", fig, data, what)
 

@@ -14,14 +14,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stppo import schema
 from stppo.analysis.arms import COVERED, MAIN, variant
+from stppo.analysis.captions import describe_setting, short
 from stppo.analysis.claims import CSV_FILE, INCONCLUSIVE, NOT_SUPPORTED, NOT_TESTED, PROVISIONAL, SUPPORTED
-from stppo.analysis.evaluation import ANSWERS_FILE, COVERAGE_FILE
+from stppo.analysis.evaluation import ANSWERS_FILE, COVERAGE_FILE, SENSITIVITY_FILE, SUMMARY_FILE
 from stppo.analysis.report_figures import OBJECTIVES, figure_sections
 from stppo.analysis.runs import Metrics, load_metrics
 from stppo.analysis.style import in_order, look
+from stppo.analysis.tuning import collapse_shares
 from stppo.files import write_atomically
 
 METRICS, FIGURES, CLAIMS = "metrics", "figures", "claims"
+PROTOCOL, TUNING = "PROTOCOL.md", "tuning/stage1/metrics"  # of a reference that was registered beforehand
 FALLBACK_PRESET = "laptop"
 
 
@@ -117,6 +120,15 @@ def _table(file: Path) -> list[dict[str, Any]]:
     return pd.read_csv(file, keep_default_na=False).to_dict("records") if file.is_file() else []
 
 
+def _lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+
+
+def _sensitivity(file: Path) -> list[dict[str, Any]]:
+    """Collapses by other lines of the rule, of the arms of the first table."""
+    return [{**row, "look": look(row["algorithm"])} for row in _table(file) if not _is_side(row)]
+
+
 def _claims(folder: Path, sections: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Verdicts with the section of their figure, if the page has it."""
     rows = []
@@ -153,20 +165,44 @@ def _tally(claims: list[dict[str, Any]]) -> str:
     )
 
 
-def _origin(metrics: Metrics) -> str:
-    """How the regimes that provoke collapse were chosen."""
+def _origin(metrics: Metrics, tuning: Metrics | None) -> str:
+    """How the regimes that provoke collapse were chosen. tuning: token PPO's runs by which the main one was."""
     if MAIN in metrics.regimes:
         return (
             f"The learning rate of regime {MAIN} was chosen blind, by token PPO alone, on tuning seeds, a world and warm starts "
             "that are never reported, as the one whose share of collapsed runs came nearest to 0.8 "
             "(results/reference/study/PROTOCOL.md): that token PPO collapses there is therefore by selection; what the other "
-            "algorithms do is not."
+            "algorithms do is not." + (f" {_tried(tuning)}" if tuning else "")
         )
     return (
         "The learning rates of the regimes were chosen on a tuning seed that is not reported, by what token PPO did there (see "
         "configs/training): that token PPO collapses in the off-policy regimes is therefore by selection; what the other "
         "algorithms do is not."
     )
+
+
+def _tried(tuning: Metrics) -> str:
+    """Token PPO's collapses at every learning rate that was tried: how near an edge the chosen one stands."""
+    shares = collapse_shares(tuning)
+    rates = tuning.iterations.groupby("regime")["learning_rate"].max().sort_values()
+    runs = pd.Series([run["regime"] for run in tuning.runs]).value_counts()
+    tried = [
+        f"{short(rate)}: {round(shares[regime] * runs[regime])} of {runs[regime]}"
+        for regime, rate in rates.items()
+    ]
+    return f"Its collapses there by learning rate, which show how near an edge the regime stands: {', '.join(tried)}."
+
+
+def _versions(metrics: Metrics) -> list[tuple[str, str, int]]:
+    """Which version of the code trained which arms: hash, arms by regime, number of runs; in the order of first use."""
+    runs = pd.DataFrame(metrics.runs).reindex(columns=["code_hash", "started", "regime", "algorithm"])
+    rows = []
+    for version, part in runs.sort_values("started").groupby("code_hash", sort=False, dropna=False):
+        regimes = [
+            f"{regime} ({', '.join(in_order(arms['algorithm']))})" for regime, arms in part.groupby("regime")
+        ]
+        rows.append((str(version), "; ".join(regimes), len(part)))
+    return rows
 
 
 def _notebooks(results_dir: Path, out_file: Path) -> dict[str, list[tuple[str, str]]]:
@@ -225,6 +261,8 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
     the links to executed notebooks, which are relative. Errors are those of `load_metrics`.
     """
     results_dir, out_file = Path(results_dir), Path(out_file)
+    registered = Path(reference_dir) if reference_dir and (Path(reference_dir) / PROTOCOL).is_file() else None
+    tuning = load_metrics(registered / TUNING) if registered and (registered / TUNING).is_dir() else None
     reference = _find_reference(Path(reference_dir) if reference_dir else None)
     metrics = load_metrics(results_dir / METRICS)
     reference_metrics = load_metrics(reference / METRICS) if reference else None
@@ -262,9 +300,15 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         committed=committed,
         claims=claims,
         tally=_tally(claims),
+        in_short=_lines(results_dir / CLAIMS / SUMMARY_FILE),
         answers=answers,
         coverage=_table(results_dir / CLAIMS / COVERAGE_FILE),
-        origin=_origin(metrics),
+        sensitivity=_sensitivity(results_dir / CLAIMS / SENSITIVITY_FILE),
+        origin=_origin(metrics, tuning),
+        protocol=(registered / PROTOCOL).as_posix() if registered else None,
+        setting=describe_setting(metrics),
+        is_study=MAIN in metrics.regimes,
+        versions=_versions(metrics),
         sections=sections,
         notebooks=_notebooks(results_dir, out_file),
         names=_names(results_dir / FIGURES, reference / FIGURES if reference else None),

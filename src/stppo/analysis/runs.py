@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import pandas as pd
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stppo import schema
-from stppo.analysis.collapse import Collapse, detect_collapse
+from stppo.analysis.collapse import FRACTION, Collapse, detect_collapse
 from stppo.analysis.statistics import final_mean
 from stppo.files import repository_path, write_atomically
 
@@ -230,15 +231,15 @@ class Metrics:
         rows = self.select(self.evaluations, record)
         return rows[rows["temperature"] == temperature].sort_values("iteration")
 
-    def collapse(self, record: schema.RunRecord) -> Collapse:
-        """The collapse rule applied to one run."""
+    def collapse(self, record: schema.RunRecord, fraction: float = FRACTION) -> Collapse:
+        """The collapse rule applied to one run; fraction: see `detect_collapse`."""
         rows = self.success(record)
         stopped = None
         if record.get("non_finite"):
             stopped = float(self.select(self.iterations, record)["iteration"].max())
             stopped = 0.0 if math.isnan(stopped) else stopped
         start = record["warm_start"]["success_sampled"]
-        return detect_collapse(rows["iteration"], rows["success"], start, stopped)
+        return detect_collapse(rows["iteration"], rows["success"], start, stopped, fraction)
 
     @cached_property
     def collapses(self) -> dict[tuple[str, str, int], Collapse]:
@@ -273,22 +274,30 @@ class Metrics:
     def table(self) -> pd.DataFrame:
         """One row per regime and algorithm: the table of notebook and report."""
         rows = []
+        records = {tuple(record[name] for name in KEYS): record for record in self.runs}
         for (regime, algorithm), runs in self.summary.groupby(["regime", "algorithm"], sort=True):
-            verdicts = [self.collapses[key] for key in runs[KEYS].itertuples(index=False, name=None)]
-            at = [f"{v.iteration:.0f}" for v in verdicts if v.collapsed]
+            keys = list(runs[KEYS].itertuples(index=False, name=None))
+            verdicts = [self.collapses[key] for key in keys]
+            greedy = [self.success(records[key], temperature=0.0)["success"].iloc[-1:] for key in keys]
+            ends = sorted(v.iteration for v in verdicts if v.collapsed)
+            at = ", ".join(f"{end:.0f}" for end in ends)
+            if len(ends) > 4:
+                at = f"{ends[0]:.0f}–{ends[-1]:.0f}, median {median(ends):.0f}"
             rows.append(
                 {
                     "regime": regime,
                     "algorithm": algorithm,
                     "seeds": len(runs),
                     "collapsed": int(runs["collapsed"].sum()),
-                    "collapsed at iteration": ", ".join(at),
+                    "collapsed at iteration": at,
                     "recovered": int(runs["transient"].sum()),
                     "never improved": sum(v.never_improved is True for v in verdicts),
                     "too short": sum(not v.decidable for v in verdicts),
                     "start": runs["success_start"].mean(),
                     "peak": runs["success_max"].mean(),
                     "final": runs["success_final"].mean(),
+                    "greedy start": fmean(records[key]["warm_start"]["success_greedy"] for key in keys),
+                    "greedy final": pd.concat(greedy).mean(),
                     "clip fraction": runs["clip_fraction_mean"].mean(),
                     "largest gradient norm": runs["gradient_norm_max"].max(),
                     "minutes": runs["wall_seconds"].sum() / 60,

@@ -96,7 +96,8 @@ def band_note(n_runs: Sequence[int], confidence: float = CONFIDENCE, clustered: 
     if clustered:  # `resampling.curve_band`
         return (
             f"Lines: interquartile means of {count} seeds, each warm start with the same weight; bands: {level} bootstrap over "
-            "warm starts, then seeds, widened for few warm starts (Student's factor); none from fewer than three."
+            "warm starts, then seeds, widened for few warm starts (Student's factor); none from fewer than three. Both are of "
+            "logarithms where the axis is logarithmic."
         )
     if most < 4:
         return (

@@ -69,6 +69,13 @@ class Study:
         at = self.metrics.collapses[_key(record)].iteration
         return math.inf if at is None else at
 
+    def steady(self, record: schema.RunRecord) -> pd.DataFrame:
+        """`iterations` from the first at the run's full staleness (before it, lag and clipping grow together) to the last
+        before its collapse."""
+        rows = self.iterations(record)
+        age = rows.get("staleness_iterations", pd.Series(math.nan, rows.index))
+        return rows[((age >= age.max()) | age.isna()) & (rows["iteration"] < self.collapse_iteration(record))]
+
     def horizon(self, regime: str) -> int:
         """Iterations of the longest run of a regime."""
         return max(run["iterations"] for run in self.metrics.runs if run["regime"] == regime)

@@ -10,6 +10,7 @@ import math
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import beta
 
 from stppo.analysis.arms import (
     ABLATIONS,
@@ -32,8 +33,11 @@ from stppo.analysis.resampling import Estimate
 from stppo.analysis.statistics import CONFIDENCE, REPETITIONS
 from stppo.analysis.study import TABLE_DRAWS, Arm, Study
 from stppo.analysis.style import Plot, look, style
+from stppo.analysis.tuning import MAIN_RATE, SEARCHED
+from stppo.analysis.words import listed
 
 FAMILIES = {"PPO": (*PPO_VARIANTS, "so_ppo_ctn"), "GRPO": (*GRPO_VARIANTS, "turn_grpo", "s_grpo")}
+LOWEST = "†"  # marks a best learning rate that is the lowest tried
 STEP = 0.006  # by which curves are set apart, so that equal ones are all seen
 
 
@@ -70,13 +74,27 @@ def survival_figure(study: Study) -> Plot | None:
                 if i == len(families) - 1:
                     ax.set_xlabel("iteration")
             axes[i, 0].set_ylabel(f"{family} variants\nshare not collapsed")
-        frame(fig, "Time to collapse", study.metrics, line_handles(algorithms))
+        frame(fig, "Time to collapse", study.metrics, regimes, line_handles(algorithms))
     what = (
         "Kaplan-Meier estimate of the share of runs that have not collapsed; a run that never does is watched to its last "
         "iteration. Shaded: pointwise 95 % intervals (log-log), which take runs as independent. Curves are set "
-        f"apart by {STEP:g} so that equal ones are all seen."
+        f"apart by {STEP:g} so that equal ones are all seen.{_without_collapse(data)}"
     )
     return Plot("survival", fig, data, caption(study.metrics, what, regimes, algorithms, False, False))
+
+
+def _without_collapse(data: pd.DataFrame) -> str:
+    """What an arm's curve without a step, and so without a band, leaves open."""
+    arms = data.groupby(["regime", "algorithm"])
+    counts = sorted(set(arms["at_risk"].max()[arms["survival"].min() == 1]))
+    limits = [
+        f"{beta.ppf((1 + CONFIDENCE) / 2, 0.5, n + 0.5):.2f} for {n} run{'s' * (n > 1)}" for n in counts
+    ]
+    return (
+        f" An arm without a collapse has no band, but its risk may still be as high as {listed(limits)} (Jeffreys, 95 %)."
+        if limits
+        else ""
+    )
 
 
 def _steps(ax: Axes, algorithm: str, curve: pd.DataFrame, shift: float) -> None:
@@ -157,7 +175,11 @@ def best_table(study: Study, planned: Plan | None = None) -> pd.DataFrame | None
     best = best_arms(study, planned)
     if "token_ppo" not in best:
         return None
-    arms = [(arm, f"{look(name).label} at {_rate(study, arm)}") for name, arm in best.items()]
+    lowest = short(MAIN_RATE * min(SEARCHED.values()))
+    arms = []
+    for name, arm in best.items():
+        rate = _rate(study, arm)
+        arms.append((arm, f"{look(name).label} at {rate}{LOWEST * (rate == lowest)}"))
     return compare(study, arms, planned)
 
 
@@ -181,8 +203,8 @@ def best_settings_figure(study: Study, planned: Plan | None = None) -> Plot | No
         "best_settings",
         "Each algorithm at the shared learning rate, and at its best",
         "Best: the learning rate with the highest mean final success on tuning seeds, by one budget for every "
-        "algorithm; where that is the shared one, its runs are those of the main regime. Differences are to token PPO of "
-        "the same block.",
+        "algorithm; where that is the shared one, its runs are those of the main regime, and where it is the lowest tried "
+        f"({LOWEST}), a lower one may be better still. Differences are to token PPO of the same block.",
         tables | {"each at its best learning rate": best},
         labels={"final_difference": "final success,\nminus token PPO's"},
         role="token PPO",
@@ -277,7 +299,7 @@ def factorial_figure(study: Study) -> Plot | None:
         handles = line_handles(names)
         for handle in handles:
             handle.set(linestyle="none", marker="o", markersize=7)
-        frame(fig, "Is it the ratio, or the credit?", study.metrics, handles)
+        frame(fig, "Is it the ratio, or the credit?", study.metrics, [MAIN], handles)
     columns = ["ratio", "credit", "algorithm", "quantity", "value", "low", "high", "runs"]
     what = (
         "Ratio {token, turn} × credit {token, averaged over the turn}, main regime. Grey lines join arms with one credit "

@@ -23,6 +23,7 @@ FACTORS = {"F0.35": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
 SEARCHED = {"F0.25": 0.25, "F0.35_FULL": 0.35, "F0.5": 0.5, "F0.71": 0.71, "F1": 1.0}
 MATCHED = {"token_ppo": "s_ppo", "turn_ppo": "st_ppo", "turn_grpo": "so_grpo"}  # untreated -> stabilised
 MATCHED_OVER = 10  # iterations from the first
+EPSILON_OVER = 5  # likewise, for the epsilons and SGD
 MATCHED_BY = {"kl": "kl_behaviour_k3", "step": "update_norm"}
 EPSILONS = {
     "turn_ppo": (0.1, 0.2, 0.3, 0.45, 0.675, 1.01),
@@ -121,17 +122,20 @@ def decide(metrics: Metrics) -> Decision:
         name: interpolate(list(FACTORS.values()), *_reached(metrics, untreated, column))
         for name, (untreated, column) in _matched_arms().items()
     }
-    outside = early("F1", "token_ppo", "out_of_range_fraction", 5)
+    outside = early("F1", "token_ppo", "out_of_range_fraction", EPSILON_OVER)
     epsilon = {
         algorithm: interpolate(
             list(tried),
-            [early("EPSILON", f"{algorithm}_epsilon{e:g}", "out_of_range_fraction", 5) for e in tried],
+            [
+                early("EPSILON", f"{algorithm}_epsilon{e:g}", "out_of_range_fraction", EPSILON_OVER)
+                for e in tried
+            ],
             outside,
         )
         for algorithm, tried in EPSILONS.items()
     }
-    steps = [early("SGD", f"turn_ppo_sgd{rate:g}", "update_norm", 5) for rate in SGD_RATES]
-    sgd_rate = interpolate(list(SGD_RATES), steps, early("F1", "turn_ppo", "update_norm", 5))
+    steps = [early("SGD", f"turn_ppo_sgd{rate:g}", "update_norm", EPSILON_OVER) for rate in SGD_RATES]
+    sgd_rate = interpolate(list(SGD_RATES), steps, early("F1", "turn_ppo", "update_norm", EPSILON_OVER))
     best = {algorithm: best_factor(metrics, algorithm, SEARCHED) for algorithm in NINE}
     return Decision(best, factor, epsilon, sgd_rate)
 

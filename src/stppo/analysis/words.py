@@ -79,7 +79,7 @@ def share(collapsed: int, runs: int) -> str:
 
 def _named(rows: pd.DataFrame, column: str) -> str:
     cells = rows[["label", column, f"{column}_low", f"{column}_high"]].itertuples(index=False, name=None)
-    return listed([f"{label} ({interval(*values, sign=True)})" for label, *values in cells])
+    return listed([f"{label} {interval(*values, sign=True)}" for label, *values in cells])
 
 
 def where(table: pd.DataFrame, column: str, which: int) -> pd.DataFrame:
@@ -87,6 +87,12 @@ def where(table: pd.DataFrame, column: str, which: int) -> pd.DataFrame:
     enough = table[table["shared"] >= FEWEST]
     sides = [side(*pair) for pair in zip(enough[f"{column}_low"], enough[f"{column}_high"], strict=True)]
     return enough[[one == which for one in sides]]
+
+
+def found(table: pd.DataFrame, column: str, which: int) -> str:
+    """How many rows lie on one `side`, see `where`; up to five of them named, with their intervals."""
+    rows = where(table, column, which)
+    return f"{len(rows)}{f' ({_named(rows, column)})' if 0 < len(rows) <= 5 else ''}"
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
@@ -120,7 +126,7 @@ def group_sentence(table: pd.DataFrame) -> str:
         return f"Not tested: no runs of {listed(absent)}."
     name = default["label"]
     parts = [
-        f"{name} collapsed in {share(default['collapsed'], default['runs'])} runs and ended at "
+        f"{capital(name)} collapsed in {share(default['collapsed'], default['runs'])} runs and ended at "
         f"{interval(*(default[c] for c in ('final_success', 'final_success_low', 'final_success_high')))}."
     ]
     phrases = [
