@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from stppo.analysis import words
-from stppo.analysis.arms import BEST, CONTROLS, LONG, MAIN, NINE, ON_POLICY, SETTINGS
+from stppo.analysis.arms import BEST, CELLS, CONTROLS, LONG, MAIN, NINE, ON_POLICY, SETTINGS
 from stppo.analysis.collapse import IMPROVEMENT
 from stppo.analysis.comparisons import arm_of
 from stppo.analysis.phase_diagram import phase_table
@@ -66,10 +66,11 @@ def _drivers(study: Study) -> list[str]:
     and with the cure."""
     table = phase_table(study)
     phase = table[table["part"] == "phase"]
+    epochs, factor = next(cell for cell, regime in CELLS.items() if regime == MAIN)
     axes = {
         "age of the batch in iterations": (table[table["part"] == "staleness"], "x"),
-        "epochs per batch": (phase[phase["y"] == "1"], "x"),
-        "multiple of the learning rate": (phase[phase["x"] == "8"], "y"),
+        "epochs per batch": (phase[phase["y"] == f"{factor:g}"], "x"),
+        "multiple of the learning rate": (phase[phase["x"] == str(epochs)], "y"),
         "epochs × minibatches": (table[table["part"] == "split"], "x"),
     }
     pair = ("token_ppo", "st_ppo")
@@ -77,8 +78,9 @@ def _drivers(study: Study) -> list[str]:
     for name, (cells, axis) in axes.items():
         columns = [cells[cells["algorithm"] == algorithm] for algorithm in pair]
         if len(columns[0]) > 1 and list(columns[0][axis]) == list(columns[1][axis]):
-            counts = [zip(column["collapsed"], column["runs"], strict=True) for column in columns]
-            lines[f"{name} ({' / '.join(columns[0][axis])})"] = counts
+            lines[f"{name} ({' / '.join(columns[0][axis])})"] = [
+                zip(column["collapsed"], column["runs"], strict=True) for column in columns
+            ]
     settings = {r: what for r, what in SETTINGS.items() if all(study.runs(Arm(r, name)) for name in pair)}
     if settings:
         lines[f"setting ({' / '.join(settings.values())})"] = [
