@@ -375,7 +375,9 @@ rule report:
         f"{RESULTS}/report.html",
     params:
         code=code_hash("stppo.analysis.report"),
-        reference=content_of(f"{REFERENCE}/metrics/runs.json", f"{REFERENCE}/tuning/stage1/metrics/runs.json"),
+        reference=content_of(
+            *(f"{REFERENCE}/{part}metrics/runs.json" for part in ("", "tuning/stage1/", "processor/"))
+        ),
     log:
         f"{RESULTS}/logs/report.log",
     shell:

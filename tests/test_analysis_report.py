@@ -174,12 +174,14 @@ def test_mixed_code_and_uncommitted_changes_are_remarked(page, tmp_path):
     file = folder / "metrics" / schema.RUNS_FILE
     records = json.loads(file.read_text())
     records[0]["code_hash"] = "another"
+    records[0]["warm_start"]["success_sampled"] += 0.01
     records[1]["git_dirty"] = records[2]["git_dirty"] = True
     file.write_text(json.dumps(records))
     html = render_report(folder, None, tmp_path / "r.html").read_text()
     remark = next(part for part in html.split('<p class="remark">') if part.startswith("<b>Your run"))
     assert "The 4 runs were trained by 2 different versions of the code." in remark
     assert "2 of 4 runs were trained from a tree with uncommitted changes." in remark
+    assert "1 of 2 warm starts were made more than once, with different weights" in remark
 
 
 def test_page_says_how_the_learning_rates_were_chosen(page):
@@ -281,6 +283,23 @@ def test_regime_is_shown_beside_the_rates_that_were_tried(study_page, tmp_path):
     assert said not in words_of(render_report(folder, reference, tmp_path / "r.html").read_text())
     (reference / "PROTOCOL.md").write_text("registered")
     assert said in words_of(render_report(folder, reference, tmp_path / "r.html").read_text())
+
+
+def test_runs_made_again_elsewhere_are_compared_number_by_number(tmp_path):
+    reference, folder, of = tmp_path / "reference", tmp_path / "study", replicates(1, 1, 3)
+    arms = {Arm("MAIN", "token_ppo"): 1.0, Arm("MAIN", "st_ppo"): 0.0}
+    first = make_metrics({arm: Behaviour(risk=risk) for arm, risk in arms.items()}, of)
+    again = make_metrics({arm: Behaviour(risk=0.0) for arm in arms}, of)
+    write_metrics(first, folder / "metrics")
+    write_metrics(again, reference / "processor/metrics")
+    (reference / "PROTOCOL.md").write_text("registered")
+    text = words_of(render_report(folder, reference, tmp_path / "r.html").read_text())
+    final = [m.summary[m.summary["algorithm"] == "token_ppo"]["success_final"].mean() for m in (first, again)]
+    assert (
+        "token PPO collapsed in 0 of 3 (3 the first time, the same run by run in 0), "
+        f"final success {final[1] - final[0]:.2f} apart on average" in text
+    )
+    assert "ST-PPO (SO-PPO) collapsed in 0 of 3 (0 the first time, the same run by run in 3)" in text
 
 
 def test_collapses_by_other_lines_stand_beside_the_rule(study_page):

@@ -7,24 +7,27 @@ import math
 import os
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stppo import schema
+from stppo.analysis import words
 from stppo.analysis.arms import COVERED, MAIN, variant
 from stppo.analysis.captions import describe_setting, short
 from stppo.analysis.claims import CSV_FILE, INCONCLUSIVE, NOT_SUPPORTED, NOT_TESTED, PROVISIONAL, SUPPORTED
 from stppo.analysis.evaluation import ANSWERS_FILE, COVERAGE_FILE, SENSITIVITY_FILE, SUMMARY_FILE
 from stppo.analysis.report_figures import OBJECTIVES, figure_sections
-from stppo.analysis.runs import Metrics, load_metrics
+from stppo.analysis.runs import KEYS, Metrics, load_metrics
 from stppo.analysis.style import in_order, look
 from stppo.analysis.tuning import collapse_shares
 from stppo.files import write_atomically
 
 METRICS, FIGURES, CLAIMS = "metrics", "figures", "claims"
-PROTOCOL, TUNING = "PROTOCOL.md", "tuning/stage1/metrics"  # of a reference that was registered beforehand
+# Of a reference that was registered beforehand: what chose the main regime, and runs made again elsewhere.
+PROTOCOL, TUNING, AGAIN = "PROTOCOL.md", "tuning/stage1/metrics", "processor/metrics"
 FALLBACK_PRESET = "laptop"
 
 
@@ -76,11 +79,21 @@ def _doubts(metrics: Metrics) -> list[str]:
     versions = len({run.get("code_hash") for run in metrics.runs})
     dirty = sum(bool(run.get("git_dirty")) for run in metrics.runs)
     n = len(metrics.runs)
+    starts: dict[tuple, set[float]] = {}  # each warm start should have one success: its weights are shared
+    for run in metrics.runs:
+        of = run["world_seed"], run["warm_start_seed"], run["regime"], run.get("policy")
+        starts.setdefault(of, set()).add(run["warm_start"]["success_sampled"])
+    unlike = sum(len(successes) > 1 for successes in starts.values())
     doubts = []
     if versions > 1:
         doubts.append(f"The {n} runs were trained by {versions} different versions of the code.")
     if dirty:
         doubts.append(f"{dirty} of {n} runs were trained from a tree with uncommitted changes.")
+    if unlike:
+        doubts.append(
+            f"{unlike} of {len(starts)} warm starts were made more than once, with different weights: runs paired across these "
+            "share world, seed and order of questions, but not the policy they began from."
+        )
     return doubts
 
 
@@ -193,6 +206,29 @@ def _tried(tuning: Metrics) -> str:
     return f"Its collapses there by learning rate, which show how near an edge the regime stands: {', '.join(tried)}."
 
 
+def _repeated(metrics: Metrics, again: Metrics | None) -> str | None:
+    """What runs owe to rounding: the same numbers on another processor, from warm starts made again there."""
+    if again is None:
+        return None
+    pairs = again.collapses.keys() & metrics.collapses.keys()
+    finals = [m.summary.set_index(KEYS)["success_final"] for m in (metrics, again)]
+    told = []
+    for regime, algorithm in sorted({key[:2] for key in pairs}):
+        of = sorted(key for key in pairs if key[:2] == (regime, algorithm))
+        first, second = ([m.collapses[key].collapsed for key in of] for m in (metrics, again))
+        alike = sum(a == b for a, b in zip(first, second, strict=True))
+        apart = fmean(abs(finals[0][key] - finals[1][key]) for key in of)
+        told.append(
+            f"{look(algorithm).label} collapsed in {words.share(sum(second), len(of))} ({sum(first)} the first time, the same "
+            f"run by run in {alike}), final success {words.number(apart)} apart on average"
+        )
+    return (
+        f"Run again on another processor, from warm starts made again there: {'; '.join(told)}."
+        if told
+        else None
+    )
+
+
 def _versions(metrics: Metrics) -> list[tuple[str, str, int]]:
     """Which version of the code trained which arms: hash, arms by regime, number of runs; in the order of first use."""
     runs = pd.DataFrame(metrics.runs).reindex(columns=["code_hash", "started", "regime", "algorithm"])
@@ -263,6 +299,7 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
     results_dir, out_file = Path(results_dir), Path(out_file)
     registered = Path(reference_dir) if reference_dir and (Path(reference_dir) / PROTOCOL).is_file() else None
     tuning = load_metrics(registered / TUNING) if registered and (registered / TUNING).is_dir() else None
+    again = load_metrics(registered / AGAIN) if registered and (registered / AGAIN).is_dir() else None
     reference = _find_reference(Path(reference_dir) if reference_dir else None)
     metrics = load_metrics(results_dir / METRICS)
     reference_metrics = load_metrics(reference / METRICS) if reference else None
@@ -305,6 +342,7 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         coverage=_table(results_dir / CLAIMS / COVERAGE_FILE),
         sensitivity=_sensitivity(results_dir / CLAIMS / SENSITIVITY_FILE),
         origin=_origin(metrics, tuning),
+        repeated=_repeated(metrics, again),
         protocol=(registered / PROTOCOL).as_posix() if registered else None,
         setting=describe_setting(metrics),
         is_study=MAIN in metrics.regimes,
