@@ -181,7 +181,7 @@ def test_mixed_code_and_uncommitted_changes_are_remarked(page, tmp_path):
     remark = next(part for part in html.split('<p class="remark">') if part.startswith("<b>Your run"))
     assert "The 4 runs were trained by 2 different versions of the code." in remark
     assert "2 of 4 runs were trained from a tree with uncommitted changes." in remark
-    assert "1 of 2 warm starts were made more than once, with different weights" in remark
+    assert "made more than once, with different weights (1 of 2 in A)" in remark
 
 
 def test_page_says_how_the_learning_rates_were_chosen(page):

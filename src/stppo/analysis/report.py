@@ -79,19 +79,22 @@ def _doubts(metrics: Metrics) -> list[str]:
     versions = len({run.get("code_hash") for run in metrics.runs})
     dirty = sum(bool(run.get("git_dirty")) for run in metrics.runs)
     n = len(metrics.runs)
-    starts: dict[tuple, set[float]] = {}  # each warm start should have one success: its weights are shared
+    starts: dict[
+        str, dict[tuple, set[float]]
+    ] = {}  # of one warm start, whose weights runs share, one success
     for run in metrics.runs:
-        of = run["world_seed"], run["warm_start_seed"], run["regime"], run.get("policy")
-        starts.setdefault(of, set()).add(run["warm_start"]["success_sampled"])
-    unlike = sum(len(successes) > 1 for successes in starts.values())
+        of = run["world_seed"], run["warm_start_seed"], run.get("policy")
+        successes = starts.setdefault(run["regime"], {}).setdefault(of, set())
+        successes.add(run["warm_start"]["success_sampled"])
+    unlike = {regime: sum(len(s) > 1 for s in of.values()) for regime, of in starts.items()}
     doubts = []
     if versions > 1:
         doubts.append(f"The {n} runs were trained by {versions} different versions of the code.")
     if dirty:
         doubts.append(f"{dirty} of {n} runs were trained from a tree with uncommitted changes.")
-    if unlike:
+    if again := [f"{n} of {len(starts[regime])} in {regime}" for regime, n in unlike.items() if n]:
         doubts.append(
-            f"{unlike} of {len(starts)} warm starts were made more than once, with different weights: runs paired across these "
+            f"Warm starts were made more than once, with different weights ({', '.join(again)}): runs paired across these "
             "share world, seed and order of questions, but not the policy they began from."
         )
     return doubts
