@@ -238,6 +238,7 @@ rule derivation:
     log:
         f"{RESULTS}/logs/{{derivation}}.log",
     threads: 1
+    retries: 1  # kernels that start at once may pick the same port, and one of them dies
     shell:
         "papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
 
@@ -328,6 +329,7 @@ rule figures:
     log:
         expand(f"{RESULTS}/logs/{{name}}.log", name=NOTEBOOKS),
     threads: len(NOTEBOOKS)  # side by side, for they share a folder of figures and so a job
+    retries: 1  # as for derivations
     shell:
         "jobs=; trap 'kill $jobs 2> /dev/null || true' EXIT; "  # an interrupted job leaves none of them behind
         + "".join(
