@@ -98,7 +98,7 @@ def cases(
         advantages = layout.scatter(layout.gather(advantages)[layout.turn_starts][layout.turns])
     elif advantages_per == "row":
         advantages = advantages[:, :1].expand(shape).clone()
-    sign = draw(st.sampled_from(["mixed"] * 4 + ["positive", "negative", "zero"] + ["all clipped"] * 4))
+    sign = draw(st.sampled_from(["mixed"] * 4 + ["positive", "negative", "zero"] + ["all clipped"] * 2))
     if sign == "positive":
         advantages = advantages.abs()
     elif sign == "negative":
