@@ -79,9 +79,8 @@ def _doubts(metrics: Metrics) -> list[str]:
     versions = len({run.get("code_hash") for run in metrics.runs})
     dirty = sum(bool(run.get("git_dirty")) for run in metrics.runs)
     n = len(metrics.runs)
-    starts: dict[
-        str, dict[tuple, set[float]]
-    ] = {}  # of one warm start, whose weights runs share, one success
+    # Runs of one warm start share its weights, and so its success; another success betrays other weights.
+    starts: dict[str, dict[tuple, set[float]]] = {}
     for run in metrics.runs:
         of = run["world_seed"], run["warm_start_seed"], run.get("policy")
         successes = starts.setdefault(run["regime"], {}).setdefault(of, set())
