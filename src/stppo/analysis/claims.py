@@ -176,8 +176,8 @@ def _judge(
 
 
 def _worst(checks: Sequence[Check]) -> Check:
-    """Of the tenths of training, all of which must lie below a threshold, the one that comes highest."""
-    return max(checks, key=lambda check: check.high)
+    """Of the tenths of training, all of which must lie below a threshold, the one that decides; among equals the highest."""
+    return min(checks, key=lambda check: (DECIDES.index(check.outcome), -check.high))
 
 
 def _sentence(condition: Condition, checks: Sequence[Check]) -> str:
