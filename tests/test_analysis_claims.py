@@ -165,7 +165,9 @@ def test_the_tenth_that_is_shown_is_one_that_decides():
     treated, tenth = runs["algorithm"] == "s_ppo", (runs["iteration"] - 1) // 4
     second_start = runs["seed"] // 10 % 10 == 2
     runs.loc[treated & (tenth == 8), "clip_fraction"] = 0.2
-    runs.loc[treated & (tenth == 9), "clip_fraction"] = np.where(second_start, 0.9, 0.0)[treated & (tenth == 9)]
+    runs.loc[treated & (tenth == 9), "clip_fraction"] = np.where(second_start, 0.9, 0.0)[
+        treated & (tenth == 9)
+    ]
     found = evaluate(metrics, "C3")["C3.s_ppo"]
     outcomes = [check.outcome for check in found.checks]
     assert outcomes[8:] == ["fails", "open"] and found.checks[9].high > found.checks[8].high

@@ -270,6 +270,16 @@ def test_what_was_run_and_answers_stand_behind_the_claims(study_page):
     assert "chosen blind, by token PPO alone" in words_of(section(study_page, "results"))
 
 
+@pytest.mark.parametrize("planned", [18, 19])
+def test_what_is_missing_has_a_column_only_where_something_is(planned, tmp_path):
+    arms = {Arm("MAIN", "token_ppo"): Behaviour(), Arm("MAIN", "s_ppo"): Behaviour()}
+    write_metrics(make_metrics(arms), tmp_path / "metrics")
+    (tmp_path / "planned.json").write_text(json.dumps({str(arm): planned for arm in arms}))
+    write_evaluation(tmp_path / "metrics", tmp_path / "claims", tmp_path / "planned.json")
+    table = section(render_report(tmp_path, None, tmp_path / "r.html").read_text(), "coverage")
+    assert ("<th>missing</th>" in table) == ("s_ppo 18 of 19" in table) == (planned == 19)
+
+
 def test_regime_is_shown_beside_the_rates_that_were_tried(study_page, tmp_path):
     """Beside the registered protocol lie the runs by which the main regime was chosen."""
     reference = tmp_path / "reference"

@@ -41,9 +41,12 @@ def ledger(verdicts: Sequence[Verdict]) -> pd.DataFrame:
 
 
 def text_table(table: pd.DataFrame) -> Styler:
-    """A table of words for a notebook: without its index, and flush left."""
-    return table.style.hide(axis="index").set_table_styles(
-        [{"selector": "th, td", "props": "text-align: left"}]
+    """A table of words for a notebook: without its index, flush left, columns of sentences not squeezed by the others."""
+    wide = [name for name in table if table[name].astype(str).str.len().max() > 25]
+    return (
+        table.style.hide(axis="index")
+        .set_properties(subset=wide, **{"min-width": "13em"})
+        .set_table_styles([{"selector": "th, td", "props": "text-align: left"}])
     )
 
 
