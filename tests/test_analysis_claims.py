@@ -78,7 +78,7 @@ def test_no_collapse_of_few_runs_is_no_proof_of_stability():
     assert [check.outcome for check in found.checks] == ["holds", "open"]
     assert found.value == 0 and found.threshold == "below 0.25"  # shown is the condition that decides
     (row,) = (line for line in ledger_markdown([found]).splitlines() if line.startswith("| C2.st_ppo"))
-    assert "(one of 2 conditions)" in row
+    assert "(1 of 2 conditions hold)" in row
 
 
 def test_a_dip_counts_as_collapse():
@@ -156,22 +156,7 @@ def test_one_tenth_of_higher_clipping_refutes_throughout():
     metrics.iterations.loc[late, "clip_fraction"] = 0.2
     found = evaluate(metrics, "C3")["C3.s_ppo"]
     assert found.verdict == "not supported" and "tenth 10" in found.quantity and found.value > 0
-
-
-def test_the_tenth_that_is_shown_is_one_that_decides():
-    """The last tenth's clip fraction is the higher one, but four of six warm starts have none there; the tenth before refutes."""
-    metrics = make_metrics({TOKEN: Behaviour(), S: WELL})
-    runs = metrics.iterations
-    treated, tenth = runs["algorithm"] == "s_ppo", (runs["iteration"] - 1) // 4
-    second_start = runs["seed"] // 10 % 10 == 2
-    runs.loc[treated & (tenth == 8), "clip_fraction"] = 0.2
-    runs.loc[treated & (tenth == 9), "clip_fraction"] = np.where(second_start, 0.9, 0.0)[
-        treated & (tenth == 9)
-    ]
-    found = evaluate(metrics, "C3")["C3.s_ppo"]
-    outcomes = [check.outcome for check in found.checks]
-    assert outcomes[8:] == ["fails", "open"] and found.checks[9].high > found.checks[8].high
-    assert "tenth 9" in found.quantity and found.verdict == "not supported"
+    assert found.held == "9 of 10 tenths hold, 1 fail"
 
 
 def test_explanation_says_how_many_tenths_could_be_tested():

@@ -15,7 +15,7 @@ from stppo.analysis.runs import collect
 from stppo.analysis.study import Arm
 from stppo.analysis.style import LOOKS, Plot
 from stppo.analysis.trajectory_view import show_trajectories
-from tests.synthetic_runs import Behaviour, make_metrics, make_run, replicates, write_metrics
+from tests.synthetic_runs import START, Behaviour, make_metrics, make_run, replicates, write_metrics
 
 
 class Page(HTMLParser):
@@ -175,6 +175,7 @@ def test_mixed_code_and_uncommitted_changes_are_remarked(page, tmp_path):
     records = json.loads(file.read_text())
     records[0]["code_hash"] = "another"
     records[0]["warm_start"]["success_sampled"] += 0.01
+    records[0]["started"] = "2025-01-02T00:00:00+00:00"  # after the others
     records[1]["git_dirty"] = records[2]["git_dirty"] = True
     file.write_text(json.dumps(records))
     html = render_report(folder, None, tmp_path / "r.html").read_text()
@@ -182,6 +183,11 @@ def test_mixed_code_and_uncommitted_changes_are_remarked(page, tmp_path):
     assert "The 4 runs were trained by 2 different versions of the code." in remark
     assert "2 of 4 runs were trained from a tree with uncommitted changes." in remark
     assert "made more than once, with different weights (1 of 2 in A)" in remark
+    table = words_of(html.split("which runs began from which</summary>")[1].split("</table>")[0])
+    first, second = f"{START:.3f}", f"{START + 0.01:.3f}"
+    assert f"A 1 3 0: {first}, 1: {first} Linux" in table
+    seed, name = records[0]["warm_start_seed"], records[0]["algorithm"]
+    assert f"A 2 1 {seed}: {second} Linux {name} (1)" in table
 
 
 def test_page_says_how_the_learning_rates_were_chosen(page):

@@ -1,5 +1,6 @@
 """The study's figures, tables and sentences, on made-up metrics of its whole plan and on fragments of it."""
 
+import dataclasses
 import html
 import json
 
@@ -240,6 +241,8 @@ def test_summary_counts_and_means_follow_the_metrics():
         Arm("MAIN", "st_ppo"): Behaviour(final=0.5),
         Arm("MAIN", "turn_ppo_kl_matched"): Behaviour(final=0.4),
         Arm("MAIN", "turn_ppo_step_matched"): Behaviour(risk=1),
+        Arm("MAIN", "st_ppo_one_plus_c2"): Behaviour(risk=1),
+        Arm("MAIN", "token_ppo_critic8"): Behaviour(),
         Arm("BEST", "st_ppo"): Behaviour(final=0.5),
         Arm("STALE0", "token_ppo"): Behaviour(),
         Arm("STALE0", "st_ppo"): Behaviour(risk=1),
@@ -249,18 +252,47 @@ def test_summary_counts_and_means_follow_the_metrics():
         Arm("LLAMA", "st_ppo"): Behaviour(),
         Arm("E8_LR1.5", "token_ppo"): Behaviour(),  # without its partner: not told
     }
-    collapse, learning, age, family, controls, best = in_short(Study(make_metrics(made, replicates(1, 2, 1))))
+    metrics = make_metrics(made, replicates(1, 2, 1))
+    collapse, line, learning, age, divisor, critic, controls, best, family = in_short(Study(metrics))
     assert "collapsed: token PPO (2 of 2 runs); never: ST-PPO (SO-PPO) (2 runs)" in collapse
+    assert line == "With the line at 0.4 / 0.5 / 0.6 of the success reached, collapsed: token PPO 2 / 2 / 2."
     assert learning.startswith("1 of these 2 ended at least 0.05 above their warm starts")
-    by = "By age of the batch in iterations (0 / 2 / 4): token PPO collapsed in 0 of 2 / 2 of 2 / 0 of 2 runs"
-    assert age == f"{by}, ST-PPO (SO-PPO) in 2 of 2 / 0 of 2 / 0 of 2."
-    assert (
-        family == "By setting (Llama policy): token PPO collapsed in 2 of 2 runs, ST-PPO (SO-PPO) in 0 of 2."
+    assert age == (
+        "By age of the batch in iterations (0 / 2 / 4), collapsed: token PPO 0 of 2 / 2 of 2 / 0 of 2; "
+        "ST-PPO (SO-PPO) 2 of 2 / 0 of 2 / 0 of 2."
     )
-    assert controls.startswith("Of 2 controls") and "1 had no collapse" in controls
+    assert (
+        "the one used 0.48" in divisor
+        and "(0 of 2); 1 + ‖C‖/2 0.0" in divisor
+        and divisor.endswith("(2 of 2).")
+    )
+    assert critic == (
+        "Token PPO with a better critic, collapsed: critic trained 8 epochs 0 of 2 (without it 2 of 2)."
+    )
+    assert (
+        controls.startswith("Of 2 controls")
+        and "1 had no collapse (2 of 4 runs collapsed in all)" in controls
+    )
     assert "highest at the end: Turn-PPO, learning rate matched by KL" in controls
-    assert best.startswith("Each at its best learning rate, 0 of 2 runs collapsed")
+    assert best.startswith("Each at its best learning rate: 0 of 2 runs collapsed")
+    assert family.startswith(
+        "Main settings, but Llama policy: 2 of 4 runs collapsed, and they ended at token PPO 0.0"
+    )
+    assert "(2 of 2 collapsed) and ST-PPO (SO-PPO) 0.4" in family
     assert in_short(Study(make_metrics({Arm("A", "token_ppo"): Behaviour()}, replicates(1, 1)))) == []
+
+
+def test_greedy_success_is_told_where_it_was_measured():
+    metrics = make_metrics(
+        {Arm("MAIN", "token_ppo"): Behaviour(), Arm("MAIN", "s_ppo"): Behaviour()}, replicates(1, 2, 1)
+    )
+    assert not any("Greedy" in sentence for sentence in in_short(Study(metrics)))
+    last = metrics.evaluations[metrics.evaluations["iteration"] == 40]
+    low = (last["algorithm"] == "token_ppo") & (last["seed"] == last["seed"].min())
+    greedy = last.assign(temperature=0.0, success=np.where(low, 0.2, 0.5))
+    measured = dataclasses.replace(metrics, evaluations=pd.concat([metrics.evaluations, greedy]))
+    (told,) = [sentence for sentence in in_short(Study(measured)) if sentence.startswith("Greedy")]
+    assert told.endswith("mean of the starts 0.45): token PPO 0.35 (1 of 2) and S-PPO 0.50 (0 of 2).")
 
 
 def test_missing_runs_are_named():

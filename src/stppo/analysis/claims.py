@@ -70,7 +70,7 @@ class Verdict:
     low: float
     high: float
     threshold: str  # that the interval must lie wholly beyond
-    n_conditions: int
+    held: str  # how many conditions or tenths hold, and fail; empty for a single condition
     level: float
     n_runs: dict[str, tuple[int, int | None]]  # arm -> recorded, planned (None: no plan given)
     checks: tuple[Check, ...]
@@ -167,7 +167,7 @@ def _judge(
         low=head.low,
         high=head.high,
         threshold=head.threshold,
-        n_conditions=len(part.conditions),
+        held=_held(part, outcomes),
         level=level,
         n_runs=n_runs,
         checks=tuple(checks),
@@ -176,8 +176,17 @@ def _judge(
 
 
 def _worst(checks: Sequence[Check]) -> Check:
-    """Of the tenths of training, all of which must lie below a threshold, the one that decides; among equals the highest."""
-    return min(checks, key=lambda check: (DECIDES.index(check.outcome), -check.high))
+    """Of the tenths of training, all of which must lie below a threshold, the one that comes highest."""
+    return max(checks, key=lambda check: check.high)
+
+
+def _held(part: Part, outcomes: Sequence[str]) -> str:
+    tenths = any(condition.quantity == "highest_tenth_difference" for condition in part.conditions)
+    n, unit = (len(outcomes), "tenths") if tenths else (len(part.conditions), "conditions")
+    if n < 2:
+        return ""
+    failed = outcomes.count("fails")
+    return f"{outcomes.count('holds')} of {n} {unit} hold" + (f", {failed} fail" if failed else "")
 
 
 def _sentence(condition: Condition, checks: Sequence[Check]) -> str:
@@ -235,7 +244,7 @@ def _checks(condition: Condition, labelled: list[Labelled], level: float, fail_l
 
 
 def ledger_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
-    """One row per verdict: claim, claim_text, id, text, source, kind, rule, quantity, value, low, high, threshold, n_conditions, level,
+    """One row per verdict: claim, claim_text, id, text, source, kind, rule, quantity, value, low, high, threshold, held, level,
     verdict, provisional (true: from fewer runs than planned), runs, figure, explanation, note."""
     names = [
         "claim",
@@ -252,7 +261,7 @@ def ledger_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     ]
     names += [
         "threshold",
-        "n_conditions",
+        "held",
         "level",
         "verdict",
         "provisional",
@@ -276,14 +285,16 @@ def ledger_markdown(verdicts: Sequence[Verdict]) -> str:
         measured = "—"
         if not math.isnan(v.value):
             measured = f"{v.quantity}: {v.value:.2f} [{v.low:.2f}, {v.high:.2f}], threshold {v.threshold}"
-            measured += f" (one of {v.n_conditions} conditions)" if v.n_conditions > 1 else ""
+            measured += f" ({v.held})" if v.held else ""
         star = "" if v.kind == "primary" else f" ({v.kind.replace('_', ' ')})"
         verdict = f"{v.shown} [{notes.index(v.note) + 1}]" if v.note else v.shown
         lines.append(
             f"| {v.id} | {v.text}{star} | {v.source} | {measured} | {verdict} | {v.counted} | {v.figure} |"
         )
     n, level = sum(v.kind == "primary" for v in verdicts), verdicts[0].level if verdicts else math.nan
-    below = [f"Intervals at {level:.2%} each: joint over the {n} primary verdicts.".replace("%", " %")]
+    below = [
+        f"Intervals at {level:.2%} each, so that the {n} primary verdicts hold jointly.".replace("%", " %")
+    ]
     if any(v.provisional for v in verdicts):
         below.append(f"{PROVISIONAL.capitalize()}: from fewer runs than planned; more of them may change it.")
     below += [f"[{i}] {note}" for i, note in enumerate(notes, 1)]

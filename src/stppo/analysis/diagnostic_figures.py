@@ -120,8 +120,8 @@ def critic_figure(study: Study, repetitions: int = REPETITIONS) -> Plot | None:
         frame(fig, "Is the critic further from the truth off-policy?", study.metrics, regimes, handles)
     what = (
         "Root mean squared error of the critic's values against Monte-Carlo values of the policy that sampled, over the spread of "
-        "the true values (1: as bad as a constant). Right: mean before the collapse, a dot per run, a line per pair of one "
-        "replicate."
+        "the true values (1: as bad as a constant). Right: mean over a run's own iterations before its collapse, a dot per run, a "
+        "line per pair of one replicate (claim C7 compares the iterations that both of a pair have)."
     )
     what = caption(metrics, what, regimes, names)
     data = pd.concat(drawn, ignore_index=True) if drawn else errors

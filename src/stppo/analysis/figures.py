@@ -218,7 +218,9 @@ def overview_figure(metrics: Metrics, repetitions: int = REPETITIONS) -> Plot | 
             rows += draw_panel(ax, SUCCESS, metrics, regime, [algorithm], repetitions)
             verdicts = [v for (r, a, _), v in metrics.collapses.items() if (r, a) == (regime, algorithm)]
             count = f"{sum(v.collapsed for v in verdicts)}/{len(verdicts)} collapsed"
-            ax.set_title(look(algorithm).label, fontweight="bold", color=look(algorithm).color)
+            label, color = look(algorithm).label, look(algorithm).color
+            # A long name would run into the count.
+            ax.set_title(label, fontweight="bold", color=color, fontsize=8.5 if len(label) > 22 else None)
             ax.set_title(count, loc="right", color="#666666", fontsize=8.5)
             ax.set_ylabel("")
         for ax in axes[len(algorithms) :]:

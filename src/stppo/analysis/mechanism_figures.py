@@ -104,7 +104,7 @@ def spikes_figure(study: Study) -> Plot | None:
                     [],
                     [],
                     marker="X",
-                    label="likewise, no survivor to compare with",
+                    label="likewise, no run to compare with",
                     **_ALONE | {"markeredgecolor": "#777777"},
                 )
             ]
@@ -115,7 +115,7 @@ def spikes_figure(study: Study) -> Plot | None:
                 marker="o",
                 markersize=5,
                 alpha=0.6,
-                label="survivor of the arm, same iterations",
+                label="run of the arm not collapsed two tenths later, same iterations",
                 **grey,
             ),
         ]
@@ -203,10 +203,16 @@ def mechanism_figure(study: Study, regime: str = MAIN, algorithm: str = "token_p
             handles,
         )
     source = leads["reference"].iloc[0]
+    n = int(leads["survivors"].max())
+    few = (
+        f"With {n} survivors their range is narrow and is left easily. "
+        if source == "survivors" and n < 6
+        else ""
+    )
     what = (
         f"{capital(look(algorithm).label)}, regime {regime}. A signal's healthy range is that of "
         + (
-            "the arm's survivors at the same iterations"
+            "the arm's survivors within two iterations of the same one (1st to 99th percentile; a survivor is held against the others)"
             if source == "survivors"
             else "the run's own first quarter"
         )
@@ -215,7 +221,7 @@ def mechanism_figure(study: Study, regime: str = MAIN, algorithm: str = "token_p
         * (source != "survivors")
         + "What shows in the sampled batches counts at the "
         "iteration whose weights sampled them. Right: how often it leaves before a collapse, and how "
-        f"often in survivors: a signal that leaves there as often warns of nothing. {INTERVALS} "
+        f"often in survivors: a signal that leaves there as often warns of nothing. {few}{INTERVALS} "
         f"Our own measurement: {describe_setting(study.metrics, [regime])}."
     )
     return Plot("mechanism", fig, table, what, {"leads": leads})

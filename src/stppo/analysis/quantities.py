@@ -12,7 +12,7 @@ import numpy as np
 from stppo.analysis import mechanism, resampling
 from stppo.analysis.resampling import MIN_CLUSTERS, Estimate, Replicate
 from stppo.analysis.study import Arm, Study, differences_by_tenth
-from stppo.analysis.words import called, listed
+from stppo.analysis.words import called, listed, number
 
 Arms = Mapping[str, Arm]  # by role
 Labelled = tuple[str, Estimate]  # what was estimated, in words
@@ -93,6 +93,7 @@ def _critic_error_difference(study: Study, arms: Arms) -> list[Labelled]:
     _require(study, *columns)
     other = study.runs(arms["other"])
     differences: dict[Replicate, float] = {}
+    levels: list[np.ndarray] = []
     for replicate, record in study.runs(arms["one"]).items():
         if replicate not in other:
             continue
@@ -102,8 +103,13 @@ def _critic_error_difference(study: Study, arms: Arms) -> list[Labelled]:
         shared = shared[shared < min(map(study.collapse_iteration, both))]
         if len(shared):
             rmse, spread = np.array([frame.loc[shared].mean() for frame in frames]).T
-            differences[replicate] = float(rmse[0] / spread[0] - rmse[1] / spread[1])
-    words = f"relative error of the critic's values, {called(arms['one'])} minus {called(arms['other'])} ({len(differences)} pairs)"
+            levels.append(rmse / spread)
+            differences[replicate] = float(levels[-1][0] - levels[-1][1])
+    means = " and ".join(number(level) for level in np.mean(levels, axis=0)) if levels else "none"
+    words = (
+        f"relative error of the critic's values, {called(arms['one'])} minus {called(arms['other'])} "
+        f"({len(differences)} pairs, means {means})"
+    )
     return [(words, resampling.mean(differences))]
 
 

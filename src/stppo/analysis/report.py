@@ -79,12 +79,10 @@ def _doubts(metrics: Metrics) -> list[str]:
     versions = len({run.get("code_hash") for run in metrics.runs})
     dirty = sum(bool(run.get("git_dirty")) for run in metrics.runs)
     n = len(metrics.runs)
-    # Runs of one warm start share its weights, and so its success; another success betrays other weights.
     starts: dict[str, dict[tuple, set[float]]] = {}
     for run in metrics.runs:
-        of = run["world_seed"], run["warm_start_seed"], run.get("policy")
-        successes = starts.setdefault(run["regime"], {}).setdefault(of, set())
-        successes.add(run["warm_start"]["success_sampled"])
+        of, success = _warm_start(run)
+        starts.setdefault(run["regime"], {}).setdefault(of, set()).add(success)
     unlike = {regime: sum(len(s) > 1 for s in of.values()) for regime, of in starts.items()}
     doubts = []
     if versions > 1:
@@ -97,6 +95,44 @@ def _doubts(metrics: Metrics) -> list[str]:
             "share world, seed and order of questions, but not the policy they began from."
         )
     return doubts
+
+
+def _warm_start(run: schema.RunRecord) -> tuple[tuple, float]:
+    """Which warm start a run of its regime began from, and its success: all runs of one share its weights, so another
+    success betrays other weights."""
+    of = run["regime"], run["world_seed"], run["warm_start_seed"], run.get("policy")
+    return of, run["warm_start"]["success_sampled"]
+
+
+def _starts(metrics: Metrics) -> list[dict[str, Any]]:
+    """Where a regime's warm starts were made more than once: per time success by warm start, machines, and arms of the runs
+    that began from them; no rows where none were."""
+    made: dict[tuple, list[float]] = {}
+    times: dict[tuple[str, int], list[schema.RunRecord]] = {}
+    for run in sorted(metrics.runs, key=lambda run: str(run.get("started"))):
+        of, success = _warm_start(run)
+        if success not in made.setdefault(of, []):
+            made[of].append(success)
+        times.setdefault((run["regime"], made[of].index(success) + 1), []).append(run)
+    again = {regime for regime, time in times if time > 1}
+    rows = []
+    for (regime, time), runs in sorted(times.items()):
+        if regime in again:
+            counts = pd.Series([run["algorithm"] for run in runs]).value_counts()
+            successes = {run["warm_start_seed"]: run["warm_start"]["success_sampled"] for run in runs}
+            machines = _distinct([run.get("hardware", {}).get("platform") for run in runs])
+            rows.append(
+                {
+                    "regime": regime,
+                    "time": time,
+                    "runs": len(runs),
+                    "successes": ", ".join(f"{seed}: {s:.3f}" for seed, s in sorted(successes.items())),
+                    "machines": "; ".join(machines) or "not recorded",
+                    "arms": ", ".join(f"{name} ({counts[name]})" for name in in_order(counts.index)),
+                    "n_arms": len(counts),
+                }
+            )
+    return rows
 
 
 def _machine(hardware: dict[str, Any]) -> str | None:
@@ -335,6 +371,7 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         rows=_rows(metrics, reference_metrics),
         spacings=sorted({f"{v.spacing:g}" for v in metrics.collapses.values() if math.isfinite(v.spacing)}),
         runs=metrics.runs,
+        starts=_starts(metrics),
         whose=whose,
         committed=committed,
         claims=claims,

@@ -16,6 +16,7 @@ import pandas as pd
 
 from stppo import schema
 from stppo.analysis import resampling
+from stppo.analysis.collapse import Collapse
 from stppo.analysis.resampling import Estimate, Outcomes, Replicate
 from stppo.analysis.runs import KEYS, Metrics
 from stppo.analysis.statistics import CONFIDENCE, area_under_curve, final_mean, kaplan_meier
@@ -66,7 +67,7 @@ class Study:
 
     def collapse_iteration(self, record: schema.RunRecord) -> float:
         """Iteration of the collapse, infinite if the run did not collapse."""
-        at = self.metrics.collapses[_key(record)].iteration
+        at = self.verdict(record).iteration
         return math.inf if at is None else at
 
     def steady(self, record: schema.RunRecord) -> pd.DataFrame:
@@ -95,7 +96,7 @@ class Study:
     # --- the numbers of one run ----------------------------------------------------------------
     def collapsed(self, record: schema.RunRecord) -> float:
         """1 if the run collapsed, else 0; NaN if it has too few evaluations for the rule to fire."""
-        verdict = self.metrics.collapses[_key(record)]
+        verdict = self.verdict(record)
         return float(verdict.collapsed) if verdict.collapsed or verdict.decidable else math.nan
 
     def survival_time(self, record: schema.RunRecord) -> float:
@@ -107,6 +108,17 @@ class Study:
     def final_success(self, record: schema.RunRecord) -> float:
         """Mean sampled success of the last tenth of the regime's evaluations."""
         return final_mean(self.success(record))
+
+    def final_greedy(self, record: schema.RunRecord) -> float:
+        """Greedy success of the run's last evaluation at temperature 0, 0 after a non-finite stop; NaN if it has none."""
+        if record.get("non_finite"):
+            return 0.0
+        rows = self.metrics.success(record, temperature=0.0)["success"]
+        return float(rows.iloc[-1]) if len(rows) else math.nan
+
+    def verdict(self, record: schema.RunRecord) -> Collapse:
+        """What the collapse rule says of a run."""
+        return self.metrics.collapses[_key(record)]
 
     def mean_success(self, record: schema.RunRecord) -> float:
         """Area under the success curve divided by its length."""
@@ -151,7 +163,7 @@ class Study:
             runs = self.runs(arm)
             if not runs:
                 continue
-            verdicts = [self.metrics.collapses[_key(record)] for record in runs.values()]
+            verdicts = [self.verdict(record) for record in runs.values()]
             row: dict[str, object] = {
                 "regime": regime,
                 "algorithm": name,

@@ -131,7 +131,7 @@ def drivers_figure(study: Study, planned: Plan | None = None) -> Plot | None:
         "drivers",
         "Is the critic the cause?",
         "Token PPO and ST-PPO with a critic trained for eight epochs, and with values that are Monte-Carlo truth: if these "
-        "collapse too, inaccurate values are not the cause.",
+        "collapse too, inaccurate values are not the cause; if they do not, they may be a part of it.",
         {group.title: table for group, table in _titled(DRIVERS, run_groups(study, DRIVERS, planned))},
     )
 
