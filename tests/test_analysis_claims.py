@@ -398,10 +398,16 @@ def test_thresholds_that_lean_on_the_smoothing_are_disclosed():
     assert len(leaning) == 4
     rate, both = 0.25, (1 - LEDGER.level) / 2
     alike = betabinom.pmf(0, 3, rate * (1 / 0.3 - 1), (1 - rate) * (1 / 0.3 - 1)) ** 6
-    assert round(beta.ppf(1 - both, 0.5, 18.5), 3) == 0.237 and round(1 - both ** (1 / 18), 3) == 0.299
-    assert round((1 - rate) ** 18, 4) == 0.0056 and round(alike, 2) == 0.02
-    assert all(f"{x}" in leaning[0] for x in ("0.237", "0.299", "0.0056", "0.02"))
-    lines = ledger_markdown(list(evaluate(make_metrics({TOKEN: ILL, ST: WELL}), "C2").values())).splitlines()
+    exact, luck = 1 - both ** (1 / 18), (1 - rate) ** 18
+    verdicts = list(evaluate(make_metrics({TOKEN: ILL, ST: WELL}), "C2").values())
+    smoothed = next(
+        check.high for v in verdicts for check in v.checks if check.outcome == "holds" and check.value == 0
+    )
+    assert smoothed == pytest.approx(beta.ppf(1 - both, 0.5, 18.5), abs=0.005)  # Jeffreys' limit
+    told = (f"at {smoothed:.2f}", f"at {exact:.2f}", f"{luck:.4f}", f"{alike:.2f}", f"{both:.4f}")
+    assert told == ("at 0.24", "at 0.30", "0.0056", "0.02", "0.0017")
+    assert all(number in leaning[0] for number in told)
+    lines = ledger_markdown(verdicts).splitlines()
     assert sum("[1]" in line for line in lines) == 3 and f"[1] {leaning[0]}" in lines
 
 
