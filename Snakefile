@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 
 from stppo import config as configs
-from stppo.analysis.runs import missing_runs
-from stppo.analysis.provenance import code_hash, config_targets, imported_files, notebook_imports
+from stppo.results.runs import missing_runs
+from stppo.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.interact import NBCONVERT_OPTIONS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
@@ -220,7 +220,7 @@ else:
         output:
             METRICS,
         params:
-            code=code_hash("stppo.analysis.runs"),
+            code=code_hash("stppo.results.runs"),
             runs=[f"{RESULTS}/runs/{run}" for run in RUNS],
         log:
             f"{RESULTS}/logs/collect.log",
@@ -276,8 +276,8 @@ rule claims:
     output:
         multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "answers.csv", "coverage.csv", "sensitivity.csv", "in_short.txt"),
     params:
-        code=code_hash("stppo.analysis.evaluation"),
-        ledger=content_of("src/stppo/analysis/claims.yaml"),
+        code=code_hash("stppo.study.evaluation"),
+        ledger=content_of("src/stppo/study/claims.yaml"),
     log:
         f"{RESULTS}/logs/claims.log",
     shell:
@@ -324,7 +324,7 @@ rule figures:
         expand(f"{RESULTS}/{{name}}.ipynb", name=NOTEBOOKS),
     params:
         content=[CONTENT[name] for name in NOTEBOOKS],
-        ledger=content_of("src/stppo/analysis/claims.yaml"),
+        ledger=content_of("src/stppo/study/claims.yaml"),
         options=f"{PAPERMILL} -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures",
     log:
         expand(f"{RESULTS}/logs/{{name}}.log", name=NOTEBOOKS),
@@ -376,7 +376,7 @@ rule report:
     output:
         f"{RESULTS}/report.html",
     params:
-        code=code_hash("stppo.analysis.report"),
+        code=code_hash("stppo.results.report"),
         reference=content_of(
             *(f"{REFERENCE}/{part}metrics/runs.json" for part in ("", "tuning/stage1/", "processor/"))
         ),

@@ -29,8 +29,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pandas as pd
 import requests
 
-from stppo.analysis.provenance import git_state, hardware, versions
 from stppo.files import write_atomically, write_json
+from stppo.provenance import git_state, hardware, versions
 from stppo.schema import (
     BENCHMARKS_FILE,
     COMPLETED,

@@ -24,13 +24,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from stppo.analysis.provenance import git_state, hardware, versions
 from stppo.files import write_atomically, write_json
-from stppo.world.bm25_index import build_bm25, open_bm25
+from stppo.provenance import git_state, hardware, versions
+from stppo.retrieval.bm25 import BM25Retriever, words
+from stppo.retrieval.bm25_index import build_bm25, open_bm25
+from stppo.retrieval.documents import read_corpus
 from stppo.world.datasets import read_records
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import Protocol, Question
-from stppo.world.retrieval import BM25Retriever, read_corpus, words
 from stppo.world.scripted import GoldTitleSearcher, paragraph_key, play, recall_at_k
 
 OUT = Path(__file__).parents[1] / "results" / "reference"

@@ -24,8 +24,8 @@ from transformers.utils.logging import disable_progress_bar
 from stppo import config as configs
 from stppo.agent.policy import score
 from stppo.agent.rollout_torch import TorchRollout
-from stppo.analysis.provenance import hardware, versions
 from stppo.objectives import estimated_bias_norms
+from stppo.provenance import hardware, versions
 from stppo.training.gradients import global_norm, gradient_of
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import ensure_warm_start, load_warm_start

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from stppo.analysis.resampling import Replicate
-from stppo.analysis.runs import Metrics
-from stppo.analysis.study import Arm
+from stppo.results.resampling import Replicate
+from stppo.results.runs import Metrics
+from stppo.study.outcomes import Arm
 from tests.synthetic_runs import Behaviour, make_metrics
 
 PRESET = Path(__file__).parents[1] / "configs" / "preset" / "study.yaml"

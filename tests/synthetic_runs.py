@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from stppo import schema
-from stppo.analysis.resampling import Replicate
-from stppo.analysis.runs import Metrics
+from stppo.results.resampling import Replicate
+from stppo.results.runs import Metrics
 
 # algorithm: (final success, iteration of collapse or None, clip fraction, gradient norm)
 DYNAMICS = {

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from stppo.agent.engines import make_rollout
 from stppo.agent.mismatch import mismatch, trainer_logprobs, truncated_weights
 from stppo.agent.policy import PolicyConfig, build_policy, score
 from stppo.agent.rollout import (
@@ -13,7 +14,6 @@ from stppo.agent.rollout import (
     TurnEnd,
     VLLMRolloutConfig,
     at_temperature_one,
-    make_rollout,
     through_first,
 )
 from stppo.agent.weights import named_weights

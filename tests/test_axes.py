@@ -12,8 +12,8 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from stppo import axes, config
-from stppo.analysis.schematic import CHANGED
-from stppo.analysis.style import look
+from stppo.results.schematic import CHANGED
+from stppo.results.style import look
 
 ROOT = Path(__file__).parents[1]
 

@@ -140,7 +140,7 @@ def served(tmp_path, reply: bytes):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         client = {
-            "_target_": "stppo.world.retrieval_client.RetrievalClient",
+            "_target_": "stppo.retrieval.client.RetrievalClient",
             "url": f"http://127.0.0.1:{server.server_port}/retrieve",
         }
         return list(checks.data(*world(tmp_path, corpus=None, retriever=client)))

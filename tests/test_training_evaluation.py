@@ -17,13 +17,13 @@ from stppo.agent.policy import load_policy, load_tokenizer
 from stppo.agent.rollout import Rollout
 from stppo.agent.rollout_torch import TorchRollout
 from stppo.agent.tiny_model import make_tiny_model
+from stppo.retrieval.client import RetrievalClient, RetrievalUnavailable
 from stppo.training.evaluation import evaluate_checkpoint, ratio_and_error, summarise
 from stppo.training.metrics import evaluate, trajectory_records, write_tables
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import warm_start
 from stppo.trajectories import Trajectories
 from stppo.world import DemonstrationNoise, Episode, Question, SyntheticWorld, play
-from stppo.world.retrieval_client import RetrievalClient, RetrievalUnavailable
 
 NQ = [{"question": f"who wrote book {i}", "answer": [f"author {i}"]} for i in range(7)]
 BAMBOOGLE = [{"Question": f"Where is town {i}?", "Answer": f"Land {i}"} for i in range(5)]
@@ -225,7 +225,7 @@ def test_results_of_something_else_are_refused_and_stay(bench, overrides, tmp_pa
 
 def test_results_stay_valid_where_the_retrieval_server_moves(bench, overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(RetrievalClient, "search", lambda self, queries, top_k: [[] for _ in queries])
-    client = "world.retriever={_target_: stppo.world.retrieval_client.RetrievalClient, url: %s}"
+    client = "world.retriever={_target_: stppo.retrieval.client.RetrievalClient, url: %s}"
     rows = []
     for url in ("http://a:1/retrieve", "http://b:2/retrieve"):
         rows.append(run(bench, [*overrides, "world.corpus=null", client % url], tmp_path))

@@ -8,11 +8,12 @@ from functools import partial
 import pytest
 
 from stppo import config
+from stppo.retrieval.bm25 import BM25Retriever
+from stppo.retrieval.documents import Document
 from stppo.world import BenchmarkWorld
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import Protocol, Question
 from stppo.world.records import BENCHMARKS
-from stppo.world.retrieval import BM25Retriever, Document
 from stppo.world.rewards import normalise_answer
 from stppo.world.scripted import (
     DemonstrationNoise,

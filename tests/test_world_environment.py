@@ -1,8 +1,9 @@
 import pytest
 
+from stppo.retrieval.bm25 import BM25Retriever
+from stppo.retrieval.documents import Document
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import Protocol, Question
-from stppo.world.retrieval import BM25Retriever, Document
 
 DOCUMENTS = [
     Document("0", "Norway", "The capital of Norway is Oslo."),

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from stppo.retrieval.bm25 import BM25Retriever
+from stppo.retrieval.documents import Document
 from stppo.world.environment import SearchEnvironment
 from stppo.world.knowledge import EOS, PAD, SPLITS, SyntheticWorld
 from stppo.world.protocol import parse_turn
-from stppo.world.retrieval import BM25Retriever, Document
 from stppo.world.scripted import DemonstrationNoise, SyntheticReader, parse_document, play, play_summary
 
 SMALL = {"n_entities": 60, "n_train": 200, "n_validation": 50, "n_test": 50}

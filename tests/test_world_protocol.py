@@ -1,8 +1,9 @@
 import pytest
 
+from stppo.retrieval.bm25 import BM25Retriever
+from stppo.retrieval.documents import Document
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import Action, Protocol, Question, neutralise_tags, parse_search_r1, parse_turn
-from stppo.world.retrieval import BM25Retriever, Document
 from stppo.world.rewards import search_r1_answer, search_r1_em
 
 

@@ -6,10 +6,11 @@ from statistics import fmean
 import pytest
 
 from stppo import config as configs
+from stppo.retrieval.bm25 import BM25Retriever
+from stppo.retrieval.documents import Document
 from stppo.world.environment import SearchEnvironment
 from stppo.world.knowledge import SyntheticWorld
 from stppo.world.protocol import Protocol, Question
-from stppo.world.retrieval import BM25Retriever, Document
 from stppo.world.scripted import DemonstrationNoise, play, recall_at_k
 
 NOISE = DemonstrationNoise()

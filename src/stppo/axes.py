@@ -11,9 +11,9 @@ import pandas as pd
 import torch
 
 from stppo import config
-from stppo.analysis import schematic
-from stppo.analysis.style import Plot, in_order, look
 from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, NoStabilizer, Objective, Stabilizer
+from stppo.results import schematic
+from stppo.results.style import Plot, in_order, look
 from stppo.trajectories import Layout
 
 

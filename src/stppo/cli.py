@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from stppo.cli_retriever import app as retriever_app
+from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
 
 app = typer.Typer(
@@ -265,7 +265,7 @@ def tiny_model(
     Example: `stppo tiny-model results/tiny-qwen --corpus corpus.jsonl`, then `policy.pretrained=results/tiny-qwen`
     """
     from stppo.agent.tiny_model import make_tiny_model
-    from stppo.world.retrieval import scan_corpus
+    from stppo.retrieval.documents import scan_corpus
 
     if not corpus.is_file():
         raise FileNotFoundError(f"--corpus: no file {corpus}")
@@ -287,7 +287,7 @@ def collect(
 
     * `stppo collect /tmp/both results/reference/study/metrics results/study/runs/MAIN/*/*`
     """
-    from stppo.analysis.runs import collect as collect_runs
+    from stppo.results.runs import collect as collect_runs
 
     typer.echo(collect_runs(runs, out).table.to_string(index=False))
 
@@ -306,7 +306,7 @@ def claims(
 
     Example: `stppo claims results/study/metrics results/study/claims --planned results/study/planned.json`
     """
-    from stppo.analysis.evaluation import write_evaluation
+    from stppo.study.evaluation import write_evaluation
 
     for path in write_evaluation(metrics, out, planned):
         typer.echo(path)
@@ -322,7 +322,7 @@ def report(
 
     Example: `stppo report results/smoke --reference results/reference/laptop`
     """
-    from stppo.analysis.report import render_report
+    from stppo.results.report import render_report
 
     typer.echo(render_report(results, reference, out or results / "report.html"))
 

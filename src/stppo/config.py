@@ -25,8 +25,8 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stppo.analysis.provenance import code_hash, config_targets
 from stppo.files import repository_path
+from stppo.provenance import code_hash, config_targets
 
 if TYPE_CHECKING:
     from stppo.settings import RunConfig
@@ -201,7 +201,7 @@ MEMORY_SETTINGS = {
         "sync_tolerance",
     ),
 }
-_CLIENT = "stppo.world.retrieval_client.RetrievalClient"
+_CLIENT = "stppo.retrieval.client.RetrievalClient"
 # Of that client: where it asks and how patiently. What is left, `query_characters`, changes what it asks.
 _WHEREABOUTS = (
     "url",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stppo.world.retrieval_client import RetrievalUnavailable
+from stppo.retrieval.client import RetrievalUnavailable
 
 pytestmark = pytest.mark.engines
 pytest.importorskip("verl")

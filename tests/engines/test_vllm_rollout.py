@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from stppo.agent.compute import place
+from stppo.agent.engines import make_rollout
 from stppo.agent.mismatch import trainer_logprobs
 from stppo.agent.policy import PolicyConfig, build_policy, score
-from stppo.agent.rollout import EngineOutOfMemory, RolloutConfig, VLLMRolloutConfig, make_rollout
+from stppo.agent.rollout import EngineOutOfMemory, RolloutConfig, VLLMRolloutConfig
 from stppo.agent.weights import named_weights
 from stppo.training.warm_start import demonstration_batch
 from stppo.world.encoding import DialogueEncoder

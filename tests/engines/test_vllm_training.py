@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from stppo import config as configs
+from stppo.agent.engines import make_rollout
 from stppo.agent.policy import build_policy, score
-from stppo.agent.rollout import RolloutConfig, make_rollout
+from stppo.agent.rollout import RolloutConfig
 from stppo.schema import ENGINE_COLUMNS, UPDATES_FILE
 from stppo.training.metrics import evaluate
 from stppo.training.trainer import Trainer

@@ -278,23 +278,3 @@ def through_first(text: str, stops: tuple[str, ...]) -> str:
     sampled, and stays in the token ids, but is no part of the action."""
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     return text[: min(ends)] if ends else text
-
-
-def make_rollout(
-    environment: SearchEnvironment,
-    tokenizer: PreTrainedTokenizerBase,
-    config: RolloutConfig | VLLMRolloutConfig,
-    policy: PreTrainedModel,
-    score_tokens: int | None = None,
-) -> Sampler:
-    """The sampler that `config.engine` names; an engine with weights of its own is started for this policy.
-
-    score_tokens: most padded tokens that are scored at once, where the trainer scores what an engine sampled.
-    """
-    if config.engine == "torch":
-        from stppo.agent.rollout_torch import TorchRollout
-
-        return TorchRollout(environment, tokenizer, config)
-    from stppo.agent.rollout_vllm import VLLMRollout
-
-    return VLLMRollout(environment, tokenizer, config, policy, score_tokens)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stppo.objectives.checks import in_range, one_of
+from stppo.checks import in_range, one_of
 from stppo.trajectories import Layout, Trajectories
 
 POOLINGS = ("token", "turn_mean", "turn_sum")

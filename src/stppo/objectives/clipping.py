@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stppo.objectives.checks import in_range, one_of
+from stppo.checks import in_range, one_of
 from stppo.trajectories import Layout
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stppo.checks import one_of
 from stppo.objectives.advantages import CreditRule
-from stppo.objectives.checks import one_of
 from stppo.objectives.clipping import Clip
 from stppo.objectives.diagnostics import diagnose
 from stppo.objectives.ratios import Ratio

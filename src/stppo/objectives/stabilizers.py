@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from stppo.objectives.checks import in_range, one_of
+from stppo.checks import in_range, one_of
 from stppo.objectives.ratios import kl_behaviour_to_policy, kl_policy_to_behaviour
 from stppo.trajectories import Layout
 

@@ -82,8 +82,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stppo.checks import one_of
 from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, GroupNormalised, NoStabilizer, Ratio, loss_weights
-from stppo.objectives.checks import one_of
 from stppo.objectives.diagnostics import diagnose
 from stppo.objectives.stabilizers import Stabilizer
 from stppo.plugins import VERL_LOSSES, require_host

@@ -5,7 +5,7 @@ in verl's format. verl 0.9.1 has no search tool of its own any more, but loads a
     stppo plugins verl-data nq nq/train.jsonl train.parquet
 
 The server is ours (`stppo retriever serve`) or any other with Search-R1's interface; see
-`stppo.world.retrieval_client`, which is what asks it.
+`stppo.retrieval.client`, which is what asks it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import pandas as pd
 
 from stppo.plugins import require_host
+from stppo.retrieval.client import RetrievalClient
 from stppo.world.datasets import read_records
 from stppo.world.protocol import Protocol, neutralise_tags
-from stppo.world.retrieval_client import RetrievalClient
 
 require_host("verl")
 

@@ -19,10 +19,10 @@ import torch
 from safetensors import safe_open
 
 from stppo.agent.policy import load_tokenizer
+from stppo.retrieval.client import RetrievalClient
+from stppo.retrieval.documents import scan_corpus
 from stppo.settings import RunConfig
 from stppo.world.datasets import HUB, Reading, locate, read_questions
-from stppo.world.retrieval import scan_corpus
-from stppo.world.retrieval_client import RetrievalClient
 
 _HUB_SECONDS, _IMPORT_SECONDS = 5, 120
 _PROBE = "who wrote the odyssey"

@@ -19,11 +19,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.agent.compute import place, resolve_device
+from stppo.agent.engines import make_rollout
 from stppo.agent.policy import check_vocabulary, load_policy, load_tokenizer
-from stppo.agent.rollout import Sampler, make_rollout
-from stppo.analysis.provenance import environment
+from stppo.agent.rollout import Sampler
 from stppo.config import Config, build, fingerprint, validate, world_section
 from stppo.files import write_atomically, write_json
+from stppo.provenance import environment
 from stppo.schema import (
     BENCHMARK_COLUMNS,
     BENCHMARKS_FILE,

@@ -24,12 +24,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from stppo.agent.critic import explained_variance
+from stppo.agent.engines import make_rollout
 from stppo.agent.policy import check_vocabulary, load_tokenizer, save_policy
-from stppo.agent.rollout import Rollout, Sampler, make_rollout
-from stppo.analysis.provenance import config_targets, environment
+from stppo.agent.rollout import Rollout, Sampler
 from stppo.config import Config, ConfigError, build, code_of, fingerprint, validate
 from stppo.files import write_atomically
 from stppo.objectives import Objective
+from stppo.provenance import config_targets, environment
 from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUNNING
 from stppo.settings import RunConfig
 from stppo.training.checkpoint import (

@@ -16,8 +16,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from stppo.agent.compute import place, resolve_device
+from stppo.agent.engines import make_rollout
 from stppo.agent.policy import build_policy, check_vocabulary, load_policy, load_tokenizer, score
-from stppo.agent.rollout import Sampler, make_rollout
+from stppo.agent.rollout import Sampler
 from stppo.config import Config, build, fingerprint, validate, warm_start_dir, world_section
 from stppo.files import write_json
 from stppo.settings import RunConfig

@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stppo.world.checks import one_of, whole_number
+from stppo.checks import one_of, whole_number
+from stppo.retrieval.bm25 import BM25Retriever
+from stppo.retrieval.documents import read_corpus
 from stppo.world.datasets import Reading, Records, check_place, locate, read_questions
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import Protocol, Question
 from stppo.world.records import BENCHMARKS, SCHEMAS
-from stppo.world.retrieval import BM25Retriever, read_corpus
 from stppo.world.rewards import MEASURES, normalise_answer
 from stppo.world.scripted import DemonstrationNoise, GoldTitleSearcher
 

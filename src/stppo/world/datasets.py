@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stppo.world.checks import one_of, whole_number
+from stppo.checks import one_of, whole_number
+from stppo.retrieval.documents import read_jsonl
 from stppo.world.protocol import Question
 from stppo.world.records import BENCHMARKS, SCHEMAS, NoGoldAnswer, Unanswerable, question_from
-from stppo.world.retrieval import read_jsonl
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

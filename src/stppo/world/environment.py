@@ -1,57 +1,13 @@
 """The search environment: plays many episodes in lockstep, one retriever call a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol as TypingProtocol
+from dataclasses import dataclass
 
-from stppo.world.checks import one_of, whole_number
-from stppo.world.protocol import Action, Protocol, Question
-from stppo.world.retrieval import Document
+from stppo.checks import one_of, whole_number
+from stppo.retrieval.documents import Retriever
+from stppo.world.episodes import Episode, Turn
+from stppo.world.protocol import Protocol, Question
 from stppo.world.rewards import MEASURES, score
-
-
-class Retriever(TypingProtocol):
-    def search(self, queries: Sequence[str], top_k: int) -> list[list[tuple[Document, float]]]: ...
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One agent turn and what came of it; `observation` is None on the last one."""
-
-    text: str
-    action: Action
-    observation: str | None
-    documents: tuple[Document, ...] = ()
-
-
-@dataclass(eq=False)
-class Episode:
-    """One question being played. `answer` is None until (unless) the agent answers; `reward` is terminal.
-
-    `given` holds the documents shown in the prompt, if any.
-    """
-
-    question: Question
-    prompt: str
-    given: tuple[Document, ...] = ()
-    turns: list[Turn] = field(default_factory=list)
-    done: bool = False
-    reward: float = 0.0
-    answer: str | None = None
-
-    @property
-    def latest_documents(self) -> tuple[Document, ...]:
-        """What the latest turn retrieved; before the first turn, what the prompt shows."""
-        return self.turns[-1].documents if self.turns else self.given
-
-    @property
-    def n_searches(self) -> int:
-        """Searches of the agent that were carried out."""
-        return sum(turn.action.kind == "search" and turn.observation is not None for turn in self.turns)
-
-    @property
-    def n_invalid(self) -> int:
-        return sum(turn.action.kind == "invalid" for turn in self.turns)
 
 
 @dataclass(frozen=True)

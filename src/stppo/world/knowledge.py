@@ -10,10 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stppo.world.checks import probability, whole_number
+from stppo.checks import probability, whole_number
+from stppo.retrieval.bm25 import BM25Retriever
+from stppo.retrieval.documents import Document
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import TAGS, Protocol, Question
-from stppo.world.retrieval import BM25Retriever, Document
 from stppo.world.scripted import DemonstrationNoise, SyntheticReader
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Literal
 
-from stppo.world.checks import one_of, whole_number
+from stppo.checks import one_of, whole_number
 
 if TYPE_CHECKING:
-    from stppo.world.retrieval import Document
+    from stppo.retrieval.documents import Document
 
 TAGS = ("think", "search", "information", "answer")
 _TAG = re.compile(rf"<(/?)({'|'.join(TAGS)})>")

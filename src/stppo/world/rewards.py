@@ -5,11 +5,9 @@ import string
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from stppo.world.environment import Episode
-    from stppo.world.protocol import Question
+from stppo.world.episodes import Episode
+from stppo.world.protocol import Question
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -67,7 +65,7 @@ def _f1(prediction: str, answer: str) -> float:
 MEASURES = {"em": exact_match, "f1": f1}
 
 
-def score(question: "Question", reply: str | None, measure: str = "em") -> float:
+def score(question: Question, reply: str | None, measure: str = "em") -> float:
     """The reward of a reply (None: no answer was given), in [0, 1]: "em" or "f1" over the accepted answers.
 
     A question with options scores 1 where the reply names the correct one (`chosen_option`), else 0, by either measure.
@@ -103,7 +101,7 @@ def chosen_option(reply: str, options: Sequence[str]) -> int | None:
     return named[0] if len(named) == 1 else None
 
 
-def mean_by_source(questions: Sequence["Question"], values: Sequence[float]) -> dict[str, float]:
+def mean_by_source(questions: Sequence[Question], values: Sequence[float]) -> dict[str, float]:
     """Mean value per benchmark (`Question.source`), in order of appearance; one value a question."""
     groups: dict[str, list[float]] = defaultdict(list)
     for question, value in zip(questions, values, strict=True):
@@ -121,7 +119,7 @@ def search_r1_answer(turns: Sequence[str]) -> str | None:
     return blocks[-1].strip() if blocks else None
 
 
-def search_r1_em(episode: "Episode") -> float:
+def search_r1_em(episode: Episode) -> float:
     """Exact match (0 or 1) as Search-R1 scores a dialogue (`search_r1_compat`); play it greedily.
 
     Differences from the reward: the *last* answer block of any turn counts, even in one that is invalid (text outside

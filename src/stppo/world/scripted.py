@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from stppo.world.checks import probability
+from stppo.checks import probability
+from stppo.retrieval.documents import Document
 from stppo.world.environment import Episode, SearchEnvironment
 from stppo.world.protocol import Question, neutralise_tags
-from stppo.world.retrieval import Document
 from stppo.world.rewards import mean_by_source, normalise_answer, score
 
 

@@ -1,0 +1,36 @@
+"""Range checks of config values; every message names the field."""
+
+import math
+from typing import Any
+
+
+def whole_number(config: Any, *names: str, at_least: int = 1) -> None:
+    """ValueError unless each named field is an int of at least `at_least`."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+            raise ValueError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
+
+
+def probability(config: Any, *names: str) -> None:
+    """ValueError unless each named field is a number in [0, 1]."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {value!r}")
+
+
+def one_of(config: Any, name: str, allowed: Any) -> None:
+    """ValueError unless the named field is one of the allowed values."""
+    value = getattr(config, name)
+    if value not in tuple(allowed):
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def in_range(owner: object, field: str, low: float, high: float = math.inf, low_open: bool = False) -> None:
+    """Refuse a value outside [low, high], or (low, high] with `low_open`; NaN never passes."""
+    value = getattr(owner, field)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (low < value <= high or (value == low and not low_open)):
+        interval = f"{'(' if low_open else '['}{low:g}, {high:g}]"
+        raise ValueError(f"{type(owner).__name__}.{field}={value!r}: must be a number in {interval}")

@@ -1,0 +1,341 @@
+"""From finished run folders to one metrics folder, and back into memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stppo import schema
+from stppo.files import repository_path, write_atomically
+from stppo.results.collapse import FRACTION, Collapse, detect_collapse
+from stppo.results.statistics import final_mean
+
+KEYS = list(schema.KEY_COLUMNS)
+# Recorded name of a regime -> its config in configs/training.
+TRAINING_CONFIGS = {"A": "regime_a", "LONG": "regime_long", "ON_POLICY": "nearly_on_policy"}
+INTEGERS = ("seed", "iteration", "n_questions")
+
+
+def make_command(target: str | Path) -> str:
+    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`.
+
+    Runs below `results/<preset>/manual/` were started by hand, so no workflow knows them: their command
+    lacks any further override that was given then.
+    """
+    parts = Path(target).parts
+    below = parts[parts.index("results") + 1 :] if "results" in parts else ()
+    if len(below) > 2 and below[0] == "reference":
+        return f"snakemake reference --config preset={below[1]}"
+    if len(below) > 2 and below[1] == "manual":
+        return _train_command(below[0], below[2:-1], Path(target).parent)
+    return f"snakemake {target}" + (f" --config preset={below[0]}" if len(below) > 1 else "")
+
+
+def _train_command(preset: str, names: Sequence[str], run_dir: Path) -> str:
+    """`names` are the folders below manual/: regime, algorithm, seed<number>-<fingerprint>."""
+    overrides = [f"preset={preset}"]
+    if len(names) == 3:
+        regime, algorithm, seed = names
+        training = TRAINING_CONFIGS.get(regime)
+        overrides.append(f"training={training}" if training else f"training.regime={regime}")
+        overrides += [f"algorithm={algorithm}", f"seed={seed.removeprefix('seed').split('-')[0]}"]
+    return shlex.join(["stppo", "train", *overrides, "--out", str(run_dir)])
+
+
+def _read_json(path: Path, remedy: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing; make it with: {remedy}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is unreadable ({error}); delete it and make it anew with: {remedy}"
+        ) from None
+
+
+def _read_parquet(path: Path, columns: Iterable[str], remedy: str) -> pd.DataFrame:
+    try:
+        frame = pq.ParquetFile(path).read().to_pandas()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing; make it with: {remedy}") from None
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{path} is unreadable ({reason}); delete it and make it anew with: {remedy}"
+        ) from None
+    if missing := [column for column in columns if column not in frame]:
+        raise ValueError(f"{path} lacks column {missing[0]}; make it anew with: {remedy}")
+    return frame.astype({c: "float64" for c in frame.select_dtypes("float32").columns})
+
+
+def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]:
+    """Record, updates and evaluations of one finished run.
+
+    FileNotFoundError or ValueError names the run and the command that makes it, if a part is missing,
+    unreadable or unfinished.
+    """
+    run_dir = Path(run_dir)
+    remedy = make_command(run_dir / schema.RUN_FILE)
+    record = _read_json(run_dir / schema.RUN_FILE, remedy)
+    required = [*KEYS, "status", "warm_start", "wall_seconds"]
+    if not isinstance(record, dict) or (missing := [name for name in required if name not in record]):
+        name = missing[0] if isinstance(record, dict) else "every field"
+        raise ValueError(f"{run_dir / schema.RUN_FILE} lacks {name}; make it anew with: {remedy}")
+    if record["status"] not in (schema.COMPLETED, schema.NON_FINITE):
+        raise ValueError(f"run {run_dir} is unfinished (status {record['status']}); finish it with: {remedy}")
+    updates = _read_parquet(
+        run_dir / schema.UPDATES_FILE, ("update", "iteration", "gradient_norm", "clip_fraction"), remedy
+    )
+    evaluations = _read_parquet(
+        run_dir / schema.EVALUATIONS_FILE, ("iteration", "temperature", "success"), remedy
+    )
+    return record, updates, evaluations
+
+
+def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
+    """Mean of every update column per iteration, and `<column>_max` of the peak columns; NaN skipped."""
+    columns = [column for column in schema.UPDATE_COLUMNS if column in updates]
+    groups = updates[columns].astype("float64").groupby("iteration")
+    means = groups.mean()
+    peaks = groups[[column for column in schema.PEAK_COLUMNS if column in updates]].max()
+    return means.join(peaks.add_suffix("_max")).reset_index()
+
+
+def _write_table(frame: pd.DataFrame, path: Path) -> None:
+    """Compact and reproducible: float32, small integers, dictionary strings, zstd, no index."""
+    frame = frame.astype({c: "float32" for c in frame.select_dtypes("float").columns})
+    frame = frame.astype({c: "int32" for c in INTEGERS if c in frame})
+    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
+    write_atomically(path, lambda p: pq.write_table(table, p, compression="zstd", compression_level=9))
+
+
+def _keyed(frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
+    keys = pd.DataFrame({name: [record[name]] * len(frame) for name in KEYS}, index=frame.index)
+    return pd.concat([keys, frame.drop(columns=KEYS, errors="ignore")], axis=1)
+
+
+def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
+    """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
+
+    sources: run folders, and metrics folders that this made before. Writes iterations.parquet, evaluations.parquet,
+    runs.json and summary.csv into `out_dir`. Reads everything before it writes anything, so a broken run leaves an
+    earlier collection untouched.
+    """
+    if not sources:
+        raise ValueError("no runs to collect: give at least one run folder")
+    runs = [
+        (tuple(record[name] for name in KEYS), str(source), record, iterations, evaluations)
+        for source in sources
+        for record, iterations, evaluations in _recorded(Path(source))
+    ]
+    runs.sort(key=lambda run: run[:2])
+    for (key, one, *_), (other_key, other, *_) in zip(runs, runs[1:], strict=False):
+        if key == other_key:
+            raise ValueError(f"{one} and {other} are the same run {key}; collect only one of them")
+    out_dir = Path(out_dir).resolve()
+    iterations = _stack(_keyed(iterations, record) for _, _, record, iterations, _ in runs)
+    evaluations = _stack(_keyed(evaluations, record) for _, _, record, _, evaluations in runs)
+    _write_table(iterations, out_dir / schema.ITERATIONS_FILE)
+    _write_table(evaluations, out_dir / schema.COLLECTED_EVALUATIONS_FILE)
+    records = [record for _, _, record, _, _ in runs]
+    text = json.dumps(records, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    write_atomically(out_dir / schema.RUNS_FILE, lambda p: p.write_text(text, encoding="utf-8"))
+    metrics = load_metrics(out_dir)  # the summary is that of the rounded numbers, whoever computes it
+    summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
+    write_atomically(out_dir / schema.SUMMARY_FILE, lambda p: p.write_text(summary, encoding="utf-8"))
+    return metrics
+
+
+def _recorded(source: Path) -> Iterator[tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]]:
+    """Record, iterations and evaluations of a run folder's run, or of each run of a metrics folder."""
+    if not (source / schema.RUNS_FILE).exists():
+        record, updates, evaluations = read_run(source)
+        yield record, per_iteration(updates), evaluations
+        return
+    metrics = load_metrics(source.resolve())
+    for record in metrics.runs:
+        yield record, metrics.select(metrics.iterations, record), metrics.select(metrics.evaluations, record)
+
+
+def missing_runs(
+    metrics_dir: str | Path, planned: Iterable[tuple[str, str, int]]
+) -> list[tuple[str, str, int]]:
+    """Planned runs (regime, algorithm, seed) of which a metrics folder lacks the record or any row."""
+    metrics = load_metrics(metrics_dir)
+    recorded = {tuple(record[name] for name in KEYS) for record in metrics.runs}
+    for frame in (metrics.iterations, metrics.evaluations):
+        recorded &= set(frame[KEYS].drop_duplicates().itertuples(index=False, name=None))
+    return [run for run in planned if run not in recorded]
+
+
+def _stack(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    return pd.concat(frames, ignore_index=True)
+
+
+def load_metrics(metrics_dir: str | Path) -> Metrics:
+    """Read what `collect` wrote. Errors name the file and the command that makes it."""
+    metrics_dir = repository_path(metrics_dir)
+    remedy = make_command(metrics_dir / schema.RUNS_FILE)
+    return Metrics(
+        runs=_read_json(metrics_dir / schema.RUNS_FILE, remedy),
+        iterations=_read_parquet(metrics_dir / schema.ITERATIONS_FILE, [*KEYS, "iteration"], remedy),
+        evaluations=_read_parquet(
+            metrics_dir / schema.COLLECTED_EVALUATIONS_FILE, [*KEYS, "iteration", "temperature"], remedy
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """All recorded metrics of a set of runs."""
+
+    runs: list[schema.RunRecord]
+    iterations: pd.DataFrame  # one row per run and iteration
+    evaluations: pd.DataFrame  # one row per run and evaluation
+
+    @property
+    def regimes(self) -> list[str]:
+        """Regimes present, sorted."""
+        return sorted({run["regime"] for run in self.runs})
+
+    def algorithms(self, regime: str | None = None) -> list[str]:
+        """Algorithms present (in a regime), sorted."""
+        return sorted({run["algorithm"] for run in self.runs if regime in (None, run["regime"])})
+
+    def select(self, frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
+        """Rows of one run in `iterations` or `evaluations`."""
+        by_run = self._iterations_by_run if frame is self.iterations else self._evaluations_by_run
+        return by_run.get(tuple(record[name] for name in KEYS), frame.iloc[:0])
+
+    @cached_property
+    def _iterations_by_run(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.iterations.groupby(KEYS, sort=False)))
+
+    @cached_property
+    def _evaluations_by_run(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.evaluations.groupby(KEYS, sort=False)))
+
+    def success(self, record: schema.RunRecord, temperature: float = 1.0) -> pd.DataFrame:
+        """Evaluations of one run at a temperature, in order of iteration."""
+        rows = self.select(self.evaluations, record)
+        return rows[rows["temperature"] == temperature].sort_values("iteration")
+
+    def collapse(self, record: schema.RunRecord, fraction: float = FRACTION) -> Collapse:
+        """The collapse rule applied to one run; fraction: see `detect_collapse`."""
+        rows = self.success(record)
+        stopped = None
+        if record.get("non_finite"):
+            stopped = float(self.select(self.iterations, record)["iteration"].max())
+            stopped = 0.0 if math.isnan(stopped) else stopped
+        start = record["warm_start"]["success_sampled"]
+        return detect_collapse(rows["iteration"], rows["success"], start, stopped, fraction)
+
+    @cached_property
+    def collapses(self) -> dict[tuple[str, str, int], Collapse]:
+        """(regime, algorithm, seed) -> verdict."""
+        return {(r["regime"], r["algorithm"], r["seed"]): self.collapse(r) for r in self.runs}
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """One row per run with the columns `schema.SUMMARY_COLUMNS`."""
+        rows = []
+        for record in self.runs:
+            verdict = self.collapses[tuple(record[name] for name in KEYS)]
+            iterations = self.select(self.iterations, record)
+            gradient = "gradient_norm_max" if "gradient_norm_max" in iterations else "gradient_norm"
+            values = {
+                **{name: record[name] for name in [*KEYS, "status"]},
+                "success_start": verdict.start,
+                "success_max": verdict.peak,
+                "success_final": final_mean(self.success(record)["success"]),
+                "collapsed": verdict.collapsed,
+                "collapse_iteration": verdict.iteration,
+                "transient": verdict.transient,
+                "never_improved": verdict.never_improved,
+                "clip_fraction_mean": iterations["clip_fraction"].mean(),
+                "gradient_norm_max": iterations[gradient].max(),
+                "wall_seconds": record["wall_seconds"],
+            }
+            rows.append({name: values[name] for name in schema.SUMMARY_COLUMNS})
+        return pd.DataFrame(rows, columns=list(schema.SUMMARY_COLUMNS))
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row per regime and algorithm: the table of notebook and report."""
+        rows = []
+        records = {tuple(record[name] for name in KEYS): record for record in self.runs}
+        for (regime, algorithm), runs in self.summary.groupby(["regime", "algorithm"], sort=True):
+            keys = list(runs[KEYS].itertuples(index=False, name=None))
+            verdicts = [self.collapses[key] for key in keys]
+            greedy = [self.success(records[key], temperature=0.0)["success"].iloc[-1:] for key in keys]
+            ends = sorted(v.iteration for v in verdicts if v.collapsed)
+            at = ", ".join(f"{end:.0f}" for end in ends)
+            if len(ends) > 4:
+                at = f"{ends[0]:.0f}–{ends[-1]:.0f}, median {median(ends):.0f}"
+            rows.append(
+                {
+                    "regime": regime,
+                    "algorithm": algorithm,
+                    "seeds": len(runs),
+                    "collapsed": int(runs["collapsed"].sum()),
+                    "collapsed at iteration": at,
+                    "recovered": int(runs["transient"].sum()),
+                    "never improved": sum(v.never_improved is True for v in verdicts),
+                    "too short": sum(not v.decidable for v in verdicts),
+                    "start": runs["success_start"].mean(),
+                    "peak": runs["success_max"].mean(),
+                    "final": runs["success_final"].mean(),
+                    "greedy start": fmean(records[key]["warm_start"]["success_greedy"] for key in keys),
+                    "greedy final": pd.concat(greedy).mean(),
+                    "clip fraction": runs["clip_fraction_mean"].mean(),
+                    "largest gradient norm": runs["gradient_norm_max"].max(),
+                    "minutes": runs["wall_seconds"].sum() / 60,
+                }
+            )
+        return pd.DataFrame(rows)
+
+    def finals(self, algorithms: Sequence[str]) -> pd.DataFrame:
+        """Final success per regime and algorithm over seeds, and its difference to the first one listed."""
+        chosen = self.summary[self.summary["algorithm"].isin(algorithms)]
+        groups = chosen.groupby(["regime", "algorithm"])["success_final"]
+        table = groups.agg(["count", "min", "mean", "max"]).reset_index()
+        baseline = table[table["algorithm"] == algorithms[0]].set_index("regime")["mean"]
+        table[f"mean minus {algorithms[0]}"] = table["mean"] - table["regime"].map(baseline)
+        order = {name: i for i, name in enumerate(algorithms)}
+        rank = table["algorithm"].map(order)
+        return table.assign(rank=rank).sort_values(["regime", "rank"], ignore_index=True).drop(columns="rank")
+
+    def clip_trends(self, algorithms: Sequence[str]) -> pd.DataFrame:
+        """Clip fraction in the first and last tenth of the iterations: mean over seeds, range of the change."""
+        rows = []
+        for record in self.runs:
+            if record["algorithm"] not in algorithms:
+                continue
+            clip = self.select(self.iterations, record).sort_values("iteration")["clip_fraction"].to_numpy()
+            first, last = final_mean(clip[::-1]), final_mean(clip)
+            rows.append([record["regime"], record["algorithm"], first, last, last - first])
+        table = pd.DataFrame(rows, columns=["regime", "algorithm", "first", "last", "change"])
+        return (
+            table.groupby(["regime", "algorithm"])
+            .agg(
+                **{
+                    "first tenth": ("first", "mean"),
+                    "last tenth": ("last", "mean"),
+                    "change": ("change", "mean"),
+                    "smallest change": ("change", "min"),
+                    "largest change": ("change", "max"),
+                }
+            )
+            .reset_index()
+        )

@@ -1,0 +1,190 @@
+"""One look for every figure: a fixed colour and line style per algorithm, and reproducible files."""
+
+from __future__ import annotations
+
+import textwrap
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+from PIL import Image
+
+from stppo.files import repository_path, write_atomically
+from stppo.study.arms import variant
+
+TOKEN, TURN, SEQUENCE = (0, (4, 1.5)), "-", (0, (1, 1))  # the line style says the ratio's granularity
+# In derivations, where no algorithm has a name yet, the colour is the granularity and the line the aggregation.
+GRANULARITY_COLORS = {"token": "#D55E00", "turn": "#0061A8", "sequence": "#4D4D4D"}
+AGGREGATION_LINES = {"geometric": "-", "arithmetic": "--", "product": ":"}
+OWN = (0, (5, 1, 1, 1))  # an algorithm not listed here
+STYLE_NOTE = "Dashed: token-level ratio; solid: turn-level; dotted: sequence-level."
+
+
+VECTOR_METADATA = {"svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None}}
+
+
+@dataclass(frozen=True)
+class Look:
+    """Name in figures, colour and line style of an algorithm."""
+
+    label: str
+    color: str
+    line: Any = TURN
+
+
+# Colours of Okabe & Ito and of Paul Tol's "muted" set, told apart under the common colour-vision
+# deficiencies; the order is that of legends and tables.
+LOOKS: dict[str, Look] = {
+    "token_ppo": Look("token PPO", "#D55E00", TOKEN),
+    "turn_ppo": Look("Turn-PPO", "#E69F00", TURN),
+    "s_ppo": Look("S-PPO", "#56B4E9", TOKEN),
+    "st_ppo": Look("ST-PPO (SO-PPO)", "#0061A8", TURN),
+    "so_ppo_ctn": Look("SO-PPO, CTN", "#009E73", TURN),
+    "grpo": Look("GRPO", "#CC79A7", TOKEN),
+    "so_grpo": Look("SO-GRPO", "#882255", TURN),
+    "so_grpo_ctn": Look("SO-GRPO, CTN", "#999933", TURN),
+    "gspo": Look("GSPO", "#4D4D4D", SEQUENCE),
+    "turn_grpo": Look("turn GRPO", "#AA4499", TURN),
+    "s_grpo": Look("S-GRPO", "#332288", TOKEN),
+    "token_ppo_turn_mean": Look("token PPO, turn-mean credit", "#B07A50", TOKEN),
+    "turn_ppo_turn_mean": Look("Turn-PPO, turn-mean credit", "#C9A227", TURN),
+}
+SPARE_COLORS = ("#44AA99", "#117733", "#6699CC", "#661100", "#888888", "#F06292", "#7E57C2", "#9CCC65")
+_OWN: dict[str, Look] = {}
+
+
+def look(algorithm: str) -> Look:
+    """The algorithm's look; an arm of the study that varies one looks like it, and one not listed keeps a spare colour that its name chooses among those left.
+
+    Beyond as many unlisted algorithms as there are spare colours, colours repeat.
+    """
+    if algorithm in LOOKS:
+        return LOOKS[algorithm]
+    if of := variant(algorithm):
+        base = LOOKS[of[0]]
+        return Look(f"{base.label}, {of[1]}", base.color, base.line)
+    if algorithm not in _OWN:
+        taken = {own.color for own in _OWN.values()}
+        left = [color for color in SPARE_COLORS if color not in taken] or SPARE_COLORS
+        color = left[zlib.crc32(algorithm.encode()) % len(left)]
+        _OWN[algorithm] = Look(algorithm.replace("_", " "), color, OWN)
+    return _OWN[algorithm]
+
+
+def in_order(algorithms: Iterable[str]) -> list[str]:
+    """Algorithms in the order of `LOOKS`, each before its variants, unlisted ones behind, by name."""
+    ranks = {name: i for i, name in enumerate(LOOKS)}
+
+    def rank(name: str) -> tuple[int, bool, str]:
+        of = variant(name)
+        return ranks.get(of[0] if of else name, len(ranks)), of is not None, name
+
+    return sorted(set(algorithms), key=rank)
+
+
+def style() -> AbstractContextManager[None]:
+    """The matplotlib settings of all figures, as a context."""
+    settings = {
+        **sns.axes_style("ticks"),
+        "axes.axisbelow": True,
+        "axes.edgecolor": "#888888",
+        "axes.grid": True,
+        "axes.labelcolor": "#333333",
+        "axes.labelsize": 9.5,
+        "axes.linewidth": 0.8,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 9.5,
+        "figure.facecolor": "white",
+        "figure.titlesize": 12.5,
+        "figure.titleweight": "bold",
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same picture on every machine
+        "font.size": 9.5,
+        "grid.color": "#E4E4E4",
+        "grid.linewidth": 0.7,
+        "legend.fontsize": 9,
+        "legend.frameon": False,
+        "legend.handlelength": 2.4,
+        "svg.hashsalt": "stppo",  # else element ids are random
+        "xtick.color": "#666666",
+        "xtick.labelsize": 8.5,
+        "ytick.color": "#666666",
+        "ytick.labelsize": 8.5,
+    }
+    return mpl.rc_context(settings)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure with what it shows as numbers and in words; notebooks display it as a picture."""
+
+    name: str
+    figure: Figure
+    data: pd.DataFrame
+    caption: str
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # further CSVs, by suffix
+
+    @cached_property
+    def png(self) -> bytes:
+        """The picture at 150 dpi in 256 colours: a third of the size, no visible difference."""
+        full, small = BytesIO(), BytesIO()
+        with style():
+            self.figure.savefig(full, format="png", dpi=150)
+        image = Image.open(full).convert("RGB")
+        image = image.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        image.save(small, format="png", optimize=True, dpi=(150, 150))
+        return small.getvalue()
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        # The saved picture, shown at 110 pixels an inch: a second rendering would cost more than a sharper one.
+        return self.png, {"width": round(110 * self.figure.get_figwidth())}
+
+    def save(self, out_dir: str | Path) -> list[Path]:
+        """Write NAME.svg, .pdf, .png, .csv (the plotted data) and .txt (the caption); returns the paths.
+
+        Files hold no dates: the same data and library versions give the same bytes. Further `tables`
+        become NAME_<suffix>.csv.
+        """
+        out_dir, name = Path(out_dir), self.name
+        with style():
+            self.figure.draw_without_rendering()
+            self.figure.set_layout_engine("none")  # laid out once, not anew for every format
+            for extension, metadata in VECTOR_METADATA.items():
+                write_atomically(
+                    out_dir / f"{name}.{extension}",
+                    lambda path, e=extension, m=metadata: self.figure.savefig(path, format=e, metadata=m),
+                )
+        write_atomically(out_dir / f"{name}.png", lambda path: path.write_bytes(self.png))
+        paths = [out_dir / f"{name}.{extension}" for extension in (*VECTOR_METADATA, "png")]
+        for suffix, table in {
+            "": self.data,
+            **{f"_{key}": table for key, table in self.tables.items()},
+        }.items():
+            path = out_dir / f"{name}{suffix}.csv"
+            text = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+            write_atomically(path, lambda p, t=text: p.write_text(t, encoding="utf-8"))
+            paths.append(path)
+        path = out_dir / f"{name}.txt"
+        write_atomically(path, lambda p: p.write_text(self.caption + "\n", encoding="utf-8"))
+        return [*paths, path]
+
+
+def publish(plot: Plot | None, out_dir: str | Path) -> Plot | None:
+    """Save a plot, print its caption and return it, so that a notebook cell ends by showing it."""
+    if plot is None:
+        print("The recorded runs do not support this figure: none of its algorithms was trained.")
+        return None
+    plot.save(repository_path(out_dir))
+    print(textwrap.fill(plot.caption, 110))
+    return plot

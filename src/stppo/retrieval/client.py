@@ -1,0 +1,265 @@
+"""A retriever behind Search-R1's HTTP interface.
+
+POST {"queries": [...], "topk": k, "return_scores": true} gives {"result": [[{"document": {"id", "contents"},
+"score"}, ...], ...]}, one list a query; servers that return bare documents are understood too.
+"""
+
+import json
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
+from tenacity.wait import wait_random_exponential
+from urllib3.exceptions import HTTPError, ReadTimeoutError
+
+from stppo.checks import whole_number
+from stppo.retrieval.documents import Document, parse_document
+
+Ranking = tuple[tuple[Document, float], ...]
+_TRANSIENT = (408, 425, 429)  # and 5xx: the server may do better next time
+_MOST_REPLY_BYTES = 256 * 2**20
+log = logging.getLogger(__name__)
+
+
+class RetrievalUnavailable(ConnectionError):
+    """The retrieval server gave no usable answer; the message names url, attempts, last error and remedy."""
+
+
+class _Transient(Exception):
+    """An attempt that failed and may be repeated."""
+
+
+@dataclass(frozen=True, eq=False)
+class RetrievalClient:
+    """`search` over HTTP; threads may share one. Building it asks nothing.
+
+    url: of the server's /retrieve. Proxies of the environment are not used for this machine's own addresses.
+    timeout: seconds for one attempt, from the connection to the reply's last byte.
+    attempts: before RetrievalUnavailable; between them pauses drawn uniformly from 0 to `first_pause` seconds,
+        the upper end doubling up to `longest_pause`: with the defaults two minutes of waiting at most, one on average.
+    queries_per_request, query_characters: more queries are sent in several requests, longer ones are cut, since a
+        server refuses what is too large.
+    cached_queries: answers kept, the longest unused forgotten first.
+
+    ValueError names a field that is wrong.
+    """
+
+    url: str = "http://127.0.0.1:8000/retrieve"
+    timeout: float = 30.0
+    attempts: int = 10
+    first_pause: float = 0.5
+    longest_pause: float = 30.0
+    queries_per_request: int = 64
+    query_characters: int = 2000
+    cached_queries: int = 65_536
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except (ValueError, TypeError, AttributeError):
+            valid = False
+        if not valid:
+            raise ValueError(
+                f"url={self.url!r}: must be the http address of a retrieval server, "
+                "e.g. http://127.0.0.1:8000/retrieve"
+            )
+        for name in ("timeout", "first_pause", "longest_pause"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a number of seconds above 0, got {value!r}")
+        whole_number(self, "attempts", "queries_per_request", "query_characters")
+        whole_number(self, "cached_queries", at_least=0)
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[tuple[Document, float]]]:
+        """Best `top_k` documents with their scores (NaN where the server gives none) per query, best first.
+
+        RetrievalUnavailable after the last attempt, or at once where the server refuses the request itself.
+        """
+        if top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {top_k}")
+        # A lone surrogate is no text that JSON could carry.
+        sent = [query[: self.query_characters].encode("utf-8", "replace").decode() for query in queries]
+        found = self._cache.find([(query, top_k) for query in sent])
+        missing = [query for query in dict.fromkeys(sent) if (query, top_k) not in found]
+        for start in range(0, len(missing), self.queries_per_request):
+            asked = missing[start : start + self.queries_per_request]
+            new = {
+                (query, top_k): ranking
+                for query, ranking in zip(asked, self._retrieve(asked, top_k), strict=True)
+            }
+            self._cache.keep(new)
+            found |= new
+        return [list(found[query, top_k]) for query in sent]
+
+    def _retrieve(self, queries: list[str], top_k: int) -> list[Ranking]:
+        began = time.monotonic()
+        retrying = Retrying(
+            stop=stop_after_attempt(self.attempts),
+            wait=wait_random_exponential(multiplier=self.first_pause, max=self.longest_pause),
+            retry=retry_if_exception_type(_Transient),
+            before_sleep=self._report,
+            reraise=True,
+        )
+        try:
+            return retrying(self._attempt, queries, top_k)
+        except _Transient as error:
+            raise RetrievalUnavailable(
+                f"retrieval server {self.url}: no usable answer in {self.attempts} attempts and "
+                f"{time.monotonic() - began:.0f} s, at last {error}; start it with `stppo retriever serve`, or set "
+                "world.retriever.url to where it runs"
+            ) from error
+
+    def _report(self, state: RetryCallState) -> None:
+        log.warning(
+            "retrieval server %s: %s; attempt %d of %d follows in %.1f s",
+            self.url,
+            state.outcome.exception(),
+            state.attempt_number + 1,
+            self.attempts,
+            state.next_action.sleep,
+        )
+
+    def _attempt(self, queries: list[str], top_k: int) -> list[Ranking]:
+        body = {"queries": queries, "topk": top_k, "return_scores": True}
+        until = time.monotonic() + self.timeout
+        try:
+            with self._session.post(
+                self.url, json=body, timeout=self.timeout, stream=True, allow_redirects=False
+            ) as reply:
+                content = _read(reply, until)
+        except (TimeoutError, ReadTimeoutError) as error:
+            raise _Transient(f"no whole reply within {self.timeout:g} s") from error
+        except (requests.RequestException, HTTPError, OSError) as error:
+            raise _Transient(_cause(error, self.timeout)) from error
+        status = reply.status_code
+        if status >= 500 or status in _TRANSIENT:
+            raise _Transient(f"HTTP {status} {_told(content)}")
+        if status != 200:
+            raise RetrievalUnavailable(
+                f"retrieval server {self.url} refuses the request: HTTP {status} {_told(content)}; is the path of "
+                f"url right, and does the server allow {len(queries)} queries and topk={top_k}?"
+            )
+        try:
+            return parse_reply(json.loads(content), len(queries), top_k)
+        except ValueError as error:
+            problem = "no JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
+            raise _Transient(f"not Search-R1's reply: {problem} in {_excerpt(content)}") from error
+
+    @property
+    def _session(self) -> requests.Session:
+        """One for each thread: requests does not promise that threads can share one."""
+        session = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.trust_env = not _is_loopback(urlsplit(self.url).hostname)
+        return session
+
+    @cached_property
+    def _local(self) -> threading.local:
+        return threading.local()
+
+    @cached_property
+    def _cache(self) -> "_Cache":
+        return _Cache(self.cached_queries)
+
+
+class _Cache:
+    """The most recently used answers, by (query, top_k)."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._lock = size, threading.Lock()
+        self._kept: OrderedDict[tuple[str, int], Ranking] = OrderedDict()
+
+    def find(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], Ranking]:
+        with self._lock:
+            found = {key: self._kept[key] for key in keys if key in self._kept}
+            for key in found:
+                self._kept.move_to_end(key)
+            return found
+
+    def keep(self, new: dict[tuple[str, int], Ranking]) -> None:
+        with self._lock:
+            self._kept.update(new)
+            while len(self._kept) > self._size:
+                self._kept.popitem(last=False)
+
+
+def parse_reply(reply: Any, n_queries: int, top_k: int) -> list[Ranking]:
+    """The rankings of a server's reply, cut to `top_k`; ValueError says what is wrong with its shape."""
+    if not isinstance(reply, dict) or "result" not in reply:
+        raise ValueError('no "result"')
+    rankings = reply["result"]
+    if not isinstance(rankings, list) or not all(isinstance(ranking, list) for ranking in rankings):
+        raise ValueError('"result" is no list of lists')
+    if len(rankings) != n_queries:
+        raise ValueError(f"{len(rankings)} results for {n_queries} queries")
+    return [
+        tuple(found for item in ranking if (found := _scored_document(item)))[:top_k] for ranking in rankings
+    ]
+
+
+def _scored_document(item: Any) -> tuple[Document, float] | None:
+    """Document and score, NaN where the server gives none (a web search has none); None for a blank document."""
+    if not isinstance(item, dict):
+        raise ValueError(f"a document is a {type(item).__name__}")
+    document, score = (item["document"], item.get("score")) if "document" in item else (item, None)
+    score = math.nan if score is None else score
+    if not isinstance(document, dict) or not isinstance(document.get("contents"), str):
+        raise ValueError('a document has no text "contents"')
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        raise ValueError(f"a score is {score!r}")
+    if not document["contents"].strip():
+        return None
+    return parse_document({"id": "", **document}, "first_words"), float(score)
+
+
+def _read(reply: requests.Response, until: float) -> bytes:
+    """The whole body; TimeoutError where it is not there in time, however steadily it trickles."""
+    parts, size = [], 0
+    while part := reply.raw.read1(65_536, decode_content=True):
+        parts.append(part)
+        size += len(part)
+        if size > _MOST_REPLY_BYTES:
+            raise OSError(f"the reply is longer than {_MOST_REPLY_BYTES} bytes")
+        if time.monotonic() > until:
+            raise TimeoutError
+    return b"".join(parts)
+
+
+def _is_loopback(host: str | None) -> bool:
+    try:
+        return ip_address(host or "").is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _cause(error: Exception, timeout: float) -> str:
+    """The innermost reason of an error of requests, which wraps it in long sentences."""
+    if isinstance(error, requests.Timeout):
+        return f"no answer within {timeout:g} s"
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    return f"{type(error).__name__}: {error}"
+
+
+def _told(content: bytes) -> str:
+    """What a server says about an error: FastAPI's detail, else the beginning of the body."""
+    try:
+        return str(json.loads(content)["detail"])[:500]
+    except (ValueError, LookupError, TypeError):
+        return _excerpt(content)
+
+
+def _excerpt(content: bytes) -> str:
+    return repr(" ".join(content[:200].decode("utf-8", "replace").split()))

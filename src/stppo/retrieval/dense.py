@@ -1,0 +1,230 @@
+"""Dense retrieval: a Hugging Face encoder with mean pooling, as E5 (Wang et al. 2022), and a FAISS index on disk."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from stppo.checks import whole_number
+from stppo.retrieval.documents import Document, scan_corpus
+from stppo.retrieval.index_files import fingerprint, new_folder, open_corpus, read_manifest, write_manifest
+
+try:
+    import faiss
+except ImportError as error:
+    raise ImportError("dense retrieval needs FAISS: pip install 'stppo[retrieval]'") from error
+
+KINDS = ("flat", "hnsw")
+_VECTORS, _REQUEST = "vectors.faiss", "request.json"
+_NEIGHBOURS, _EF_CONSTRUCTION, _EF_SEARCH = 32, 200, 128  # of HNSW
+_SORTED_TOGETHER = 64  # batches whose texts are sorted by length, so that little is padding
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """Texts to unit vectors: last hidden states, averaged over the tokens that are no padding, divided by their norm.
+
+    model: a Hugging Face name or a folder of `save_pretrained`, with its tokenizer.
+    query_prefix, passage_prefix: what the model was trained with; E5's by default, empty for others.
+    max_tokens: longer texts are cut.
+    device: of torch; "auto" takes a GPU where there is one and computes in half precision there.
+
+    ValueError names a field that is wrong, or a model that cannot be loaded and why.
+    """
+
+    model: str
+    query_prefix: str = "query: "
+    passage_prefix: str = "passage: "
+    max_tokens: int = 256
+    batch_size: int = 64
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        whole_number(self, "max_tokens", "batch_size")
+
+    @cached_property
+    def _loaded(self) -> tuple[Any, Any, Any]:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.model)
+            dtype = torch.float16 if device.startswith("cuda") else torch.float32
+            network = AutoModel.from_pretrained(self.model, dtype=dtype).to(device).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise ValueError(
+                f"model {self.model} cannot be loaded on {device} ({reason}); give a folder of save_pretrained or "
+                "a Hugging Face name (`hf download NAME`; after `hf auth login` where its licence must be accepted)"
+            ) from error
+        return torch, tokenizer, network
+
+    def queries(self, texts: Sequence[str]) -> np.ndarray:
+        """(texts, size) float32, each row of norm 1."""
+        return self._encode([self.query_prefix + text for text in texts])
+
+    def passages(self, documents: Sequence[Document]) -> np.ndarray:
+        """(documents, size) float32, each row of norm 1; title and text as Search-R1's contents."""
+        return self._encode([self.passage_prefix + document.contents for document in documents])
+
+    @property
+    def size(self) -> int:
+        """Length of a vector."""
+        return self._loaded[2].config.hidden_size
+
+    def _encode(self, texts: Sequence[str]) -> np.ndarray:
+        torch, tokenizer, network = self._loaded
+        vectors = np.empty((len(texts), self.size), np.float32)
+        order = np.argsort([len(text) for text in texts], kind="stable")
+        for start in range(0, len(texts), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            fed = tokenizer(
+                [texts[i] for i in rows],
+                padding=True,
+                truncation=True,
+                max_length=self.max_tokens,
+                return_tensors="pt",
+            ).to(network.device)
+            with torch.inference_mode():
+                states = network(**fed).last_hidden_state.float()
+            mask = fed["attention_mask"].unsqueeze(-1)
+            pooled = (states * mask).sum(1) / mask.sum(1)
+            vectors[rows] = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
+        return vectors
+
+
+class DenseRetriever:
+    """The documents whose vectors have the largest inner product with the query's.
+
+    Flat search is exact and reads all vectors for each batch of queries; HNSW is approximate and reads few.
+    """
+
+    def __init__(self, documents: Sequence[Document], encoder: Encoder, index: Any) -> None:
+        self.documents, self._encoder, self._index = documents, encoder, index
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[tuple[Document, float]]]:
+        """Best `top_k` documents per query with their inner products (cosines), best first."""
+        if top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {top_k}")
+        if not queries:
+            return []
+        scores, numbers = self._index.search(self._encoder.queries(queries), min(top_k, len(self.documents)))
+        return [
+            [(self.documents[i], score) for score, i in zip(*row, strict=True) if i >= 0]
+            for row in zip(scores.tolist(), numbers.tolist(), strict=True)
+        ]
+
+
+def open_dense(
+    folder: str | Path, corpus: str | Path | None = None, device: str = "auto", batch_size: int = 64
+) -> DenseRetriever:
+    """A retriever over an index of `build_dense`; flat vectors are memory-mapped, an HNSW graph is read into memory.
+
+    corpus: where the corpus is now, if it moved. Errors as in `read_manifest`, `open_corpus` and `Encoder`.
+    """
+    manifest = read_manifest(folder)
+    documents = open_corpus(folder, manifest, corpus)
+    encoder = Encoder(**manifest["encoder"], device=device, batch_size=batch_size)
+    flags = faiss.IO_FLAG_MMAP_IFC if manifest["kind"] == "flat" else 0
+    index = faiss.read_index(str(Path(folder) / _VECTORS), flags)
+    if manifest["kind"] == "hnsw":
+        index.hnsw.efSearch = _EF_SEARCH
+    if index.d != encoder.size or index.ntotal != len(documents):
+        raise ValueError(
+            f"{folder}: {index.ntotal} vectors of size {index.d}, but {encoder.model} gives size {encoder.size} and "
+            f"the corpus has {len(documents)} documents; index it again"
+        )
+    return DenseRetriever(documents, encoder, index)
+
+
+def build_dense(
+    corpus: str | Path,
+    out: str | Path,
+    encoder: Encoder,
+    kind: str = "flat",
+    untitled: str = "error",
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Encode a Search-R1 corpus into the folder `out`; returns its manifest.
+
+    kind: "flat" or "hnsw". Memory and disk: 4 bytes × documents × vector size (HNSW: 256 bytes a document more).
+    Vectors already computed are kept in `OUT.partial`, so an interrupted run goes on where it was.
+
+    Errors as in `read_corpus` and `Encoder`; FileExistsError where `out` is there already.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    out = Path(out)
+    if out.exists():
+        raise FileExistsError(f"{out}: exists already; remove it or name another folder")
+    described = {
+        name: getattr(encoder, name) for name in ("model", "query_prefix", "passage_prefix", "max_tokens")
+    }
+    partial = out.with_name(f"{out.name}.partial")
+    request = {**described, "corpus": fingerprint(corpus), "untitled": untitled}
+    if not (partial / _REQUEST).is_file() or json.loads((partial / _REQUEST).read_text()) != request:
+        shutil.rmtree(partial, ignore_errors=True)  # of another model or corpus
+        partial.mkdir(parents=True)
+        (partial / _REQUEST).write_text(json.dumps(request))
+    offsets = _write_vectors(corpus, partial / "vectors.f32", encoder, untitled, progress)
+
+    vectors = np.memmap(partial / "vectors.f32", np.float32, "r", shape=(len(offsets) - 1, encoder.size))
+    if kind == "flat":
+        index = faiss.IndexFlatIP(encoder.size)
+    else:
+        index = faiss.IndexHNSWFlat(encoder.size, _NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = _EF_CONSTRUCTION
+    step = 10_000
+    with new_folder(out) as folder:
+        for start in tqdm(
+            range(0, len(vectors), step), desc="index", unit="block", disable=not progress, leave=False
+        ):
+            index.add(np.ascontiguousarray(vectors[start : start + step]))
+        faiss.write_index(index, str(folder / _VECTORS))
+        manifest = write_manifest(
+            folder,
+            corpus,
+            offsets,
+            kind=kind,
+            untitled=untitled,
+            encoder=described,
+            vector_size=encoder.size,
+        )
+    shutil.rmtree(partial)
+    return manifest
+
+
+def _write_vectors(
+    corpus: str | Path, path: Path, encoder: Encoder, untitled: str, progress: bool
+) -> np.ndarray:
+    """Append the vectors that `path` lacks; returns where each document begins, then the corpus's size."""
+    row = encoder.size * 4
+    offsets: list[int] = []
+    block = encoder.batch_size * _SORTED_TOGETHER
+    with open(path, "ab") as file:
+        done = file.tell() // row
+        file.truncate(done * row)  # a row that was cut off
+        entries = scan_corpus(corpus, untitled)
+        with tqdm(
+            total=os.path.getsize(corpus), desc="encode", unit="B", unit_scale=True, disable=not progress
+        ) as bar:
+            while found := list(islice(entries, block)):
+                first = len(offsets)
+                offsets += [offset for offset, _ in found]
+                new = [document for _, document in found[max(done - first, 0) :]]
+                if new:
+                    file.write(encoder.passages(new).tobytes())
+                bar.update(offsets[-1] - bar.n)
+            bar.update(os.path.getsize(corpus) - bar.n)
+    return np.array([*offsets, os.path.getsize(corpus)], np.int64)

@@ -1,0 +1,217 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from stppo import provenance
+from stppo.provenance import code_hash, config_targets, imported_files, notebook_imports
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A small package: training imports agent relatively, agent imports base lazily; figures stands apart."""
+    root = tmp_path / "stppo"
+    files = {
+        "__init__.py": "",
+        "base.py": '"""Base."""\nEPSILON = 0.2  # clip\n',
+        "figures.py": "COLOUR = 1\n",
+        "agent/__init__.py": "from .policy import act\n",
+        "agent/policy.py": "def act():\n    from ..base import EPSILON\n    return EPSILON\n",
+        "training/__init__.py": "",
+        "training/trainer.py": 'import torch\nfrom stppo import agent\n\n\ndef train():\n    """Train."""\n    return agent.act()\n',
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def edit(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def trainer_hash(package, **keywords):
+    return code_hash("stppo.training.trainer", package_dir=package, **keywords)
+
+
+def test_follows_absolute_relative_and_lazy_imports_with_their_packages(package):
+    found = imported_files(["stppo.training.trainer"], package)
+    assert list(found) == [
+        "stppo",
+        "stppo.agent",
+        "stppo.agent.policy",
+        "stppo.base",
+        "stppo.training",
+        "stppo.training.trainer",
+    ]
+
+
+def test_entry_may_be_a_file_or_a_name_inside_a_module(package):
+    by_name = imported_files(["stppo.agent.policy"], package)
+    assert imported_files([package / "agent" / "policy.py"], package) == by_name
+    assert imported_files(["stppo.agent.policy.act"], package) == by_name
+
+
+def test_unknown_entry_is_named(package):
+    with pytest.raises(ValueError, match=r"stppo\.nothing"):
+        imported_files(["stppo.nothing"], package)
+
+
+def test_comments_docstrings_and_layout_do_not_count(package):
+    before = trainer_hash(package)
+    edit(package / "base.py", "# clip", "# the clip range, see Eq. 3")
+    edit(package / "base.py", '"""Base."""', "\n\n")
+    edit(package / "training/trainer.py", '    """Train."""\n', "")
+    assert trainer_hash(package) == before
+
+
+def test_code_of_a_distant_import_counts(package):
+    before = trainer_hash(package)
+    edit(package / "base.py", "0.2", "0.3")
+    assert trainer_hash(package) != before
+
+
+def test_code_not_imported_does_not_count(package):
+    before = trainer_hash(package)
+    edit(package / "figures.py", "1", "2")
+    assert trainer_hash(package) == before
+
+
+def test_string_that_is_no_docstring_counts(package):
+    edit(package / "training/trainer.py", "return agent.act()", 'x = "a"\n    return agent.act()')
+    before = trainer_hash(package)
+    edit(package / "training/trainer.py", '"a"', '"b"')
+    assert trainer_hash(package) != before
+
+
+def test_template_beside_a_module_counts(package):
+    template = package / "base.html.j2"
+    template.write_text("<p>")
+    before = trainer_hash(package)
+    template.write_text("<b>")
+    assert trainer_hash(package) != before
+
+
+def notebook(path, *cells):
+    path.write_text(json.dumps({"cells": [{"cell_type": kind, "source": text} for kind, text in cells]}))
+    return path
+
+
+def test_parameters_of_a_notebook_do_not_count(package, tmp_path):
+    def with_parameters(value):
+        cell = {"cell_type": "code", "source": f"epochs = {value}", "metadata": {"tags": ["parameters"]}}
+        (tmp_path / "n.ipynb").write_text(json.dumps({"cells": [cell]}))
+        return trainer_hash(package, notebook=tmp_path / "n.ipynb")
+
+    assert with_parameters(1) == with_parameters(2)
+
+
+def test_notebook_code_counts_and_its_prose_does_not(package, tmp_path):
+    file = tmp_path / "n.ipynb"
+    first = trainer_hash(package, notebook=notebook(file, ("markdown", "old"), ("code", "x = 1")))
+    prose = trainer_hash(
+        package, notebook=notebook(file, ("markdown", "new"), ("code", ["x = 1  ", "# why"]))
+    )
+    code = trainer_hash(package, notebook=notebook(file, ("markdown", "new"), ("code", "x = 2")))
+    magic = trainer_hash(package, notebook=notebook(file, ("code", "%matplotlib inline\nx = 2")))
+    assert first == prose
+    assert len({first, code, magic}) == 3
+
+
+def test_hash_of_the_real_package_is_stable_and_covers_schema():
+    assert code_hash("stppo.results.runs") == code_hash(["stppo.results.runs"])
+    assert "stppo.schema" in imported_files(["stppo.results.runs"])
+
+
+def test_targets_are_found_at_any_depth_and_only_ours():
+    config = {
+        "a": {"_target_": "stppo.objectives.Clip"},
+        "b": [{"_target_": "torch.optim.Adam"}, {"_target_": "stppo.x.Y"}],
+    }
+    assert config_targets(config) == ["stppo.objectives.Clip", "stppo.x.Y"]
+
+
+def test_environment_names_versions_hardware_and_git():
+    found = provenance.environment()
+    assert found["versions"]["python"].startswith(f"{sys.version_info.major}.")
+    assert found["hardware"]["cores"] >= 1 and "gpu" in found["hardware"]
+    assert {"git_commit", "git_dirty"} <= set(found)
+
+
+def test_outside_git_commit_and_dirty_are_null(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "PACKAGE_DIR", tmp_path)
+    assert provenance.git_state() == {"git_commit": None, "git_dirty": None}
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A clean repository with the layout of this project, the package in src/stppo."""
+    root = tmp_path / "repository"
+    for name in (
+        "src/stppo/__init__.py",
+        "configs/training/a.yaml",
+        "notebooks/10-train.ipynb",
+        "Snakefile",
+        "pyproject.toml",
+        "README.md",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("old\n")
+    for command in (["init"], ["add", "."], ["commit", "-m", "x"]):
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *command]
+        subprocess.run(git, cwd=root, check=True, capture_output=True)
+    monkeypatch.setattr(provenance, "PACKAGE_DIR", root / "src" / "stppo")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "dirty"),
+    [
+        ("src/stppo/__init__.py", True),
+        ("src/stppo/new.py", True),
+        ("configs/training/a.yaml", True),
+        ("configs/algorithm/new.yaml", True),
+        ("notebooks/10-train.ipynb", True),
+        ("Snakefile", True),
+        ("pyproject.toml", True),
+        ("README.md", False),
+        ("results/smoke/runs.json", False),
+    ],
+)
+def test_git_state_sees_a_change_of_what_results_depend_on(repository, name, dirty):
+    clean = provenance.git_state()
+    assert len(clean["git_commit"]) == 40 and clean["git_dirty"] is False
+    (repository / name).parent.mkdir(parents=True, exist_ok=True)
+    (repository / name).write_text("new\n")
+    assert provenance.git_state() == {**clean, "git_dirty": dirty}
+
+
+def test_import_is_light():
+    code = (
+        "import sys, stppo.provenance; print([m for m in ('torch', 'pandas', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_imports_of_a_notebook_are_entries_for_its_hash(package, tmp_path):
+    cells = [
+        {"cell_type": "markdown", "source": ["import stppo.figures"]},
+        {"cell_type": "code", "source": ["import math\n", "from stppo.training.trainer import train"]},
+        {"cell_type": "code", "source": ["def f():\n", "    from stppo import base"]},
+    ]
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": cells}))
+    found = notebook_imports(tmp_path / "n.ipynb")
+    assert found == ["stppo", "stppo.base", "stppo.training.trainer", "stppo.training.trainer.train"]
+    files = imported_files(found, package)
+    assert {"stppo.base", "stppo.agent.policy"} <= set(files) and "stppo.figures" not in files
+
+
+def test_notebook_cell_that_is_no_python_is_named(tmp_path):
+    cells = [{"cell_type": "code", "source": ["import math\n", "%matplotlib inline"]}]
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": cells}))
+    with pytest.raises(ValueError, match=r"n\.ipynb cell 0 line 2: .*; use plain Python"):
+        notebook_imports(tmp_path / "n.ipynb")

@@ -1,0 +1,386 @@
+"""The HTTP client against a server of Search-R1's shape, written from the interface's description alone."""
+
+import json
+import logging
+import math
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from stppo.retrieval.client import RetrievalClient, RetrievalUnavailable
+from stppo.retrieval.documents import Document
+
+
+def scored(query, k, form="scored"):
+    """k passages that name the query."""
+    documents = [{"id": f"{query}-{i}", "contents": f'"{query} {i}"\nText {i}.\nMore.'} for i in range(k)]
+    if form == "bare":
+        return documents
+    return [{"document": document, "score": 1.0 / (i + 1)} for i, document in enumerate(documents)]
+
+
+def expected(query, k):
+    return [(Document(f"{query}-{i}", f"{query} {i}", f"Text {i}.\nMore."), 1.0 / (i + 1)) for i in range(k)]
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Notes requests; `script` holds what to do with the next ones: None answers well, a function does as it likes."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked, self.script, self.form = [], [], "scored"
+        self.url = f"http://127.0.0.1:{self.server_port}/retrieve"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, asked))
+        act = self.server.script.pop(0) if self.server.script else None
+        if act is not None:
+            return act(self, asked)
+        found = [scored(query, asked["topk"], self.server.form) for query in asked["queries"]]
+        return reply(self, {"result": found})
+
+    def log_message(self, *arguments):
+        pass
+
+
+def reply(handler, content, status=200, headers=None):
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    handler.send_response(status)
+    for name, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
+        handler.send_header(name, value)
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def answer(content, status=200, headers=None):
+    return lambda handler, asked: reply(handler, content, status, headers)
+
+
+def hang_up(handler, asked):
+    handler.close_connection = True
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def stay_silent(handler, asked):
+    time.sleep(1.0)
+    hang_up(handler, asked)
+
+
+def trickle(handler, asked):
+    """A byte now and then, each within any timeout of a single read."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    for _ in range(20):
+        try:
+            handler.wfile.write(b" ")
+        except OSError:
+            return
+        time.sleep(0.1)
+    handler.close_connection = True
+
+
+def stop_halfway(handler, asked):
+    body = json.dumps({"result": [scored("q", 2)]}).encode()
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body[: len(body) // 2])
+    handler.wfile.flush()
+    hang_up(handler, asked)
+
+
+@pytest.fixture
+def server():
+    fake = FakeServer()
+    threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield fake
+    fake.shutdown()
+    fake.server_close()
+
+
+def client(server, **fields):
+    return RetrievalClient(server.url, **{"first_pause": 0.001, "timeout": 5, "attempts": 3, **fields})
+
+
+# ---- answers ------------------------------------------------------------------------------------
+
+
+def test_request_and_reply_are_search_r1s(server):
+    assert client(server).search(["a", "b ж"], 2) == [expected("a", 2), expected("b ж", 2)]
+    assert server.asked == [("/retrieve", {"queries": ["a", "b ж"], "topk": 2, "return_scores": True})]
+
+
+def test_bare_documents_are_read_and_have_no_score(server):
+    server.form = "bare"
+    ((first, score), second) = client(server).search(["a"], 2)[0]
+    assert first == expected("a", 1)[0][0] and math.isnan(score) and second[0].id == "a-1"
+
+
+def test_a_passage_without_a_title_gets_its_first_words(server):
+    server.script = [answer({"result": [[{"document": {"contents": "no title here"}, "score": 1}]]})]
+    assert client(server).search(["a"], 1) == [[(Document("", "no title here", "no title here"), 1.0)]]
+
+
+def test_a_server_that_sends_more_than_asked_is_cut(server):
+    server.script = [answer({"result": [scored("a", 9)]})]
+    assert client(server).search(["a"], 2) == [expected("a", 2)]
+
+
+def test_no_query_asks_nobody(server):
+    assert client(server).search([], 3) == [] and server.asked == []
+
+
+def test_many_queries_go_in_several_requests_and_come_back_in_order(server):
+    asked = [f"q{i}" for i in range(10)]
+    assert client(server, queries_per_request=4).search(asked, 1) == [expected(query, 1) for query in asked]
+    assert [len(body["queries"]) for _, body in server.asked] == [4, 4, 2]
+
+
+def test_what_an_agent_may_write_can_be_sent(server):
+    found = client(server, query_characters=5).search(["0123456789", "a\ud800b", "\x00"], 1)
+    assert server.asked[0][1]["queries"] == ["01234", "a?b", "\x00"]
+    assert [ranking[0][0].id for ranking in found] == ["01234-0", "a?b-0", "\x00-0"]
+
+
+def test_a_reply_of_a_web_search_has_no_scores_and_may_hold_blank_pages(server):
+    pages = [{"document": {"contents": text}} for text in ("first page", " ", "second page", "third")]
+    server.script = [answer({"result": [pages]})]
+    (found,) = client(server).search(["q"], 2)
+    assert [document.text for document, _ in found] == ["first page", "second page"]
+    assert all(math.isnan(score) for _, score in found)
+
+
+# ---- cache --------------------------------------------------------------------------------------
+
+
+def test_known_queries_are_not_asked_again(server):
+    asking = client(server)
+    asking.search(["a", "b", "a"], 1)
+    assert asking.search(["b", "c", "a"], 1) == [expected(query, 1) for query in "bca"]
+    asking.search(["a"], 2)  # more documents: another question
+    assert [body["queries"] for _, body in server.asked] == [["a", "b"], ["c"], ["a"]]
+
+
+def test_the_longest_unused_answer_is_forgotten(server):
+    asking = client(server, cached_queries=2)
+    for query in ("a", "b", "a", "c", "a", "b"):
+        asking.search([query], 1)
+    assert [body["queries"] for _, body in server.asked] == [["a"], ["b"], ["c"], ["b"]]
+
+
+def test_without_a_cache_every_query_is_asked(server):
+    asking = client(server, cached_queries=0)
+    assert asking.search(["a"], 1) == asking.search(["a"], 1) and len(server.asked) == 2
+
+
+def test_a_caller_may_change_its_result(server):
+    asking = client(server)
+    asking.search(["a"], 2)[0].clear()
+    assert asking.search(["a"], 2) == [expected("a", 2)]
+
+
+# ---- what goes wrong for a while ----------------------------------------------------------------
+
+BAD_REPLIES = {
+    "error 500": (answer({"detail": "index on fire"}, 500), "HTTP 500 index on fire"),
+    "error 503": (answer(b"<html>busy</html>", 503), "HTTP 503 '<html>busy</html>'"),
+    "error 429": (answer({}, 429), "HTTP 429"),
+    "hang up": (hang_up, "Connection|Disconnected"),
+    "half a reply": (stop_halfway, "IncompleteRead|Connection"),
+    "no JSON": (answer(b"<html>"), "not Search-R1's reply: no JSON in '<html>'"),
+    "no text": (answer(b"\xff\xfe{}"), "not Search-R1's reply: no JSON"),
+    "empty": (answer(b""), "no JSON in ''"),
+    "list": (answer([]), 'no "result"'),
+    "no result": (answer({"results": []}), 'no "result" in'),
+    "null": (answer({"result": None}), '"result" is no list of lists'),
+    "flat": (answer({"result": scored("q", 2)}), '"result" is no list of lists'),
+    "too few": (answer({"result": []}), "0 results for 1 queries"),
+    "too many": (answer({"result": [[], []]}), "2 results for 1 queries"),
+    "strings": (answer({"result": [["text"]]}), "a document is a str"),
+    "no contents": (answer({"result": [[{"document": {"id": "1"}, "score": 1}]]}), 'no text "contents"'),
+    "null contents": (answer({"result": [[{"contents": None}]]}), 'no text "contents"'),
+    "null document": (answer({"result": [[{"document": None, "score": 1}]]}), 'no text "contents"'),
+    "text score": (answer({"result": [[{"document": {"contents": "a"}, "score": "1"}]]}), "a score is '1'"),
+}
+
+
+@pytest.mark.parametrize("problem", BAD_REPLIES)
+def test_a_bad_reply_is_asked_for_again(server, problem, caplog):
+    act, message = BAD_REPLIES[problem]
+    server.script = [act, act]
+    with caplog.at_level(logging.WARNING):
+        assert client(server).search(["q"], 2) == [expected("q", 2)]
+    assert len(server.asked) == 3
+    assert "attempt 2 of 3 follows" in caplog.text and "attempt 3 of 3 follows" in caplog.text
+
+
+@pytest.mark.parametrize("problem", BAD_REPLIES)
+def test_after_the_last_attempt_the_error_says_what_was_wrong(server, problem):
+    act, message = BAD_REPLIES[problem]
+    server.script = [act] * 9
+    with pytest.raises(RetrievalUnavailable, match=message) as error:
+        client(server).search(["q"], 2)
+    text = str(error.value)
+    assert text.startswith(f"retrieval server {server.url}: no usable answer in 3 attempts and ")
+    assert "`stppo retriever serve`" in text and "world.retriever.url" in text and "\n" not in text
+    assert len(server.asked) == 3 and isinstance(error.value, ConnectionError)
+
+
+@pytest.mark.parametrize("slow", [stay_silent, trickle])
+def test_a_slow_server_is_given_up_in_time(server, slow):
+    server.script = [slow]
+    began = time.monotonic()
+    assert client(server, timeout=0.3).search(["q"], 1) == [expected("q", 1)]
+    assert time.monotonic() - began < 1.9  # the trickle alone would take 2 s
+    server.script = [slow] * 2
+    with pytest.raises(RetrievalUnavailable, match=r"at last no (answer|whole reply) within 0.3 s"):
+        client(server, timeout=0.3, attempts=2).search(["q"], 1)
+
+
+def test_a_server_that_is_not_there_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/retrieve"
+        with pytest.raises(RetrievalUnavailable, match=rf"{url}: .* 2 attempts .*[Cc]onnection refused"):
+            RetrievalClient(url, attempts=2, first_pause=0.001).search(["q"], 1)
+
+
+def test_a_server_that_comes_back_is_used(server):
+    """The run waits: nothing listens at first, then the server starts on that port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    asking = RetrievalClient(
+        f"http://127.0.0.1:{port}/retrieve", attempts=50, first_pause=0.05, longest_pause=0.1
+    )
+    late = []
+
+    def start():
+        time.sleep(0.3)
+        late.append(ThreadingHTTPServer(("127.0.0.1", port), Handler))
+        late[0].asked, late[0].script, late[0].form = [], [], "scored"
+        late[0].serve_forever(poll_interval=0.01)
+
+    threading.Thread(target=start, daemon=True).start()
+    try:
+        assert asking.search(["q"], 1) == [expected("q", 1)]
+    finally:
+        late[0].shutdown()
+        late[0].server_close()
+
+
+def test_pauses_grow_and_are_drawn_at_random(monkeypatch):
+    pauses = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/retrieve"
+        for _ in range(30):
+            with pytest.raises(RetrievalUnavailable):
+                RetrievalClient(url, attempts=6, first_pause=1, longest_pause=4).search(["q"], 1)
+    for i, limit in enumerate((1, 2, 4, 4, 4)):
+        drawn = pauses[i::5]
+        assert len(drawn) == 30 and max(drawn) <= limit
+        assert max(drawn) > limit / 2 and min(drawn) < limit / 2  # fails by chance once in 10^9
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+def test_a_refused_request_is_not_repeated(server, status):
+    server.script = [answer({"detail": "topk: too large"}, status)]
+    with pytest.raises(RetrievalUnavailable, match=rf"refuses the request: HTTP {status} topk: too large"):
+        client(server).search(["q"], 1)
+    assert len(server.asked) == 1
+
+
+def test_a_redirect_is_not_followed(server):
+    """It would turn the POST into a GET."""
+    server.script = [answer({}, 301, {"Location": "/elsewhere"})]
+    with pytest.raises(RetrievalUnavailable, match="refuses the request: HTTP 301"):
+        client(server).search(["q"], 1)
+    assert len(server.asked) == 1
+
+
+def test_answers_before_the_failure_are_kept(server):
+    asking = client(server, queries_per_request=1, attempts=1)
+    server.script = [None, answer({}, 500)]
+    with pytest.raises(RetrievalUnavailable):
+        asking.search(["a", "b"], 1)
+    assert asking.search(["a", "b"], 1) == [expected("a", 1), expected("b", 1)]
+    assert [body["queries"] for _, body in server.asked] == [["a"], ["b"], ["b"]]
+
+
+# ---- threads, proxies, fields -------------------------------------------------------------------
+
+
+def test_threads_share_a_client(server):
+    asking, results = client(server, cached_queries=8), {}
+
+    def work(name):
+        results[name] = [asking.search([f"{name}{i}", f"common{i % 3}"], 1) for i in range(10)]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcdef"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    for name in "abcdef":
+        assert results[name] == [
+            [expected(f"{name}{i}", 1), expected(f"common{i % 3}", 1)] for i in range(10)
+        ]
+
+
+def test_a_proxy_is_not_asked_for_this_machine(server, monkeypatch):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        proxy = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        assert client(server, attempts=1).search(["q"], 1) == [expected("q", 1)]
+        local = RetrievalClient(server.url.replace("127.0.0.1", "localhost"), attempts=1)
+        assert local.search(["q"], 1) == [expected("q", 1)]
+
+
+def test_a_proxy_is_asked_for_other_machines(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", server.url.removesuffix("/retrieve"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    RetrievalClient("http://retriever.invalid/retrieve", attempts=1).search(["q"], 1)
+    assert server.asked[0][0] == "http://retriever.invalid/retrieve"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"url": "127.0.0.1:8000"}, "url='127.0.0.1:8000': must be the http address"),
+        ({"url": "http://"}, "url='http://'"),
+        ({"url": "http://a:b/"}, "url='http://a:b/'"),
+        ({"url": None}, "url=None"),
+        ({"timeout": 0}, "timeout must be a number of seconds above 0, got 0"),
+        ({"timeout": "30"}, "timeout must be"),
+        ({"first_pause": float("nan")}, "first_pause must be"),
+        ({"attempts": 0}, "attempts must be a whole number of at least 1"),
+        ({"cached_queries": -1}, "cached_queries must be a whole number of at least 0"),
+    ],
+)
+def test_a_wrong_field_is_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RetrievalClient(**fields)
+
+
+def test_top_k_below_one_is_refused(server):
+    with pytest.raises(ValueError, match="top_k must be at least 1"):
+        client(server).search(["q"], 0)

@@ -1,0 +1,180 @@
+"""Dense retrieval with a tiny random BERT, made here and loaded as any model, against NumPy on every pair."""
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertModel, BertTokenizerFast
+
+from stppo.retrieval.documents import Document
+from stppo.retrieval.index_retriever import IndexRetriever
+
+pytest.importorskip("faiss", reason="the extra `retrieval` is not installed")
+from stppo.retrieval.dense import Encoder, build_dense, open_dense
+
+WORDS = [f"w{i}" for i in range(60)]
+DOCUMENTS = [
+    Document(f"d{i}", WORDS[i % 7], " ".join(WORDS[(i * j) % 60] for j in range(1, 2 + i % 23)))
+    for i in range(150)
+]
+QUERIES = ["w1 w2", "w3", "", " ".join(WORDS), "w59 w1 w7 w7"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "query", "passage", ":", '"', *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+    )
+    BertModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"id": d.id, "contents": d.contents}) + "\n" for d in DOCUMENTS))
+    return path
+
+
+@cache
+def loaded(model):
+    return BertTokenizerFast.from_pretrained(model), BertModel.from_pretrained(model).double().eval()
+
+
+def alone(model, text, max_tokens=64):
+    """The vector of one text, without padding, batching or the code under test."""
+    tokenizer, network = loaded(model)
+    ids = torch.tensor([tokenizer(text, truncation=True, max_length=max_tokens)["input_ids"]])
+    with torch.no_grad():
+        pooled = network(ids).last_hidden_state[0].mean(0).numpy()
+    return pooled / np.sqrt((pooled**2).sum())
+
+
+def brute_force(model, queries, k):
+    passages = np.stack([alone(model, f'passage: "{d.title}"\n{d.text}') for d in DOCUMENTS])
+    scores = np.stack([alone(model, f"query: {query}") for query in queries]) @ passages.T
+    best = np.argsort(-scores, axis=1)[:, :k]
+    return best, np.take_along_axis(scores, best, 1)
+
+
+def encoder(model, **fields):
+    return Encoder(model, **{"max_tokens": 64, "device": "cpu", "batch_size": 4, **fields})
+
+
+def test_vectors_are_normalised_means_with_the_right_prefix(model):
+    texts = ["w1", "w2 w3 w4 w5 w6", "w7 w8"]
+    found = encoder(model).queries(texts)
+    expected = np.stack([alone(model, f"query: {text}") for text in texts])
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert np.linalg.norm(found, axis=1) == pytest.approx(1, abs=1e-6)
+    (passage,) = encoder(model, passage_prefix="").passages([DOCUMENTS[5]])
+    assert passage == pytest.approx(alone(model, f'"{DOCUMENTS[5].title}"\n{DOCUMENTS[5].text}'), abs=1e-5)
+
+
+def test_long_texts_are_cut(model):
+    long = " ".join(WORDS * 3)
+    (found,) = encoder(model, max_tokens=10).queries([long])
+    assert found == pytest.approx(alone(model, f"query: {long}", 10), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+def test_the_best_documents_are_those_of_brute_force(model, corpus, tmp_path, kind):
+    made = build_dense(corpus, tmp_path / "i", encoder(model), kind)
+    assert (made["documents"], made["vector_size"], made["encoder"]["query_prefix"]) == (150, 32, "query: ")
+    results = open_dense(tmp_path / "i", device="cpu").search(QUERIES, 5)
+    best, scores = brute_force(model, QUERIES, 5)
+    assert [[d.id for d, _ in ranking] for ranking in results] == [[f"d{i}" for i in row] for row in best]
+    assert np.array([[score for _, score in ranking] for ranking in results]) == pytest.approx(
+        scores, abs=1e-5
+    )
+    assert results[0][0][0] == DOCUMENTS[best[0][0]]
+    assert [path.name for path in tmp_path.iterdir()] == ["i"]
+
+
+def test_more_than_there_is_gives_all_and_no_query_gives_nothing(model, corpus, tmp_path):
+    build_dense(corpus, tmp_path / "i", encoder(model))
+    retriever = IndexRetriever(tmp_path / "i", device="cpu")
+    assert retriever.manifest["kind"] == "flat"
+    (ranking,) = retriever.search(["w1"], 500)
+    assert sorted(d.id for d, _ in ranking) == sorted(d.id for d in DOCUMENTS)
+    assert retriever.search([], 3) == []
+    with pytest.raises(ValueError, match="top_k must be at least 1"):
+        retriever.search(["w1"], 0)
+
+
+def test_an_interrupted_build_goes_on_where_it_was(model, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("stppo.retrieval.dense._SORTED_TOGETHER", 5)  # blocks of 20 passages
+    encoded = []
+    original = Encoder.passages
+
+    def counted(self, documents):
+        if len(encoded) == 3:
+            raise KeyboardInterrupt
+        encoded.append([document.id for document in documents])
+        return original(self, documents)
+
+    monkeypatch.setattr(Encoder, "passages", counted)
+    with pytest.raises(KeyboardInterrupt):
+        build_dense(corpus, tmp_path / "i", encoder(model))
+    assert not (tmp_path / "i").exists()
+    partial = tmp_path / "i.partial" / "vectors.f32"
+    partial.write_bytes(partial.read_bytes()[:-100])  # the last row was cut off by the crash
+    encoded.clear()
+    monkeypatch.setattr(
+        Encoder,
+        "passages",
+        lambda self, documents: encoded.append(documents[0].id) or original(self, documents),
+    )
+    build_dense(corpus, tmp_path / "i", encoder(model))
+    assert encoded[0] == "d59" and len(encoded) == 6
+    best, _ = brute_force(model, QUERIES, 5)
+    results = open_dense(tmp_path / "i", device="cpu").search(QUERIES, 5)
+    assert [[d.id for d, _ in ranking] for ranking in results] == [[f"d{i}" for i in row] for row in best]
+
+
+def test_partial_vectors_of_another_request_are_not_used(model, corpus, tmp_path, monkeypatch):
+    partial = tmp_path / "i.partial"
+    partial.mkdir()
+    (partial / "request.json").write_text('{"model": "other"}')
+    (partial / "vectors.f32").write_bytes(b"\0" * 32 * 4 * 150)
+    build_dense(corpus, tmp_path / "i", encoder(model))
+    assert open_dense(tmp_path / "i", device="cpu").search(["w1"], 1)[0][0][1] > 0
+
+
+def test_what_cannot_be_is_named(model, corpus, tmp_path):
+    with pytest.raises(ValueError, match=r"model .*nowhere cannot be loaded on cpu .*hf auth login"):
+        encoder(str(tmp_path / "nowhere")).queries(["a"])
+    with pytest.raises(ValueError, match="kind must be one of flat, hnsw"):
+        build_dense(corpus, tmp_path / "i", encoder(model), "ivf")
+    with pytest.raises(ValueError, match="batch_size must be a whole number"):
+        encoder(model, batch_size=0)
+    (tmp_path / "i").mkdir()
+    with pytest.raises(FileExistsError, match="exists already"):
+        build_dense(corpus, tmp_path / "i", encoder(model))
+
+
+def test_an_index_of_another_model_is_named(model, corpus, tmp_path):
+    build_dense(corpus, tmp_path / "i", encoder(model))
+    other = tmp_path / "other"
+    BertTokenizerFast.from_pretrained(model).save_pretrained(other)
+    config = BertConfig.from_pretrained(model)
+    config.hidden_size = 16
+    BertModel(config).save_pretrained(other)
+    manifest = json.loads((tmp_path / "i" / "manifest.json").read_text())
+    manifest["encoder"]["model"] = str(other)
+    (tmp_path / "i" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="150 vectors of size 32, but .*other gives size 16"):
+        open_dense(tmp_path / "i", device="cpu")

@@ -1,0 +1,265 @@
+"""The HTTP server: a Search-R1-shaped client, our own, concurrent requests, limits, and a search that fails or hangs."""
+
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import requests
+
+from stppo.retrieval.bm25 import BM25Retriever
+from stppo.retrieval.client import RetrievalClient, RetrievalUnavailable
+from stppo.retrieval.documents import Document
+
+pytest.importorskip("fastapi", reason="the extra `retrieval` is not installed")
+import uvicorn
+
+from stppo.retrieval.server import Limits, create_app
+
+DOCUMENTS = [
+    Document("0", "Oslo", "capital of Norway"),
+    Document("1", "Bergen", "a town in Norway\nby the sea"),
+    Document("2", 'The "Paris"', "capital of France"),
+]
+
+
+@contextmanager
+def served(retriever, limits=None, **options):
+    """The base URL of a real server in a thread."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(retriever, limits, **options), log_level="error", timeout_graceful_shutdown=1
+        )
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+        listening.close()
+
+
+@pytest.fixture(scope="module")
+def url():
+    limits = Limits(queries=8, query_characters=100, topk=5, body_bytes=2000)
+    with served(BM25Retriever(DOCUMENTS), limits, about={"kind": "bm25", "documents": 3}) as base:
+        yield base
+
+
+def post(base, **body):
+    return requests.post(f"{base}/retrieve", json=body, timeout=10)
+
+
+def test_search_r1s_client_gets_its_passages(url):
+    """As its roll-out asks and reads: title = first line of contents, text = the lines after it."""
+    payload = {"queries": ["norway sea", "France"], "topk": 2, "return_scores": True}
+    results = requests.post(f"{url}/retrieve", json=payload, timeout=10).json()["result"]
+    rendered = []
+    for result in results:
+        text = ""
+        for i, item in enumerate(result):
+            lines = item["document"]["contents"].split("\n")
+            text += f"Doc {i + 1}(Title: {lines[0]}) " + "\n".join(lines[1:]) + "\n"
+        rendered.append(text)
+    assert rendered == [
+        'Doc 1(Title: "Bergen") a town in Norway\nby the sea\nDoc 2(Title: "Oslo") capital of Norway\n',
+        'Doc 1(Title: "The "Paris"") capital of France\n',
+    ]
+    assert results[0][0]["score"] > results[0][1]["score"] > 0 and results[0][0]["document"]["id"] == "1"
+
+
+def test_without_scores_documents_come_bare_and_topk_has_a_default(url):
+    found = post(url, queries=["capital"]).json()
+    assert found == {"result": [[{"id": d.id, "contents": d.contents} for d in (DOCUMENTS[0], DOCUMENTS[2])]]}
+    assert len(post(url, queries=["capital norway"], topk=None).json()["result"][0]) == 3
+
+
+def test_our_client_gets_what_the_retriever_finds(url):
+    asked = ["norway sea", "France", "nothing known", 'The "Paris"']
+    found = RetrievalClient(f"{url}/retrieve").search(asked, 3)
+    assert found == BM25Retriever(DOCUMENTS).search(asked, 3)
+
+
+def test_no_queries_give_no_results(url):
+    assert post(url, queries=[], topk=1).json() == {"result": []}
+
+
+def test_health(url):
+    shown = requests.get(f"{url}/health", timeout=10).json()
+    assert shown == {"status": "ok", "waiting_queries": 0, "kind": "bm25", "documents": 3}
+
+
+# ---- limits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "queries: must be a list of strings"),
+        ({"queries": "one"}, "queries: must be a list of strings"),
+        ({"queries": ["a", 1]}, "queries: must be a list of strings"),
+        ({"queries": ["a"] * 9}, "queries: 9 in one request, allowed are 8"),
+        ({"queries": ["a" * 101]}, "queries: one has 101 characters, allowed are 100"),
+        ({"queries": ["a"], "topk": 6}, "topk: must be a whole number from 1 to 5, got 6"),
+        ({"queries": ["a"], "topk": 0}, "topk: must be a whole number from 1 to 5, got 0"),
+        ({"queries": ["a"], "topk": True}, "topk: must be"),
+        ({"queries": ["a"], "topk": "3"}, "topk: must be"),
+        ({"queries": ["a"], "return_scores": "yes"}, "return_scores: must be true or false"),
+    ],
+)
+def test_a_wrong_field_is_refused_with_its_name(url, body, message):
+    reply = post(url, **body)
+    assert reply.status_code == 422 and message in reply.json()["detail"]
+    if "queries" in body:  # what our client makes of it: no retry, the same message
+        with pytest.raises(RetrievalUnavailable, match="refuses the request: HTTP 422 topk: must be"):
+            RetrievalClient(f"{url}/retrieve").search(["a"], 6)
+
+
+@pytest.mark.parametrize("body", [b"", b"nonsense", b"\xff", b"[1]", b"[" * 1500])
+def test_a_body_that_is_no_request_is_refused(url, body):
+    reply = requests.post(f"{url}/retrieve", data=body, timeout=10)
+    assert reply.status_code == 422 and "queries" in reply.json()["detail"]
+
+
+def test_a_body_that_is_too_long_is_refused_whether_or_not_it_says_so(url):
+    body = json.dumps({"queries": ["a" * 90] * 8, "padding": " " * 2000}).encode()
+    said = requests.post(f"{url}/retrieve", data=body, timeout=10)
+    streamed = requests.post(f"{url}/retrieve", data=iter([body[:1500], body[1500:]]), timeout=10)
+    for reply in (said, streamed):
+        assert reply.status_code == 413 and "longer than 2000 bytes" in reply.json()["detail"]
+
+
+def test_other_paths_and_methods_are_refused(url):
+    assert requests.get(f"{url}/retrieve", timeout=10).status_code == 405
+    with pytest.raises(RetrievalUnavailable, match="HTTP 404 Not Found; is the path of url right"):
+        RetrievalClient(url).search(["a"], 1)
+
+
+def test_a_wrong_limit_is_named():
+    with pytest.raises(ValueError, match="topk must be a whole number of at least 1"):
+        Limits(topk=0)
+
+
+# ---- many at once, failures ---------------------------------------------------------------------
+
+
+class Watched:
+    """A retriever that notes its batches, waits for `gate` in each, and fails on the query "poison"."""
+
+    def __init__(self):
+        self.batches, self.gate, self.entered = [], threading.Event(), threading.Event()
+
+    def search(self, queries, top_k):
+        self.batches.append((list(queries), top_k))
+        self.entered.set()
+        assert self.gate.wait(timeout=10)
+        if "poison" in queries:
+            raise RuntimeError("bad query")
+        return [[(Document(query, query, str(i)), 1.0) for i in range(top_k)] for query in queries]
+
+
+def in_threads(n, work):
+    results = {}
+    threads = [
+        threading.Thread(target=lambda i=i: results.update({i: work(i)}), daemon=True) for i in range(n)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads, results
+
+
+def finish(threads):
+    for thread in threads:
+        thread.join(timeout=20)
+
+
+def wait_for_waiting(base, queries):
+    until = time.monotonic() + 10
+    while requests.get(f"{base}/health", timeout=10).json()["waiting_queries"] != queries:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_requests_that_arrive_during_a_search_share_the_next():
+    watched = Watched()
+    with served(watched, Limits(batch_queries=10)) as base:
+        first, _ = in_threads(1, lambda i: post(base, queries=["first"], topk=1))
+        assert watched.entered.wait(timeout=10)
+        threads, results = in_threads(
+            8, lambda i: post(base, queries=[f"a{i}", f"b{i}"], topk=1 + i % 3).json()["result"]
+        )
+        wait_for_waiting(base, 16)
+        watched.gate.set()
+        finish(first + threads)
+    assert [len(queries) for queries, _ in watched.batches] == [1, 10, 6]  # no more than batch_queries
+    for i in range(8):  # each its own answers, as many as it asked for
+        assert [[d["contents"] for d in ranking] for ranking in results[i]] == [
+            [f'"{name}{i}"\n{rank}' for rank in range(1 + i % 3)] for name in "ab"
+        ]
+
+
+def test_one_request_that_fails_leaves_the_others_in_its_batch_alone():
+    watched = Watched()
+    with served(watched) as base:
+        first, _ = in_threads(1, lambda i: post(base, queries=["first"]))
+        assert watched.entered.wait(timeout=10)
+        threads, results = in_threads(3, lambda i: post(base, queries=["poison" if i == 1 else f"q{i}"]))
+        wait_for_waiting(base, 3)
+        watched.gate.set()
+        finish(first + threads)
+    assert [results[i].status_code for i in range(3)] == [200, 500, 200]
+    assert results[1].json()["detail"] == "the search failed: bad query"
+
+
+def test_a_search_that_takes_too_long_is_answered_and_the_client_says_so():
+    watched = Watched()
+    with served(watched, Limits(seconds=1)) as base:
+        with pytest.raises(RetrievalUnavailable, match="HTTP 503 the search took longer than 1 s"):
+            RetrievalClient(f"{base}/retrieve", attempts=2, first_pause=0.01).search(["a"], 1)
+        watched.gate.set()
+        assert post(base, queries=["b"]).status_code == 200
+    assert [queries for queries, _ in watched.batches] == [
+        ["a"],
+        ["b"],
+    ]  # the retry had gone, so nobody searched it
+
+
+def test_too_many_waiting_queries_are_sent_away():
+    watched = Watched()
+    with served(watched, Limits(waiting_queries=3)) as base:
+        first, _ = in_threads(1, lambda i: post(base, queries=["first"]))
+        assert watched.entered.wait(timeout=10)
+        waiting, results = in_threads(1, lambda i: post(base, queries=["a", "b"]))
+        wait_for_waiting(base, 2)
+        busy = post(base, queries=["c", "d"])
+        assert busy.status_code == 503 and "busy" in busy.json()["detail"]
+        watched.gate.set()
+        finish(first + waiting)
+        assert results[0].status_code == 200
+
+
+def test_a_body_that_never_comes_does_not_hold_the_server():
+    with served(BM25Retriever(DOCUMENTS), Limits(seconds=1)) as base:
+        port = int(base.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as slow:
+            slow.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert post(base, queries=["Oslo"]).status_code == 200
+            assert b" 408 " in slow.recv(1000)
+
+
+def test_many_clients_at_once_get_their_own_answers():
+    documents = [Document(str(i), f"title{i}", f"word{i} common") for i in range(50)]
+    with served(BM25Retriever(documents)) as base:
+        client = RetrievalClient(f"{base}/retrieve", cached_queries=0)
+        threads, results = in_threads(
+            12, lambda i: [client.search([f"word{i + j}", "common"], 1) for j in range(10)]
+        )
+        finish(threads)
+    for i in range(12):
+        found = [[ranking[0][0].id for ranking in answer] for answer in results[i]]
+        assert found == [[str(i + j), "0"] for j in range(10)]
