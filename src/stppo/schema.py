@@ -263,16 +263,29 @@ PEAK_COLUMNS: tuple[str, ...] = (
 # One row per run, for people.
 SUMMARY_COLUMNS: dict[str, str] = {
     **KEY_COLUMNS,
+    "world_seed": RUN_FIELDS["world_seed"],
+    "warm_start_seed": RUN_FIELDS["warm_start_seed"],
     "status": RUN_FIELDS["status"],
-    "success_start": "S0: sampled success of the warm start",
-    "success_max": "largest trailing mean (of 3 evaluations) of sampled success",
-    "success_final": "mean sampled success of the last tenth of the evaluations",
-    "collapsed": "true if the collapse rule fires",
-    "collapse_iteration": "iteration of the evaluation that opens the collapse; empty if none",
-    "transient": "true if a collapsed run recovers later",
-    "never_improved": "true if the trailing mean never reaches S0 + 0.05",
+    "start": "S0: sampled success of the warm start",
+    "peak": "P: largest trailing mean (of 3 evaluations) of sampled success, at least the start",
+    "final": "F: mean sampled success of the last tenth of the evaluations; 0 after a non-finite stop",
+    "area": "mean height of the curve of sampled success",
+    **{
+        f"after_{n}": f"trailing mean of sampled success after {n} iterations; empty in shorter runs"
+        for n in (10, 20, 40, 60)
+    },
+    "greedy_start": "greedy success of the warm start",
+    "greedy_final": "mean greedy success of the last tenth of the greedy evaluations; 0 after a non-finite stop",
+    "greedy_area": "mean height of the curve of greedy success",
+    "learned": "true if the peak lies at least 0.10 above the start",
+    "gain_kept": "(final - start) / (peak - start) of a run that learned, else empty",
+    "crash_iteration": "first evaluation at which more than half of the gain is lost, or the non-finite update's; empty if none",
+    "rapid_crashes": "how often half of the gain was lost within 10 iterations, recovered or not",
+    "collapsed": "true if a crash was not made good by the end, or a loss or gradient stopped being finite",
+    "outcome": "learned, crashed and recovered, collapsed, did not learn, or lost its start",
     "clip_fraction_mean": "mean sign-aware clip fraction over all iterations",
     "gradient_norm_max": "largest gradient norm of any update, before clipping",
+    "updates": RUN_FIELDS["updates"],
     "wall_seconds": RUN_FIELDS["wall_seconds"],
 }
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import pandas as pd
@@ -18,12 +17,10 @@ import pyarrow.parquet as pq
 
 from stppo import schema
 from stppo.files import repository_path, write_atomically
-from stppo.results.collapse import FRACTION, Collapse, detect_collapse
-from stppo.results.statistics import final_mean
+from stppo.results.outcomes import AFTER, Outcome, judge
+from stppo.results.statistics import area_under_curve, final_mean
 
 KEYS = list(schema.KEY_COLUMNS)
-# Recorded name of a regime -> its config in configs/training.
-TRAINING_CONFIGS = {"A": "regime_a", "LONG": "regime_long", "ON_POLICY": "nearly_on_policy"}
 INTEGERS = ("seed", "iteration", "n_questions")
 
 
@@ -47,8 +44,7 @@ def _train_command(preset: str, names: Sequence[str], run_dir: Path) -> str:
     overrides = [f"preset={preset}"]
     if len(names) == 3:
         regime, algorithm, seed = names
-        training = TRAINING_CONFIGS.get(regime)
-        overrides.append(f"training={training}" if training else f"training.regime={regime}")
+        overrides.append(f"training.regime={regime}")
         overrides += [f"algorithm={algorithm}", f"seed={seed.removeprefix('seed').split('-')[0]}"]
     return shlex.join(["stppo", "train", *overrides, "--out", str(run_dir)])
 
@@ -231,111 +227,51 @@ class Metrics:
         rows = self.select(self.evaluations, record)
         return rows[rows["temperature"] == temperature].sort_values("iteration")
 
-    def collapse(self, record: schema.RunRecord, fraction: float = FRACTION) -> Collapse:
-        """The collapse rule applied to one run; fraction: see `detect_collapse`."""
+    def outcome(self, record: schema.RunRecord) -> Outcome:
+        """The rules of `results.outcomes` applied to one run."""
         rows = self.success(record)
         stopped = None
         if record.get("non_finite"):
             stopped = float(self.select(self.iterations, record)["iteration"].max())
             stopped = 0.0 if math.isnan(stopped) else stopped
         start = record["warm_start"]["success_sampled"]
-        return detect_collapse(rows["iteration"], rows["success"], start, stopped, fraction)
+        horizon = max(r["iterations"] for r in self.runs if r["regime"] == record["regime"])
+        return judge(rows["iteration"], rows["success"], start, stopped, horizon)
 
     @cached_property
-    def collapses(self) -> dict[tuple[str, str, int], Collapse]:
-        """(regime, algorithm, seed) -> verdict."""
-        return {(r["regime"], r["algorithm"], r["seed"]): self.collapse(r) for r in self.runs}
+    def outcomes(self) -> dict[tuple[str, str, int], Outcome]:
+        """(regime, algorithm, seed) -> outcome."""
+        return {(r["regime"], r["algorithm"], r["seed"]): self.outcome(r) for r in self.runs}
 
     @cached_property
     def summary(self) -> pd.DataFrame:
         """One row per run with the columns `schema.SUMMARY_COLUMNS`."""
         rows = []
         for record in self.runs:
-            verdict = self.collapses[tuple(record[name] for name in KEYS)]
+            outcome = self.outcomes[tuple(record[name] for name in KEYS)]
             iterations = self.select(self.iterations, record)
+            greedy = self.success(record, temperature=0.0)
             gradient = "gradient_norm_max" if "gradient_norm_max" in iterations else "gradient_norm"
             values = {
-                **{name: record[name] for name in [*KEYS, "status"]},
-                "success_start": verdict.start,
-                "success_max": verdict.peak,
-                "success_final": final_mean(self.success(record)["success"]),
-                "collapsed": verdict.collapsed,
-                "collapse_iteration": verdict.iteration,
-                "transient": verdict.transient,
-                "never_improved": verdict.never_improved,
+                **{name: record[name] for name in [*KEYS, "world_seed", "warm_start_seed", "status"]},
+                "start": outcome.start,
+                "peak": outcome.peak,
+                "final": outcome.final,
+                "area": outcome.area,
+                **{f"after_{n}": outcome.after[n] for n in AFTER},
+                "greedy_start": record["warm_start"]["success_greedy"],
+                "greedy_final": 0.0 if outcome.non_finite else final_mean(greedy["success"]),
+                "greedy_area": area_under_curve(greedy["iteration"], greedy["success"]),
+                "learned": outcome.learned,
+                "gain_kept": outcome.gain_kept,
+                "crash_iteration": outcome.crash_iteration,
+                "rapid_crashes": outcome.rapid_crashes,
+                "collapsed": outcome.collapsed,
+                "outcome": outcome.label,
                 "clip_fraction_mean": iterations["clip_fraction"].mean(),
                 "gradient_norm_max": iterations[gradient].max(),
+                "updates": record["updates"],
                 "wall_seconds": record["wall_seconds"],
             }
             rows.append({name: values[name] for name in schema.SUMMARY_COLUMNS})
         return pd.DataFrame(rows, columns=list(schema.SUMMARY_COLUMNS))
-
-    @cached_property
-    def table(self) -> pd.DataFrame:
-        """One row per regime and algorithm: the table of notebook and report."""
-        rows = []
-        records = {tuple(record[name] for name in KEYS): record for record in self.runs}
-        for (regime, algorithm), runs in self.summary.groupby(["regime", "algorithm"], sort=True):
-            keys = list(runs[KEYS].itertuples(index=False, name=None))
-            verdicts = [self.collapses[key] for key in keys]
-            greedy = [self.success(records[key], temperature=0.0)["success"].iloc[-1:] for key in keys]
-            ends = sorted(v.iteration for v in verdicts if v.collapsed)
-            at = ", ".join(f"{end:.0f}" for end in ends)
-            if len(ends) > 4:
-                at = f"{ends[0]:.0f}–{ends[-1]:.0f}, median {median(ends):.0f}"
-            rows.append(
-                {
-                    "regime": regime,
-                    "algorithm": algorithm,
-                    "seeds": len(runs),
-                    "collapsed": int(runs["collapsed"].sum()),
-                    "collapsed at iteration": at,
-                    "recovered": int(runs["transient"].sum()),
-                    "never improved": sum(v.never_improved is True for v in verdicts),
-                    "too short": sum(not v.decidable for v in verdicts),
-                    "start": runs["success_start"].mean(),
-                    "peak": runs["success_max"].mean(),
-                    "final": runs["success_final"].mean(),
-                    "greedy start": fmean(records[key]["warm_start"]["success_greedy"] for key in keys),
-                    "greedy final": pd.concat(greedy).mean(),
-                    "clip fraction": runs["clip_fraction_mean"].mean(),
-                    "largest gradient norm": runs["gradient_norm_max"].max(),
-                    "minutes": runs["wall_seconds"].sum() / 60,
-                }
-            )
-        return pd.DataFrame(rows)
-
-    def finals(self, algorithms: Sequence[str]) -> pd.DataFrame:
-        """Final success per regime and algorithm over seeds, and its difference to the first one listed."""
-        chosen = self.summary[self.summary["algorithm"].isin(algorithms)]
-        groups = chosen.groupby(["regime", "algorithm"])["success_final"]
-        table = groups.agg(["count", "min", "mean", "max"]).reset_index()
-        baseline = table[table["algorithm"] == algorithms[0]].set_index("regime")["mean"]
-        table[f"mean minus {algorithms[0]}"] = table["mean"] - table["regime"].map(baseline)
-        order = {name: i for i, name in enumerate(algorithms)}
-        rank = table["algorithm"].map(order)
-        return table.assign(rank=rank).sort_values(["regime", "rank"], ignore_index=True).drop(columns="rank")
-
-    def clip_trends(self, algorithms: Sequence[str]) -> pd.DataFrame:
-        """Clip fraction in the first and last tenth of the iterations: mean over seeds, range of the change."""
-        rows = []
-        for record in self.runs:
-            if record["algorithm"] not in algorithms:
-                continue
-            clip = self.select(self.iterations, record).sort_values("iteration")["clip_fraction"].to_numpy()
-            first, last = final_mean(clip[::-1]), final_mean(clip)
-            rows.append([record["regime"], record["algorithm"], first, last, last - first])
-        table = pd.DataFrame(rows, columns=["regime", "algorithm", "first", "last", "change"])
-        return (
-            table.groupby(["regime", "algorithm"])
-            .agg(
-                **{
-                    "first tenth": ("first", "mean"),
-                    "last tenth": ("last", "mean"),
-                    "change": ("change", "mean"),
-                    "smallest change": ("change", "min"),
-                    "largest change": ("change", "max"),
-                }
-            )
-            .reset_index()
-        )

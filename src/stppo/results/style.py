@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from stppo.files import repository_path, write_atomically
-from stppo.study.arms import variant
 
 TOKEN, TURN, SEQUENCE = (0, (4, 1.5)), "-", (0, (1, 1))  # the line style says the ratio's granularity
 # In derivations, where no algorithm has a name yet, the colour is the granularity and the line the aggregation.
@@ -63,15 +62,13 @@ _OWN: dict[str, Look] = {}
 
 
 def look(algorithm: str) -> Look:
-    """The algorithm's look; an arm of the study that varies one looks like it, and one not listed keeps a spare colour that its name chooses among those left.
+    """The algorithm's look; one not listed keeps a spare colour that its name
+    chooses among those left.
 
     Beyond as many unlisted algorithms as there are spare colours, colours repeat.
     """
     if algorithm in LOOKS:
         return LOOKS[algorithm]
-    if of := variant(algorithm):
-        base = LOOKS[of[0]]
-        return Look(f"{base.label}, {of[1]}", base.color, base.line)
     if algorithm not in _OWN:
         taken = {own.color for own in _OWN.values()}
         left = [color for color in SPARE_COLORS if color not in taken] or SPARE_COLORS
@@ -81,14 +78,9 @@ def look(algorithm: str) -> Look:
 
 
 def in_order(algorithms: Iterable[str]) -> list[str]:
-    """Algorithms in the order of `LOOKS`, each before its variants, unlisted ones behind, by name."""
+    """Algorithms in the order of `LOOKS`, unlisted ones behind, by name."""
     ranks = {name: i for i, name in enumerate(LOOKS)}
-
-    def rank(name: str) -> tuple[int, bool, str]:
-        of = variant(name)
-        return ranks.get(of[0] if of else name, len(ranks)), of is not None, name
-
-    return sorted(set(algorithms), key=rank)
+    return sorted(set(algorithms), key=lambda name: (ranks.get(name, len(ranks)), name))
 
 
 def style() -> AbstractContextManager[None]:
