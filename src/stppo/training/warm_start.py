@@ -131,7 +131,7 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
     sampler = make_rollout(world.environment, tokenizer, run.rollout, policy).for_evaluation()
     history = []
     try:
-        if data is not None and reading_steps(run, world):
+        if data is not None and _reading_steps(run, world):
             history += _read(policy, world, encoder, run, progress)
         if data is not None:
             history += _imitate(policy, data, sampler, world, run, rng, progress)
@@ -246,7 +246,7 @@ def _supervised_step(
     return loss, probability
 
 
-def reading_steps(run: RunConfig, world: World) -> int:
+def _reading_steps(run: RunConfig, world: World) -> int:
     """Most steps of the reading stage: 0 where the world makes up no documents and where the policy is pretrained."""
     reads = hasattr(world, "reading_examples") and run.policy.pretrained is None
     return run.warm_start.reading.max_steps if reads else 0
