@@ -64,6 +64,15 @@ class WarmStartConfig(Section):
     learning_rate: float = Field(gt=0)
     noise: dict[str, float]
 
+    @model_validator(mode="after")
+    def _is_evaluated(self) -> "WarmStartConfig":
+        if self.evaluate_every > self.max_steps > 0:
+            raise ValueError(
+                f"warm_start.evaluate_every={self.evaluate_every} must be at most "
+                f"warm_start.max_steps={self.max_steps}"
+            )
+        return self
+
     @field_validator("noise")
     @classmethod
     def _noise_is_known(cls, noise: dict[str, float]) -> dict[str, float]:
