@@ -6,7 +6,9 @@ worlds with replacement, the same for every arm: arms are compared in the worlds
 
 - **Few worlds.** Deviations of the draws are stretched by sqrt(n / (n - 1)) for n worlds, which makes up for the spread that
   n draws lose (Hesterberg 2015, arXiv 1411.5279), and intervals once more by Student's quantile with n - 1 degrees of freedom
-  over the normal one, since that spread is itself known only from n worlds.
+  over the normal one, since that spread is itself known only from n worlds. Simulated success that is .8 in some worlds and
+  .1 in the others is then covered as often as said (12 worlds: 96 % at 95 %, 99.4 % at 99.6 %). What no interval can know of
+  is a loss that happened in none of the worlds: one that strikes 15 % of worlds leaves 12 of them alone in 14 % of studies.
 - **Too few.** `fewest_worlds(level)`: fewer carry no verdict. It is the n at which the most extreme outcome of a sign test,
   every world on one side, has a probability of 1 - level: 6 worlds at 95 %, 10 at 99.6 %. No interval makes up for that.
 - **No collapse, or nothing but.** A plain bootstrap of 0 collapses in n runs is an interval of no width. So a share (values 0
