@@ -182,7 +182,9 @@ def _config_of(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0]
         remedy = make_command(run_dir / schema.RUN_FILE)
-        raise ValueError(f"{file} is unreadable ({reason}); delete the run and make it anew with: {remedy}") from None
+        raise ValueError(
+            f"{file} is unreadable ({reason}); delete the run and make it anew with: {remedy}"
+        ) from None
 
 
 def missing_runs(
@@ -251,6 +253,20 @@ class Metrics:
     def _evaluations_by_run(self) -> dict[tuple, pd.DataFrame]:
         return dict(iter(self.evaluations.groupby(KEYS, sort=False)))
 
+    def rows_of(self, regime: str, algorithm: str, evaluations: bool = False) -> pd.DataFrame:
+        """Rows of all runs of an algorithm in a regime, in `iterations` or in `evaluations`."""
+        frame = self.evaluations if evaluations else self.iterations
+        groups = self._evaluations_by_arm if evaluations else self._iterations_by_arm
+        return groups.get((regime, algorithm), frame.iloc[:0])
+
+    @cached_property
+    def _iterations_by_arm(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.iterations.groupby(["regime", "algorithm"], sort=False)))
+
+    @cached_property
+    def _evaluations_by_arm(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.evaluations.groupby(["regime", "algorithm"], sort=False)))
+
     def success(self, record: schema.RunRecord, temperature: float = 1.0) -> pd.DataFrame:
         """Evaluations of one run at a temperature, in order of iteration."""
         rows = self.select(self.evaluations, record)
@@ -258,16 +274,16 @@ class Metrics:
 
     def settings(self, record: schema.RunRecord) -> dict[str, float]:
         """learning_rate, epochs and staleness (iterations) of a run: as configured or, where the record lacks the config,
-        as its rows have them (epochs then is the number done, which early stopping lowers); NaN where unknown."""
+        as its rows have them; NaN where unknown (epochs of a run that ended some of its iterations early)."""
         if training := record.get("training"):
             keys = {"learning_rate": "learning_rate", "epochs": "epochs", "staleness": "staleness_iterations"}
             return {name: float(training[key]) for name, key in keys.items()}
-        rows = self.select(self.iterations, record).reindex(
-            columns=["learning_rate", "epoch", "staleness_iterations"]
-        )
+        names = ["learning_rate", "epoch", "staleness_iterations"]
+        rows = self.select(self.iterations, record).reindex(columns=names)
+        epochs = 2 * rows["epoch"] + 1  # the mean of 0 to E - 1 is (E - 1) / 2
         return {
             "learning_rate": float(f"{rows['learning_rate'].max():.4g}"),  # float32 has seven digits
-            "epochs": float(2 * rows["epoch"].mean() + 1),
+            "epochs": float(epochs.iloc[0]) if epochs.nunique() == 1 else math.nan,
             "staleness": float(rows["staleness_iterations"].max()),
         }
 
@@ -348,5 +364,9 @@ class Metrics:
 
     def arm(self, regime: str, algorithm: str) -> pd.DataFrame:
         """Rows of `summary` of one algorithm in one regime; runs on real questions, without a world seed, share world -1."""
-        rows = self.summary[(self.summary["regime"] == regime) & (self.summary["algorithm"] == algorithm)]
-        return rows.assign(world_seed=rows["world_seed"].astype("float64").fillna(-1).astype(int))
+        return self._summary_by_arm.get((regime, algorithm), self.summary.iloc[:0])
+
+    @cached_property
+    def _summary_by_arm(self) -> dict[tuple, pd.DataFrame]:
+        worlds = self.summary["world_seed"].astype("float64").fillna(-1).astype(int)
+        return dict(iter(self.summary.assign(world_seed=worlds).groupby(["regime", "algorithm"], sort=False)))
