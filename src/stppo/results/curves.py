@@ -183,7 +183,7 @@ def source_of(metrics: Metrics, regimes: Sequence[str], algorithms: Sequence[str
         sizes = sorted(
             {f"{run['policy_parameters'] / 1e6:.2g}" for run in runs if run.get("policy_parameters")}
         )
-        size = f" ({'–'.join(sizes[:: max(1, len(sizes) - 1)])} M parameters)" if sizes else ""
+        size = f" ({'–'.join(sizes[:: max(1, len(sizes) - 1)])} M)" if sizes else ""
         parts.append(f"{', '.join(names)} policy{size}")
     parts.append(f"{', '.join(sorted({str(run['world']) for run in runs}))} world")
     settings = pd.DataFrame([metrics.settings(run) for run in runs])
@@ -248,7 +248,7 @@ def page(
         at = {"va": "top", "ha": "left", "fontsize": size, "fontweight": weight, "color": color}
         fig.text(0.1 / width, y / height, text, linespacing=1.2, **at)
         y -= line * (text.count("\n") + 1) + 0.05
-    fig.text(0.1 / width, 0.1 / height, below, va="bottom", ha="left", fontsize=8, color="#777777")
+    fig.text(0.1 / width, 0.1 / height, below, va="bottom", ha="left", fontsize=7.7, color="#777777")
     if handles:
         legend = fig.legend(
             handles=list(handles),
@@ -427,12 +427,13 @@ def panel_figure(
                     continue
                 if filling:
                     shade_filling(ax, metrics, regime)
-                if behind and BASELINE not in chunks[i] and BASELINE in moving[column]:
-                    draw_line(ax, metrics, regime, BASELINE, panel, grey=True)
                 for algorithm in chunks[i]:
                     if algorithm in moving[column]:
                         drawn += draw_line(ax, metrics, regime, algorithm, panel)
-                if not moving[column].intersection(chunks[i]):
+                if moving[column].intersection(chunks[i]):
+                    if behind and BASELINE not in chunks[i] and BASELINE in moving[column]:
+                        draw_line(ax, metrics, regime, BASELINE, panel, grey=True)
+                else:
                     text = panel.idle or "not recorded"
                     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", color="#888888", fontsize=8)
                 finish_axis(ax, panel)
@@ -454,7 +455,7 @@ def _cells(
 ) -> tuple[Figure, dict[tuple[str, int], Axes]]:
     """Axes by (column, number of the chunk): quantities side by side for one chunk, else rows of columns of chunks."""
     if len(chunks) == 1:
-        n_columns = min(2, len(panels))
+        n_columns = min(3 if len(panels) == 3 else 2, len(panels))
         n_rows = -(-len(panels) // n_columns)
         fig = page(title, question, source, 2.2 * n_rows + 0.25, handles)
         grid = list(fig.subplots(n_rows, n_columns, squeeze=False, sharex=True).flat)

@@ -75,7 +75,7 @@ SIGNAL_PANELS = (
     Panel("valid_format_rate", "valid format", share=True),
     Panel("ratio_max_token", "largest\ntoken ratio", log=True),
     Panel("effective_sample_size", "effective\nsample size", share=True),
-    Panel("critic_explained_variance", "critic, explained\nvariance"),
+    Panel("critic_explained_variance", "critic, explained\nvariance", idle="no critic"),
     Panel("advantage_variance", "advantage\nvariance"),
 )
 MARKERS = dict(zip(LABELS, ("o", "D", "X", "o", "v"), strict=True))
@@ -180,8 +180,9 @@ def every_algorithm(metrics: Metrics) -> Plot | None:
             text = ax.text(0, 1.03, what, transform=ax.transAxes, fontsize=size, color="#666666")
             text.set_in_layout(False)
             if i + n_columns >= len(algorithms):
-                ax.set_xlabel("iteration")
                 ax.tick_params(labelbottom=True)
+            if i // n_columns == n_rows - 1:
+                ax.set_xlabel("iteration")
         for ax in axes[len(algorithms) :]:
             ax.set_visible(False)
         axes[0].set_ylim(0, _top(rows))
@@ -232,9 +233,9 @@ def stability(metrics: Metrics) -> Plot | None:
             ax.set_title(panel.label.replace("success", "final success"), fontsize=10.5, color="#333333")
             ax.set_xlim(0, _top([pd.DataFrame(rows)[["value"]]]))
         axes[0].set_yticks(range(len(algorithms)), [metrics.look(name).label for name in algorithms])
-        axes[0].tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
         axes[0].set_ylim(len(algorithms) - 0.5, -0.5)
         for ax in axes:
+            ax.tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
             ax.grid(axis="y", visible=False)
     caption = (
         f"{question} Algorithms in order of mean final sampled success. Bars: {LEVEL:.0%} bootstrap intervals of the mean over "
@@ -562,7 +563,8 @@ def trends(metrics: Metrics) -> Plot | None:
             ax.set_xlabel("factor per 10 iterations")
             ax.grid(axis="y", visible=False)
         axes[0].set_yticks(range(len(algorithms)), [metrics.look(name).label for name in algorithms])
-        axes[0].tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
+        for ax in axes:
+            ax.tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
         axes[0].set_ylim(len(algorithms) - 0.5, -0.5)
     caption = (
         f"{question} Fitted from the iteration at which the queue of stale batches has filled. Filled: R² of {FIRM} or more. "
