@@ -73,7 +73,7 @@ def granularity(metrics: Metrics) -> Plot | None:
                 )
                 ax.plot([x, x], np.clip([low, high], 0, 1), color="#222222", linewidth=1.8, zorder=4)
                 ax.plot([x], [found.value], "D", color=color, ms=8, mec="white", zorder=5)
-                above = found.value < 0.75
+                above = found.value < 0.85
                 ax.annotate(
                     metrics.look(name).label,
                     (x, arm["final"].max() if above else arm["final"].min()),
