@@ -67,11 +67,15 @@ def objectives_figure(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame],
 
 
 def _examples_title(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame]) -> str:
-    """What the algorithms do to the same tokens: how many they clip."""
-    clipped = [f"{table.loc[name, 'label']} {frame['clipped'].sum():.0f}" for name, frame in examples.items()]
-    n_tokens = [int((frame["turn"] >= 0).sum()) for frame in examples.values()]
-    told = f"Of the same {n_tokens[0]} made-up tokens are clipped: {', '.join(clipped)}" if examples else ""
-    return textwrap.fill(told, 95, break_on_hyphens=False)
+    """What the algorithms do to the same tokens: how many they clip, and in how many turns these stand."""
+    told, n_tokens = [], 0
+    for name, frame in examples.items():
+        clipped = frame[(frame["turn"] >= 0) & (frame["clipped"] > 0)]
+        n_tokens = int((frame["turn"] >= 0).sum())
+        turns = clipped["turn"].nunique()
+        told.append(f"{table.loc[name, 'label']} {len(clipped)} in {turns} turn{'s' if turns != 1 else ''}")
+    text = f"Of the same {n_tokens} made-up tokens are clipped: by {', '.join(told)}"
+    return textwrap.fill(text, 92, break_on_hyphens=False)
 
 
 def _matrix_title(table: pd.DataFrame, axes: Sequence[str]) -> str:
