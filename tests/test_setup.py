@@ -145,6 +145,7 @@ DERIVATIONS = (
     "04-stabilised-objectives",
     "05-search-agent",
 )
+ONE_PAGE = "00-st-ppo-on-one-page"  # defines everything it uses: no package behind it
 PARAMETERS = {"fast": False, "seed": 0, "output_dir": "results/scratch/derivations"}
 
 
@@ -169,7 +170,8 @@ def test_notebook_is_committed_clean_and_short(notebook):
     for cell in cells:
         assert len(cell["source"].splitlines()) <= 30
         for node in ast.walk(ast.parse(cell["source"])):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if definition and notebook.stem != ONE_PAGE:
                 assert node.end_lineno - node.lineno < 10, f"{node.name} belongs in the package"
 
 
