@@ -357,6 +357,7 @@ rule html:
     output:
         f"{RESULTS}/{{notebook}}.html",
     params:
+        code=code_hash("stppo.results.mathml"),
         options=shlex.join(NBCONVERT_OPTIONS),
         links=lambda wildcards: shlex.quote(relinked(wildcards.notebook)),
     log:
