@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -60,23 +61,31 @@ def _scalars(tag: str, row: Row) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoardLogger(Logger):
-    """Event files in RUN/tensorboard. A run that goes on after `step` updates drops the steps behind it first."""
+    """Event files in RUN/tensorboard. A run that goes on after `step` updates takes back what came behind them."""
 
     def __init__(self, run_dir: Path, name: str, identifier: str, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        # One event a row; torch's SummaryWriter writes one a number, which costs as much as a small update.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        going_on = {"purge_step": step + 1} if step else {}
-        self.writer = SummaryWriter(run_dir / "tensorboard", **going_on)
+        self.Event, self.Summary = Event, Summary
+        self.writer = EventFileWriter(str(run_dir / "tensorboard"))
+        if step:
+            self._write(step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def update_row(self, row: Row) -> None:
-        self._write(update_scalars(row), row["update"])
+        self._scalars(row["update"], update_scalars(row))
 
     def evaluation_row(self, row: Row) -> None:
-        self._write(evaluation_scalars(row), row["update"])
+        self._scalars(row["update"], evaluation_scalars(row))
 
-    def _write(self, scalars: dict[str, float], step: int) -> None:
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)
+    def _scalars(self, step: int, scalars: dict[str, float]) -> None:
+        values = [self.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._write(step, summary=self.Summary(value=values))
+
+    def _write(self, step: int, **content: Any) -> None:
+        self.writer.add_event(self.Event(step=step, wall_time=time.time(), **content))
         self.writer.flush()  # a killed run keeps it; and what the writer's thread met is raised here
 
     def close(self) -> None:
