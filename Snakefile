@@ -12,7 +12,10 @@
 import json
 import os
 import shlex
+import sys
+import threading
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 
 from stppo import config as configs
+from stppo.results.progress import follow
 from stppo.results.runs import missing_runs
 from stppo.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.interact import NBCONVERT_OPTIONS
@@ -142,6 +146,11 @@ wildcard_constraints:
     run="|".join(TRAINED) or "-",
     start="|".join(WARM_STARTS) or "-",
     derivation="|".join(DERIVATIONS),
+
+
+onstart:  # in the terminal, a line as a run starts, passes each quarter and ends; it ends with Snakemake
+    say = partial(print, file=sys.stderr, flush=True)
+    threading.Thread(target=follow, args=(f"{RESULTS}/runs", say), daemon=True).start()
 
 
 rule all:
@@ -357,6 +366,7 @@ rule html:
     output:
         f"{RESULTS}/{{notebook}}.html",
     params:
+        code=code_hash("stppo.results.mathml"),
         options=shlex.join(NBCONVERT_OPTIONS),
         links=lambda wildcards: shlex.quote(relinked(wildcards.notebook)),
     log:

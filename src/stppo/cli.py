@@ -313,6 +313,32 @@ def tiny_model(
 
 
 @app.command()
+def progress(
+    results: Annotated[Path, typer.Argument(help="Folder with runs anywhere below it, e.g. results/laptop.")],
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again every few seconds; Ctrl-C ends it.")
+    ] = False,
+) -> None:
+    """Say how far the runs of a folder are, running or not, and how long they still need.
+
+    Example: `stppo progress results/laptop --watch`, beside `snakemake all`
+    """
+    from stppo.results.progress import all_progress, table
+
+    try:
+        while True:
+            shown = table(all_progress(results))
+            if not watch:
+                typer.echo(shown)
+                return
+            typer.clear()
+            typer.echo(shown)
+            time.sleep(5)
+    except KeyboardInterrupt:
+        typer.echo()
+
+
+@app.command()
 def collect(
     out: Annotated[Path, typer.Argument(help="Folder of the metrics tables, e.g. results/smoke/metrics.")],
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or metrics folders made before.")],

@@ -117,7 +117,7 @@ def validate(config: Config) -> RunConfig:
     from stppo.settings import RunConfig
 
     try:
-        run = RunConfig.model_validate(run_section(config))
+        run = RunConfig.model_validate(run_section(config) | {"loggers": config.get("loggers", [])})
     except ValidationError as error:
         raise ConfigError("; ".join(_problem(RunConfig, item) for item in error.errors())) from error
     build(config["algorithm"]["objective"], "algorithm.objective")
@@ -186,8 +186,8 @@ def _check_target(node: Config, key: str) -> None:
 
 
 def run_section(config: Config) -> Config:
-    """What one run depends on: the config without the pipeline's list of runs and the preset's name."""
-    return {name: value for name, value in config.items() if name not in ("pipeline", "preset")}
+    """What one run depends on: the config without the pipeline's list of runs, the preset's name and the loggers."""
+    return {name: value for name, value in config.items() if name not in ("pipeline", "preset", "loggers")}
 
 
 # Settings that change no result but for rounding: a run goes on from its checkpoint under others.

@@ -11,6 +11,7 @@ from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig
 from stppo.world.scripted import DemonstrationNoise
 
 OptimizerName = Literal["adam", "sgd", "adam8bit"]
+LoggerName = Literal["tensorboard", "wandb"]
 
 
 class Section(BaseModel):
@@ -165,6 +166,7 @@ class RunConfig(Section):
     warm_start: WarmStartConfig
     training: TrainingConfig
     evaluation: EvaluationConfig
+    loggers: list[LoggerName]  # see copies of what is recorded, so no part of a run's identity
 
     @model_validator(mode="after")
     def _attention_fits(self) -> "RunConfig":

@@ -44,6 +44,7 @@ from stppo.training.checkpoint import (
 from stppo.training.controls import ReplayedDivisors, generator_for, identity
 from stppo.training.failures import what_stopped
 from stppo.training.gradients import Passes
+from stppo.training.loggers import Logger, Loggers, check_installed
 from stppo.training.metrics import (
     evaluate,
     peak_memory_mb,
@@ -101,6 +102,7 @@ class Trainer:
         torch.set_num_threads(1)  # runs are parallel, not threads; and sums keep one order
         self.config, self.run_dir = config, Path(run_dir)
         self.settings = validate(config)
+        check_installed(self.settings.loggers)
         if engine_rounds_adapters(self.settings):
             log.warning(
                 "policy.lora with vLLM in half precision: it samples from merged weights that are rounded, so small updates "
@@ -160,6 +162,7 @@ class Trainer:
         self.question_order = torch.empty(0, dtype=torch.long)
         self.update_rows: list[dict[str, float]] = []
         self.evaluation_rows: list[dict[str, float]] = []
+        self.loggers: Logger = Loggers((), self.run_dir)  # those of the settings begin with `train`
         self.seconds_before = 0.0
         self.code_hash = code_of("stppo.training.trainer", *config_targets(config))
         self.identity = identity(config, self.divisors)
@@ -200,6 +203,7 @@ class Trainer:
                 self.run_dir / CONFIG_FILE, lambda part: part.write_text(yaml.safe_dump(self.config))
             )
             self._write(RUNNING)
+            self.loggers = self._make_loggers()
             record = self._train()
         except Exception as error:
             stopped = what_stopped(error, self.settings, self.run_dir, self.iteration)
@@ -211,6 +215,7 @@ class Trainer:
                     self._checkpoint()
             raise stopped from error
         finally:
+            self.loggers.close()
             if "sampler" in self.__dict__:
                 self.sampler.close()
         save_policy(self.policy, self.run_dir / "policy")
@@ -295,16 +300,20 @@ class Trainer:
             self.policy_updates.step(
                 row, batch.select(rows), credit.advantages[rows], reference[rows], weights
             )
+            self.loggers.update_row(row)
             if training.target_kl is not None and row["kl_behaviour_k3"] > training.target_kl:
                 break
         self.is_whole = True
-        if self._evaluation_is_due():
+        evaluated = self._evaluation_is_due()
+        if evaluated:
             self._evaluate()
         if self._queue_is_short():
             self.queue.append(self._sample())
         if self.iteration % training.checkpoint_every == 0 and self.iteration < training.iterations:
             self._write(RUNNING)
             self._checkpoint()
+        elif evaluated:
+            self._write(RUNNING)  # for who follows the run
 
     def _minibatches(self) -> Iterator[tuple[int, int, Tensor]]:
         """Epoch, minibatch and its rows; an epoch that is not reached draws no random numbers."""
@@ -410,6 +419,8 @@ class Trainer:
             row, _ = evaluate(self.evaluator, self.policy, self.evaluation_questions, greedy, seed)
             rows.append({"iteration": self.iteration, "update": self.update} | row)
         self.evaluation_rows += rows
+        for row in rows:
+            self.loggers.evaluation_row(row)
 
     def _write(self, status: str, non_finite: dict | None = None) -> dict[str, Any]:
         write_tables(self.run_dir, self.update_rows, self.evaluation_rows)
@@ -437,6 +448,12 @@ class Trainer:
         }
         write_record(self.run_dir, record)
         return record
+
+    def _make_loggers(self) -> Logger:
+        settings = self.settings
+        name = f"{settings.training.regime}/{settings.algorithm.name}/seed{settings.seed}"
+        identifier = fingerprint([self.fingerprint, self.started])  # the same where the run goes on
+        return Loggers(settings.loggers, self.run_dir, name, identifier, self.update)
 
     def _elapsed(self) -> float:
         return self.seconds_before + time.perf_counter() - self.began
