@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from stppo.agent.compute import Precision
 from stppo.agent.policy import PolicyConfig
 from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig
+from stppo.config_files import Presentation
 from stppo.world.scripted import DemonstrationNoise
 
 OptimizerName = Literal["adam", "sgd", "adam8bit"]
@@ -19,8 +20,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class AlgorithmConfig(Section):
-    """A named point in credit × ratio × clip × stabiliser × loss aggregation."""
+class AlgorithmConfig(Section, Presentation):
+    """A named point in credit × ratio × clip × stabiliser × loss aggregation, and how figures show it."""
 
     name: str
     objective: dict[str, Any]
