@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -127,6 +128,11 @@ def expand_sweep(overrides: list[str]) -> list[list[str]]:
         for override in parsed
     ]
     return [list(combination) for combination in itertools.product(*choices)]
+
+
+def variant(overrides: Iterable[str]) -> str:
+    """The overrides that tell a run from others of its algorithm and seed, as one text that `shlex.split` takes apart."""
+    return shlex.join(o for o in overrides if o.partition("=")[0].lstrip("+") not in ("algorithm", "seed"))
 
 
 def validate(config: Config) -> RunConfig:
