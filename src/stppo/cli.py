@@ -44,7 +44,7 @@ ConfigDir = Annotated[
     typer.Option(
         callback=_own_configs,
         show_default=False,
-        help=f"Your folder with algorithm/*.yaml, world/*.yaml, ..., beside the shipped ones (or {VARIABLE}).",
+        help=f"Your folder with `algorithm/my_ppo.yaml` and the like, beside the shipped ones (or {VARIABLE}).",
     ),
 ]
 
@@ -443,7 +443,7 @@ _DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "matplotlib", "IPython": "ipykernel",
 
 
 def _missing(error: ModuleNotFoundError) -> str:
-    """What to install for a library that is not there: the first extra of this package that brings it."""
+    """What to install for a library that is not there: the smallest extra of this package that brings it."""
     from importlib.metadata import PackageNotFoundError, requires
 
     module = (error.name or "").split(".")[0]
@@ -452,10 +452,11 @@ def _missing(error: ModuleNotFoundError) -> str:
         lines = requires("stppo") or []
     except PackageNotFoundError:
         lines = []
-    for line in lines:
-        found = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)", line)
-        if found and found[1].replace("_", "-").lower() == wanted:
-            return f"this needs {module}, which is not installed: pip install 'stppo[{found[2]}]'"
+    found = [re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)", line) for line in lines]
+    extras = {f[2] for f in found if f and f[1].replace("_", "-").lower() == wanted}
+    for extra in ("train", "reproduce", *sorted(extras)):
+        if extra in extras:
+            return f"this needs {module}, which is not installed: pip install 'stppo[{extra}]'"
     return str(error)
 
 
