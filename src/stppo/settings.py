@@ -41,6 +41,15 @@ class WarmStartConfig(Section):
     learning_rate: float = Field(gt=0)
     noise: dict[str, float]
 
+    @model_validator(mode="after")
+    def _is_evaluated(self) -> "WarmStartConfig":
+        if 0 < self.max_steps < self.evaluate_every:
+            raise ValueError(
+                f"warm_start.max_steps={self.max_steps} ends before the first evaluation: raise it, or lower "
+                f"warm_start.evaluate_every={self.evaluate_every}"
+            )
+        return self
+
     @field_validator("noise")
     @classmethod
     def _noise_is_known(cls, noise: dict[str, float]) -> dict[str, float]:
