@@ -58,6 +58,7 @@ class RunRecord(TypedDict):
     regime: str
     algorithm: str
     seed: int
+    variant: str  # overrides but for algorithm and seed, as typed; "" for runs of a pipeline
     preset: str
     policy: str
     policy_parameters: int

@@ -88,7 +88,8 @@ class Trainer:
     """One training run in `run_dir`, from a saved warm start.
 
     config: composed config (see `stppo.config.compose`). on_iteration: called after each iteration with
-    this trainer, for live curves. Raises ConfigError or ValueError for invalid input, before training.
+    this trainer, for live curves. variant: the overrides that tell this run from others of its algorithm and seed, for
+    its record. title: of the progress bar; default: algorithm and seed. Raises ConfigError or ValueError for invalid input, before training.
     """
 
     def __init__(
@@ -98,6 +99,8 @@ class Trainer:
         warm_start_dir: Path,
         on_iteration: Callable[["Trainer"], None] | None = None,
         progress: bool = True,
+        variant: str = "",
+        title: str | None = None,
     ) -> None:
         torch.set_num_threads(1)  # runs are parallel, not threads; and sums keep one order
         self.config, self.run_dir = config, Path(run_dir)
@@ -109,6 +112,8 @@ class Trainer:
                 "do not reach it; rollout.dtype=float32 avoids that"
             )
         self.on_iteration, self.progress = on_iteration, progress
+        self.variant = variant
+        self.title = title or f"algorithm={self.settings.algorithm.name} seed={self.settings.seed}"
         self.objective: Objective = build(config["algorithm"]["objective"], "algorithm.objective")
         training = self.settings.training
         self.divisors = None
@@ -157,6 +162,7 @@ class Trainer:
             self.critic_updates = CriticUpdates(self.critic, self.critic_optimizer, training, self.passes)
 
         self.iteration = self.update = 0
+        self.taken_up = 0  # iterations that an earlier call of `train` had made
         self.is_whole = True  # between iterations, or after all updates of one
         self.queue: deque[QueuedBatch] = deque()
         self.question_order = torch.empty(0, dtype=torch.long)
@@ -232,7 +238,7 @@ class Trainer:
             with tqdm(
                 total=training.iterations,
                 initial=self.iteration,
-                desc=f"{self.settings.algorithm.name} seed {self.settings.seed}",
+                desc=self.title,
                 disable=not self.progress,
                 mininterval=1,
             ) as bar:
@@ -429,6 +435,7 @@ class Trainer:
             "regime": self.settings.training.regime,
             "algorithm": self.settings.algorithm.name,
             "seed": self.settings.seed,
+            "variant": self.variant,
             "preset": self.config["preset"],
             "world": self.config["world"]["_target_"].rsplit(".", 1)[-1].removesuffix("World").lower(),
             "warm_start_seed": self.settings.warm_start_seed,
@@ -500,6 +507,7 @@ class Trainer:
                 log.warning("an earlier run's files were moved to %s", aside)
             return
         self.iteration, self.update = state["iteration"], state["update"]
+        self.taken_up = self.iteration
         restore(self.policy, state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.critic is not None:
@@ -515,7 +523,5 @@ class Trainer:
         )
         self.update_rows, self.evaluation_rows = state["update_rows"], state["evaluation_rows"]
         self.started, self.seconds_before = state["started"], state["seconds"]
-        if self.iteration == self.settings.training.iterations:
-            log.info("this very run is already complete in %s: nothing to train", self.run_dir)
-        else:
+        if self.iteration < self.settings.training.iterations:
             log.info("resumed after iteration %d", self.iteration)
