@@ -132,7 +132,7 @@ def sentences():
     few = ppo[ppo["regime"].isin(["E2_LR1", "E4_LR1"])]
     yield f"token PPO collapsed in {risk(ppo[ppo['regime'] == 'STALE0'])} runs, with 2 or 4 epochs on old ones in {risk(few)}"
     controls = main[main["algorithm"].str.match(CONTROLS)].groupby("algorithm")["collapsed"].sum()
-    yield f"Of {len(controls)} controls that know nothing of the clipping bias, {(controls == 0).sum()} had no collapse"
+    yield f"Of {len(controls)} controls that know nothing of their own clipping bias, {(controls == 0).sum()} had no collapse"
     yield f"a mean of {clip['turn_ppo']:.2f} of the tokens for Turn-PPO against {clip['token_ppo']:.2f} for token PPO"
 
 
