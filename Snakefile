@@ -296,9 +296,9 @@ rule claims:
         METRICS,
         PLANNED,
     output:
-        multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "answers.csv", "coverage.csv", "sensitivity.csv", "in_short.txt"),
+        multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md"),
     params:
-        code=code_hash("stppo.study.evaluation"),
+        code=code_hash("stppo.study.claims"),
         ledger=content_of("src/stppo/study/claims.yaml"),
     log:
         f"{RESULTS}/logs/claims.log",

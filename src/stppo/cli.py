@@ -446,13 +446,15 @@ def claims(
         Path | None, typer.Option(help="JSON file {REGIME/algorithm: planned runs}; the pipeline writes it.")
     ] = None,
 ) -> None:
-    """Evaluate the claims ledger and the open questions on recorded metrics.
+    """Say which claims of the study its recorded runs support; a preset without claims gets an empty table.
 
     Example: `stppo claims results/study/metrics results/study/claims --planned results/study/planned.json`
     """
-    from stppo.study.evaluation import write_evaluation
+    from stppo.results.runs import load_metrics
+    from stppo.study.claims import write_claims
 
-    for path in write_evaluation(metrics, out, planned):
+    plan = None if planned is None else json.loads(planned.read_text(encoding="utf-8"))
+    for path in write_claims(load_metrics(metrics), out, plan):
         typer.echo(path)
 
 
