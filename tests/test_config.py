@@ -84,6 +84,7 @@ def test_unknown_option_lists_the_allowed_ones(group):
         ("policy.foo", "hidden_size"),
         ("rollout.foo", "temperature"),
         ("evaluation.foo", "questions"),
+        ("warm_start.reading.foo", "target_accuracy"),
         ("algorithm.foo", "objective"),
         ("algorithm.objective.foo", "credit, ratio, clip, stabilizer, loss_aggregation"),
         ("algorithm.objective.clip.foo", "epsilon_low, epsilon_high, clip_on"),
@@ -145,7 +146,16 @@ OBJECTIVE = "algorithm.objective"
         (["rollout.temperature=0"], "rollout.temperature = 0: Input should be greater than 0"),
         (["world.n_entities=0"], "world: n_entities must be"),
         (["+warm_start.noise.foo=1"], "warm_start.noise.foo: unknown key; allowed: early_answer"),
-        (["+warm_start.noise.malformed=2"], "warm_start.noise.malformed must be in [0, 1]"),
+        (["warm_start.noise.malformed=2"], "warm_start.noise.malformed must be in [0, 1]"),
+        (
+            ["warm_start.noise.bad=2"],
+            "warm_start.noise.bad: unknown key; allowed: early_answer, wrong_entity",
+        ),
+        (["warm_start.max_steps=20"], "warm_start.evaluate_every=50 must be at most warm_start.max_steps=20"),
+        (
+            ["warm_start.reading.max_steps=10"],
+            "warm_start.reading.measure_every=20 must be at most warm_start.reading.max_steps=10",
+        ),
         (["seed=-1"], "seed = -1: Input should be greater than or equal to 0"),
         (["training.epochs"], "Error parsing override 'training.epochs'"),
     ],
@@ -364,6 +374,7 @@ def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
         "world.n_entities=200",
         "policy.hidden_size=32",
         "warm_start.batch_size=32",
+        "warm_start.reading.batch_size=32",
         "evaluation.questions=32",
     ],
 )

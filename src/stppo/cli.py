@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Annotated
@@ -80,6 +81,43 @@ def train(
     except KeyboardInterrupt:
         typer.echo("stopped; run the same command again to go on from the last checkpoint", err=True)
         raise typer.Exit(130) from None
+
+
+@app.command("train-planned")
+def train_planned_command(
+    overrides: Overrides = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; one core each.")] = os.cpu_count() or 1,
+    only: Annotated[
+        str | None, typer.Option(help="Only runs whose REGIME/ALGORITHM/seedN contains this.")
+    ] = None,
+) -> None:
+    """Train every run of a preset's pipeline without notebooks; the same command goes on after an interruption.
+
+    Example: `stppo train-planned preset=search --jobs 2`
+    """
+    from stppo.config import planned_runs
+    from stppo.training.campaign import Done, train_planned
+
+    chosen = overrides or []
+    preset = next((o.partition("=")[2] for o in chosen if o.startswith("preset=")), "laptop")
+    runs = planned_runs(preset, [o for o in chosen if not o.startswith("preset=")])
+    runs = [run for run in runs if only is None or only in run.name]
+    if not runs:
+        raise ValueError(
+            f"--only {only}: no run of preset={preset} has this in its name; see `stppo plan preset={preset}`"
+        )
+    began = time.monotonic()
+
+    def report(done: Done, n: int, total: int) -> None:
+        left = (time.monotonic() - began) / n * (total - n) / 60
+        typer.echo(
+            f"{n}/{total} {done.name}: {done.error or done.text} ({done.seconds:.0f} s; about {left:.0f} min left)"
+        )
+
+    if failed := train_planned(preset, runs, jobs, report):
+        raise ValueError(
+            f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}"
+        )
 
 
 def train_one(job: dict, out: Path | None, resume: str) -> str:

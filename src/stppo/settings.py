@@ -26,10 +26,34 @@ class AlgorithmConfig(Section):
     objective: dict[str, Any]
 
 
-class WarmStartConfig(Section):
-    """Supervised start on noisy scripted demonstrations, stopped when sampled success reaches the target; with
-    max_steps=0 the pretrained weights as they are."""
+class ReadingConfig(Section):
+    """First stage of the warm start: look-ups in made-up documents, until the words looked up have this mean probability.
 
+    Left out with max_steps=0, where the world makes up no documents (benchmarks), and where the policy is pretrained.
+    """
+
+    target_accuracy: float = Field(ge=0, lt=1)
+    max_steps: int = Field(ge=0)
+    measure_every: int = Field(gt=0)
+    batch_size: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
+    learning_rate_warmup_steps: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _is_measured(self) -> "ReadingConfig":
+        if self.measure_every > self.max_steps > 0:
+            raise ValueError(
+                f"warm_start.reading.measure_every={self.measure_every} must be at most "
+                f"warm_start.reading.max_steps={self.max_steps}"
+            )
+        return self
+
+
+class WarmStartConfig(Section):
+    """Supervised start: reading, then noisy scripted demonstrations of searching, stopped when sampled success reaches
+    the target; with max_steps=0 the pretrained weights as they are."""
+
+    reading: ReadingConfig
     target_success: float = Field(ge=0, lt=1)
     max_steps: int = Field(ge=0)
     evaluate_every: int = Field(gt=0)
@@ -39,6 +63,15 @@ class WarmStartConfig(Section):
     batch_size: int = Field(gt=0)
     learning_rate: float = Field(gt=0)
     noise: dict[str, float]
+
+    @model_validator(mode="after")
+    def _is_evaluated(self) -> "WarmStartConfig":
+        if self.evaluate_every > self.max_steps > 0:
+            raise ValueError(
+                f"warm_start.evaluate_every={self.evaluate_every} must be at most "
+                f"warm_start.max_steps={self.max_steps}"
+            )
+        return self
 
     @field_validator("noise")
     @classmethod
