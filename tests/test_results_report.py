@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from stppo.results.figures import FIGURES
-from stppo.results.report import outcome_table, render_report
+from stppo.results.report import render_report
 from stppo.results.runs import collect
 from tests.synthetic_runs import make_run
 
@@ -134,20 +134,6 @@ def test_links_lead_to_files_beside_the_page(page):
     assert {"20-what-happened.html", "figures/learning.svg", "../reference/figures/learning.csv"} <= set(
         links
     )
-
-
-def test_table_counts_what_the_summary_judged(results):
-    metrics = collect([results / "mine" / "metrics"], results / "again")
-    table = outcome_table(metrics).set_index(["regime", "algorithm"])
-    runs = metrics.summary.query("regime == 'OFF_POLICY' and algorithm == 'token_ppo'")
-    row = table.loc[("OFF_POLICY", "token_ppo")]
-    assert (row["runs"], row["collapsed"], row["learned"]) == (
-        2,
-        runs["collapsed"].sum(),
-        runs["learned"].sum(),
-    )
-    assert row["final"] == pytest.approx(runs["final"].mean())
-    assert table["runs"].sum() == 9
 
 
 def test_reference_stands_beside_the_same_regime_and_algorithm(page):

@@ -16,8 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from stppo import schema
 from stppo.files import write_atomically
 from stppo.results.figures import FIGURES
-from stppo.results.runs import KEYS, Metrics, load_metrics
-from stppo.results.style import in_order, look
+from stppo.results.runs import Metrics, load_metrics
 
 METRICS, FIGURE_FOLDER, CLAIMS = "metrics", "figures", "claims/claims.csv"
 UNFOLDED = ("learning", "clip_ratio", "tolerance")  # shown before anything is unfolded, in this order
@@ -85,27 +84,9 @@ def _by_group(sections: Iterable[Section]) -> dict[str, list[Section]]:
 
 
 # ---- tables -------------------------------------------------------------------------------------
-def outcome_table(metrics: Metrics) -> pd.DataFrame:
-    """One row per regime and algorithm: number of runs, means of final success (sampled, greedy) and of the success that
-    they began with, and how many learned, crashed after that, and collapsed; in the order of figures."""
-    groups = metrics.summary.groupby(["regime", "algorithm"], sort=False)
-    table = groups.agg(
-        runs=("seed", "size"),
-        start=("start", "mean"),
-        final=("final", "mean"),
-        greedy=("greedy_final", "mean"),
-        learned=("learned", "sum"),
-        crashed=("crash_iteration", "count"),
-        collapsed=("collapsed", "sum"),
-    ).reset_index()
-    ranks = {name: i for i, name in enumerate(in_order(table["algorithm"]))}
-    table["rank"] = table["algorithm"].map(ranks)
-    return table.sort_values(["regime", "rank"]).drop(columns="rank").reset_index(drop=True)
-
-
 def summary_lines(metrics: Metrics) -> list[str]:
     """What was run and what came of it, a line each."""
-    summary, table = metrics.summary, outcome_table(metrics)
+    summary, table = metrics.summary, metrics.table
     n, worlds = len(summary), summary["world_seed"].nunique()
     iterations = _span([run["iterations"] for run in metrics.runs])
     policies = ", ".join(_distinct(run.get("policy") for run in metrics.runs))
@@ -126,35 +107,28 @@ def summary_lines(metrics: Metrics) -> list[str]:
 
 
 def _arm(row: pd.Series, metrics: Metrics) -> str:
-    label = look(row["algorithm"]).label
-    return label if len(metrics.regimes) == 1 else f"{label}, {row['regime']}"
+    return row["label"] if len(metrics.regimes) == 1 else f"{row['label']}, {row['regime']}"
 
 
 def _rows(metrics: Metrics, reference: Metrics | None) -> list[dict[str, Any]]:
-    """`outcome_table` with each row's look and, if there is one, the reference's row of that regime and algorithm."""
-    theirs = outcome_table(reference).to_dict("records") if reference else []
+    """`Metrics.table` with each row's colour and, if there is one, the reference's row of that regime and algorithm."""
+    theirs = reference.table.to_dict("records") if reference else []
     other = {(row["regime"], row["algorithm"]): row for row in theirs}
     return [
-        row | {"look": look(row["algorithm"]), "reference": other.get((row["regime"], row["algorithm"]))}
-        for row in outcome_table(metrics).to_dict("records")
+        row
+        | {"look": metrics.look(row["algorithm"]), "reference": other.get((row["regime"], row["algorithm"]))}
+        for row in metrics.table.to_dict("records")
     ]
 
 
 def _runs(metrics: Metrics, results_dir: Path, page: Path) -> list[dict[str, Any]]:
-    """Every run: its line of the summary, learning rate, seconds and, if it lies there, its executed notebook."""
-    rates = (
-        metrics.iterations.groupby(KEYS)["learning_rate"].max()
-        if "learning_rate" in metrics.iterations
-        else {}
-    )
+    """Every run: its line of the summary, learning rate and, if it lies there, its executed notebook."""
     rows = []
-    for row in metrics.summary.to_dict("records"):
-        notebook = (
-            results_dir / "runs" / row["regime"] / row["algorithm"] / f"seed{row['seed']}" / "10-train.html"
-        )
-        link = os.path.relpath(notebook, page.parent) if notebook.is_file() else None
-        rate = rates.get(tuple(row[name] for name in KEYS))
-        rows.append(row | {"learning_rate": rate, "link": link})
+    for record, row in zip(metrics.runs, metrics.summary.to_dict("records"), strict=True):
+        folder = results_dir / "runs" / row["regime"] / row["algorithm"] / f"seed{row['seed']}"
+        notebook = folder / "10-train.html"
+        link = Path(os.path.relpath(notebook, page.parent)).as_posix() if notebook.is_file() else None
+        rows.append(row | {"learning_rate": metrics.settings(record)["learning_rate"], "link": link})
     return rows
 
 
