@@ -6,13 +6,22 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from stppo import schema
-from stppo.results.resampling import Replicate
 from stppo.results.runs import Metrics
+
+
+class Replicate(NamedTuple):
+    """What tells the runs of an arm apart."""
+
+    world_seed: int
+    warm_start_seed: int
+    seed: int
+
 
 # algorithm: (final success, iteration of collapse or None, clip fraction, gradient norm)
 DYNAMICS = {

@@ -234,7 +234,7 @@ def study_like(copied_configs):
         regimes = "".join(f"\n    {name}: {text}" for name, text in entries.items())
         (copied_configs / "preset" / "small.yaml").write_text(
             "# @package _global_\npreset: small\npipeline:\n"
-            "  arms: {wide_ppo: [algorithm=turn_ppo, algorithm.objective.clip.epsilon_high=0.4]}\n"
+            "  arms: {wide_ppo: {label: 'Turn-PPO, wide', overrides: [algorithm=turn_ppo, algorithm.objective.clip.epsilon_high=0.4]}}\n"
             "  replicates: {7: [world.seed=3, warm_start_seed=30], 8: [world.seed=4, warm_start_seed=40]}\n"
             f"  regimes:{regimes}\n"
         )
@@ -257,6 +257,10 @@ def test_arms_replicates_and_entries_of_one_regime(study_like):
     assert (wide["world"]["seed"], wide["warm_start_seed"]) == (4, 40)
     assert wide["algorithm"]["name"] == "wide_ppo"
     assert wide["algorithm"]["objective"]["clip"]["epsilon_high"] == 0.4
+    assert (configs.label_of(wide), configs.label_of(later)) == (
+        "Turn-PPO, wide",
+        later["algorithm"].get("label"),
+    )
     assert (later["training"]["regime"], later["training"]["epochs"]) == ("A", 2)
 
 

@@ -1,25 +1,26 @@
+"""Intervals over worlds: against closed forms, other implementations and simulated coverage."""
+
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from rliable import metrics
 from scipy.stats import beta, mannwhitneyu, norm, t
 
 from stppo.results import resampling
-from stppo.results.resampling import Replicate, contrast, difference, joint_level, mean
-from tests.synthetic_runs import replicates
+from stppo.results.resampling import contrast, difference, fewest_worlds, joint_level, mean
 
-BOUNDS = (0.0, 1.0)
-
-
-def outcomes(function, runs=None):
-    return {replicate: float(function(replicate)) for replicate in (runs or replicates())}
+SHARE = (0.0, 1.0)
 
 
-def first(k, runs=None):
-    """1 for the first k replicates, 0 for the others."""
-    runs = runs or replicates()
-    return {replicate: float(i < k) for i, replicate in enumerate(runs)}
+def worlds(values):
+    return dict(enumerate(np.asarray(values, dtype=float), start=31))
+
+
+def ones(k, n):
+    """1 in the first k of n worlds, 0 in the others."""
+    return worlds(np.arange(n) < k)
 
 
 def width(estimate, level=0.95):
@@ -27,243 +28,138 @@ def width(estimate, level=0.95):
     return high - low
 
 
-def test_value_is_the_mean_over_warm_starts_of_the_mean_over_seeds():
-    runs = [Replicate(0, 0, 0), Replicate(0, 0, 1), Replicate(0, 0, 2), Replicate(0, 1, 3)]
-    assert mean(dict(zip(runs, [1.0, 2.0, 3.0, 10.0], strict=True))).value == 6.0
+def test_runs_of_one_world_count_as_one():
+    runs = pd.DataFrame({"world_seed": [31, 31, 32, 33], "final": [0.2, 0.6, 1.0, math.nan]})
+    assert resampling.by_world(runs, "final") == {31: 0.4, 32: 1.0}
+    assert resampling.by_world(runs.assign(learned=runs["final"] > 0.5), "learned") == {31: 0.5, 32: 1, 33: 0}
 
 
-def test_draws_of_a_mean_average_to_its_value():
-    noise = np.random.default_rng(0).normal(size=18)
-    estimate = mean(dict(zip(replicates(), noise, strict=True)))
+def test_standard_error_is_that_of_a_mean():
+    values = np.random.default_rng(0).normal(size=12)
+    estimate = mean(worlds(values))
     assert estimate.draws.mean() == pytest.approx(estimate.value, abs=0.01)
+    assert estimate.draws.std() == pytest.approx(values.std(ddof=1) / math.sqrt(12), rel=0.02)
 
 
-def test_warm_starts_are_resampled_not_seeds_alone():
-    by_start = mean(outcomes(lambda r: r.warm_start_seed - 115))
-    by_seed = mean(outcomes(lambda r: r.seed % 10))
-    # the same spread over runs, all of it between warm starts or all of it within
-    between = np.std([r.warm_start_seed for r in replicates()]) / math.sqrt(6)
-    within = np.std([1, 2, 3]) / math.sqrt(18)
-    stretch = math.sqrt(6 / 5)
-    assert by_start.draws.std() == pytest.approx(stretch * between, rel=0.02)
-    assert by_seed.draws.std() == pytest.approx(stretch * within, rel=0.02)
+def bimodal(rng, n):
+    """Successes as near a critical learning rate: some worlds learn, some die."""
+    return np.where(rng.random(n) < 0.6, 0.8, 0.1) + rng.normal(0, 0.05, n)
 
 
-@pytest.mark.parametrize(("n_starts", "nominal"), [(6, 0.95), (5, 0.95), (3, 0.95), (6, 0.9966)])
-def test_interval_of_few_single_runs_misses_as_often_as_it_says(n_starts, nominal):
-    """Simulated: 600 sets of normal data, one run per warm start. By the percentiles alone 12 to 20 % miss at 95 %."""
+@pytest.mark.parametrize(
+    ("draw", "truth", "n", "level"),
+    [
+        (lambda rng, n: rng.normal(size=n), 0.0, 3, 0.95),
+        (lambda rng, n: rng.normal(size=n), 0.0, 6, 0.95),
+        (lambda rng, n: rng.normal(size=n), 0.0, 12, 0.99),
+        (bimodal, 0.52, 12, 0.95),
+        (lambda rng, n: bimodal(rng, n) - bimodal(rng, n), 0.0, 12, 0.99),
+    ],
+)
+def test_interval_misses_as_often_as_it_says(draw, truth, n, level):
+    """Simulated: 600 sets of worlds. By percentiles alone 12 to 20 % of the first two would miss at 95 %."""
     rng = np.random.default_rng(3)
     missed = 0
     for _ in range(600):
-        runs = {Replicate(1, i, i): value for i, value in enumerate(rng.normal(size=n_starts))}
-        low, high = mean(runs, n_draws=800).interval(nominal)
-        missed += not low < 0 < high
-    assert 0.3 * (1 - nominal) <= missed / 600 < 1.5 * (1 - nominal) + 0.01
-
-
-def test_student_widens_unbounded_quantities_only():
-    runs = replicates(seeds=1)
-    data = first(3, runs)
-    free, bounded = mean(data), mean(data, BOUNDS)
-    q = (1 + 0.99) / 2
-    percentiles = np.quantile(free.draws, [1 - q, q])
-    assert width(free, 0.99) == pytest.approx(np.ptp(percentiles) * t.ppf(q, 5) / norm.ppf(q))
-    assert width(bounded, 0.99) == pytest.approx(np.ptp(np.quantile(bounded.draws, [1 - q, q])))
-
-
-def test_band_needs_three_warm_starts():
-    runs = replicates(worlds=1, warm_starts=3, seeds=2)
-    curves = np.random.default_rng(0).normal(size=(6, 2))
-    curves[[r.warm_start_seed == 113 for r in runs], 1] = np.nan
-    value, low, high = resampling.curve_band(curves, runs, 200, 0.95)
-    assert np.isfinite(value).all()
-    assert low[0] < value[0] < high[0] and np.isnan([low[1], high[1]]).all()
-
-
-@pytest.mark.parametrize("correlation", [0.0, 0.2])
-def test_interval_covers_the_truth_of_clustered_data(correlation):
-    """Simulated: six warm starts of three seeds; misses at 95 % may not exceed 7 % of 300 data sets."""
-    rng = np.random.default_rng(3)
-    missed = 0
-    for _ in range(300):
-        start = dict.fromkeys({r.cluster for r in replicates()}, 0.0)
-        start = {cluster: rng.normal() * math.sqrt(correlation) for cluster in sorted(start)}
-        data = outcomes(lambda r, s=start: s[r.cluster] + rng.normal() * math.sqrt(1 - correlation))
-        low, high = mean(data, n_draws=1000).interval(0.95)
-        missed += not low < 0 < high
-    assert missed / 300 < 0.07
-
-
-def test_interval_of_runs_taken_as_independent_would_be_too_narrow():
-    """The reason for two levels: seeds of one warm start are alike, and runs taken singly do not know it."""
-    rng = np.random.default_rng(3)
-    missed = 0
-    for _ in range(200):
-        start = {cluster: rng.normal() for cluster in sorted({r.cluster for r in replicates()})}
-        data = np.array([start[r.cluster] + 0.3 * rng.normal() for r in replicates()])
-        means = rng.choice(data, (500, 18)).mean(axis=1)
-        low, high = np.quantile(means, [0.025, 0.975])
-        missed += not low < 0 < high
-    assert missed / 200 > 0.2
-
-
-def test_pairs_share_their_draws():
-    noise = outcomes(lambda r: np.random.default_rng(r.seed).normal())
-    better = {replicate: value + 0.1 for replicate, value in noise.items()}
-    assert difference(better, noise).interval(0.99) == pytest.approx((0.1, 0.1))
-    unpaired = {Replicate(r.world_seed, r.warm_start_seed, r.seed + 5): v for r, v in better.items()}
-    assert width(difference(unpaired, noise)) > 0.5
-
-
-def test_arms_are_compared_on_the_warm_starts_that_all_have():
-    one = outcomes(lambda r: 1.0 if r.world_seed == 11 else 100.0)
-    other = outcomes(lambda r: 0.0, [r for r in replicates() if r.world_seed == 11])
-    estimate = difference(one, other)
-    assert (estimate.n_runs, estimate.n_clusters) == ((9, 9), 3)
-    assert estimate.value == pytest.approx(1.0)
-
-
-def test_arms_without_a_common_warm_start_are_drawn_apart():
-    one = outcomes(lambda r: r.warm_start_seed % 10)
-    other = {Replicate(r.world_seed + 50, *r[1:]): v for r, v in one.items()}
-    apart, together = difference(one, other), difference(one, dict(one))
-    assert width(together) == 0 and width(apart) > width(mean(one))
-
-
-def test_an_arm_with_fewer_seeds_uses_all_seeds_of_the_other():
-    estimate = difference(first(9), first(0, replicates(seeds=1)))
-    assert estimate.n_runs == (18, 6) and estimate.value == 0.5
-
-
-@pytest.mark.parametrize("n_seeds", [1, 3])
-def test_no_collapse_has_jeffreys_interval(n_seeds):
-    runs = replicates(seeds=n_seeds)
-    for level in (0.95, joint_level(15)):
-        low, high = mean(first(0, runs), BOUNDS).interval(level)
-        assert high == pytest.approx(beta.ppf((1 + level) / 2, 0.5, len(runs) + 0.5), rel=0.03)
-        assert 0 <= low < 0.001
-
-
-def test_nothing_but_collapses_mirrors_no_collapse():
-    low, high = mean(first(18), BOUNDS).interval(0.95)
-    assert low == pytest.approx(1 - mean(first(0), BOUNDS).interval(0.95)[1], abs=0.01) and high <= 1
-
-
-@pytest.mark.parametrize(("one", "other"), [(0, 0), (18, 18), (18, 0)])
-def test_difference_of_sure_risks_has_width(one, other):
-    low, high = difference(first(one), first(other), BOUNDS).interval(0.95)
-    assert high - low > 0.1 and low >= -1 and high <= 1
-
-
-def test_interval_of_a_risk_stays_within_its_bounds():
-    low, high = mean(first(17), BOUNDS).interval(joint_level(15))
-    assert 0 <= low < 17 / 18 < high <= 1
+        low, high = mean(worlds(draw(rng, n)), n_draws=800).interval(level)
+        missed += not low < truth < high
+    assert missed / 600 < 1.5 * (1 - level) + 0.01
+    assert level > 0.95 or missed / 600 > 0.3 * (1 - level), "wider than it says"
 
 
 @pytest.mark.parametrize("risk", [0.1, 0.5, 0.8])
-def test_risk_interval_covers_when_warm_starts_differ(risk):
+def test_interval_of_a_share_covers(risk):
     rng = np.random.default_rng(5)
     missed = 0
-    for _ in range(200):
-        shape = np.array([risk, 1 - risk]) * 4  # intra-cluster correlation 0.2
-        start = {cluster: rng.beta(*shape) for cluster in sorted({r.cluster for r in replicates()})}
-        data = outcomes(lambda r, s=start: rng.random() < s[r.cluster])
-        low, high = mean(data, BOUNDS, n_draws=1000).interval(0.95)
+    for _ in range(300):
+        low, high = mean(worlds(rng.random(12) < risk), SHARE, n_draws=800).interval(0.95)
         missed += not low < risk < high
-    assert missed / 200 < 0.07
+    assert missed / 300 < 0.07
+
+
+def test_student_widens_what_is_no_share():
+    free, bounded = mean(ones(3, 6)), mean(ones(3, 6), SHARE)
+    q = (1 + 0.99) / 2
+    assert width(free, 0.99) == pytest.approx(
+        np.ptp(np.quantile(free.draws, [1 - q, q])) * t.ppf(q, 5) / norm.ppf(q)
+    )
+    assert width(bounded, 0.99) == pytest.approx(np.ptp(np.quantile(bounded.draws, [1 - q, q])))
+
+
+def test_arms_are_paired_by_world():
+    noise = np.random.default_rng(0).normal(size=12)
+    one, other = worlds(noise + 0.1), worlds(noise)
+    assert difference(one, other).interval(0.99) == pytest.approx((0.1, 0.1))
+    shuffled = dict(zip(other, np.roll(noise, 5), strict=True))
+    assert width(difference(one, shuffled)) > 0.5
+
+
+def test_only_worlds_that_all_arms_have_count():
+    one = worlds([1.0, 1.0, 1.0, 100.0])
+    other = {31: 0.0, 32: 0.0, 33: 0.0, 34: math.nan, 99: 7.0}
+    assert (difference(one, other).value, difference(one, other).n_worlds) == (1.0, 3)
+    with pytest.raises(ValueError, match="no world in common"):
+        difference(one, {99: 7.0})
+
+
+@pytest.mark.parametrize("level", [0.95, joint_level(15)])
+def test_no_collapse_has_jeffreys_interval(level):
+    low, high = mean(ones(0, 12), SHARE).interval(level)
+    assert high == pytest.approx(beta.ppf((1 + level) / 2, 0.5, 12.5), rel=0.03)
+    assert 0 <= low < 0.001
+    mirrored = mean(ones(12, 12), SHARE).interval(level)
+    assert mirrored == pytest.approx((1 - high, 1 - low), abs=0.03)
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 0), (12, 12), (12, 0)])
+def test_difference_of_sure_shares_has_width(one, other):
+    low, high = difference(ones(one, 12), ones(other, 12), SHARE).interval(0.95)
+    assert high - low > 0.1 and low >= -1 and high <= 1
 
 
 def test_main_effect_is_the_mean_of_the_simple_effects():
-    rng = np.random.default_rng(0)
-    arms = [outcomes(lambda r: rng.normal()) for _ in range(4)]
+    arms = [worlds(row) for row in np.random.default_rng(0).normal(size=(4, 12))]
     means = [np.mean(list(arm.values())) for arm in arms]
     estimate = contrast(arms, [0.5, 0.5, -0.5, -0.5])
     assert estimate.value == pytest.approx((means[0] - means[2] + means[1] - means[3]) / 2)
     assert estimate.interval(0.95)[0] < estimate.value < estimate.interval(0.95)[1]
 
 
-def test_same_data_in_any_order_give_the_same_draws():
-    data = first(7)
-    turned = dict(reversed(data.items()))
-    np.testing.assert_array_equal(mean(data, BOUNDS).draws, mean(turned, BOUNDS).draws)
+def test_same_values_in_any_order_give_the_same_draws():
+    values = ones(7, 12)
+    np.testing.assert_array_equal(
+        mean(values, SHARE).draws, mean(dict(reversed(values.items())), SHARE).draws
+    )
 
 
-def test_runs_without_a_value_are_left_out():
-    data = first(9) | {replicates()[0]: math.nan}
-    assert mean(data).n_runs == (17,)
+def test_one_world_has_no_interval():
+    assert np.isnan(mean({31: 0.5}).interval(0.95)).all()
 
 
-def test_no_value_at_all_is_an_error():
-    with pytest.raises(ValueError, match="no runs with a value"):
-        mean({replicates()[0]: math.nan})
-
-
-def test_one_warm_start_has_no_interval():
-    assert np.isnan(mean(first(1, replicates(1, 1))).interval(0.95)).all()
-
-
-def test_more_verdicts_need_a_higher_level():
+def test_more_verdicts_need_a_higher_level_and_more_worlds():
     assert joint_level(1) == 0.95 and joint_level(10) == pytest.approx(0.995)
+    for level in (0.95, 0.99, joint_level(13), joint_level(25)):
+        n = fewest_worlds(level)
+        assert 2 * 0.5**n <= 1 - level < 2 * 0.5 ** (n - 1)  # all worlds on one side of zero
 
 
 def test_interquartile_mean_is_rliables():
     values = np.random.default_rng(0).normal(size=12)
-    runs = replicates(seeds=2)
-    estimate = resampling.interquartile_mean(dict(zip(runs, values, strict=True)))
+    estimate = resampling.interquartile_mean(worlds(values))
     assert estimate.value == pytest.approx(metrics.aggregate_iqm(values[:, None]))
     assert estimate.interval(0.95)[0] < estimate.value < estimate.interval(0.95)[1]
 
 
+def test_band_averages_a_world_and_needs_three():
+    curves = np.array([[1.0, 1.0], [3.0, 3.0], [5.0, np.nan], [8.0, 8.0]])
+    value, low, high = resampling.curve_band(curves, [31, 31, 32, 33], 200, 0.95)
+    assert value == pytest.approx([resampling.interquartile_mean(worlds([2, 5, 8])).value, 5.0])
+    assert low[0] < value[0] < high[0] and np.isnan([low[1], high[1]]).all()
+
+
 def test_probability_of_improvement_is_the_u_statistic():
     rng = np.random.default_rng(0)
-    one, other = rng.integers(0, 6, 18) + 1.0, rng.integers(0, 6, 18) + 0.0
-    arms = [dict(zip(replicates(), values, strict=True)) for values in (one, other)]
-    estimate = resampling.probability_of_improvement(*arms)
-    assert estimate.value == pytest.approx(mannwhitneyu(one, other).statistic / 18**2)
+    one, other = rng.integers(0, 6, 12) + 1.0, rng.integers(0, 6, 12) + 0.0
+    estimate = resampling.probability_of_improvement(worlds(one), worlds(other))
+    assert estimate.value == pytest.approx(mannwhitneyu(one, other).statistic / 12**2)
     assert 0 <= estimate.interval(0.99)[0] < estimate.value < estimate.interval(0.99)[1] <= 1
-
-
-def test_auc_with_the_same_controls_for_every_case_is_the_u_statistic():
-    rng = np.random.default_rng(1)
-    scores = rng.normal(size=18) + np.repeat([1.0, 0.0], 9)
-    case = np.arange(18) < 9
-    at_risk = case[:, None] & ~case[None, :]
-    auc = resampling.matched_auc(replicates(), resampling.wins(scores, scores), at_risk)
-    assert auc.value == pytest.approx(mannwhitneyu(scores[case], scores[~case]).statistic / 81)
-    assert auc.n_runs == (9, 9)
-
-
-def test_perfect_auc_of_few_runs_is_not_certain():
-    at_risk = np.zeros((18, 18), dtype=bool)
-    at_risk[:15, 15:] = True
-    low, high = resampling.matched_auc(replicates(), np.ones((18, 18)), at_risk).interval(joint_level(15))
-    assert low < 0.75 < high <= 1
-
-
-def test_auc_counts_the_warm_starts_of_its_rarer_side():
-    """Cases from six warm starts, controls from two: no more than two speak of both."""
-    at_risk = np.zeros((18, 18), dtype=bool)
-    at_risk[np.ix_(range(12), [12, 13])] = True
-    assert len({r.cluster for r in replicates()[:12]}) == 6
-    assert resampling.matched_auc(replicates(), np.ones((18, 18)), at_risk).n_clusters == 2
-    turned = resampling.matched_auc(replicates(), np.ones((18, 18)), at_risk.T)
-    assert turned.n_clusters == 2 and turned.n_runs == (2, 12)
-
-
-def test_equal_infinities_are_ties():
-    infinity = math.inf
-    won = resampling.wins([infinity, 1.0], [infinity, 1.0, 2.0])
-    np.testing.assert_array_equal(won, [[0.5, 1, 1], [0, 0.5, 0]])
-
-
-def test_auc_matches_each_case_with_its_own_controls():
-    at_risk, won = np.zeros((18, 18), dtype=bool), np.zeros((18, 18))
-    at_risk[0, [1, 2]], won[0, [1, 2]] = True, [1, 0]
-    at_risk[3, 4], won[3, 4] = True, 1
-    won[5, 6] = 1  # no pair: run 5 is no case
-    assert resampling.matched_auc(replicates(), won, at_risk).value == pytest.approx((0.5 + 1) / 2)
-
-
-def test_auc_without_controls_is_an_error():
-    with pytest.raises(ValueError, match="cases and controls"):
-        resampling.matched_auc(replicates(), np.ones((18, 18)), np.zeros((18, 18)))

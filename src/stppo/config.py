@@ -186,8 +186,8 @@ def _check_target(node: Config, key: str) -> None:
 
 
 def run_section(config: Config) -> Config:
-    """What one run depends on: the config without the pipeline's list of runs and the preset's name."""
-    return {name: value for name, value in config.items() if name not in ("pipeline", "preset")}
+    """One run's settings: the config without the pipeline's list of runs, the study's groups and the preset's name."""
+    return {name: value for name, value in config.items() if name not in ("pipeline", "study", "preset")}
 
 
 # Settings that change no result but for rounding: a run goes on from its checkpoint under others.
@@ -274,11 +274,57 @@ def fingerprint(section: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class Arm:
+    """An entry of `pipeline.arms`: a variant of an algorithm that answers a question of its own."""
+
+    name: str
+    label: str  # what figures and tables call it
+    overrides: tuple[str, ...]  # what makes it, `algorithm=...` among them
+    base: str  # the algorithm that it varies
+
+
+def arms_of(config: Config) -> dict[str, Arm]:
+    """The arms of a composed preset by name, `{NAME: {label: words, overrides: [...], base: algorithm}}` in its YAML;
+    without `base` it is the algorithm that the overrides choose. ConfigError names the key that is wrong."""
+    return {
+        name: _arm(name, entry) for name, entry in ((config.get("pipeline") or {}).get("arms") or {}).items()
+    }
+
+
+def label_of(config: Config) -> str | None:
+    """What figures call the algorithm of a composed run: its arm's label, or the algorithm's own; None where it has none."""
+    algorithm = config["algorithm"]
+    arm = arms_of(config).get(algorithm["name"])
+    return arm.label if arm else algorithm.get("label")
+
+
+def _arm(name: str, entry: Any) -> Arm:
+    key = f"pipeline.arms.{name}"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{key} = {entry!r}: must be {{label: ..., overrides: [...]}}")
+    if unknown := sorted(set(entry) - {"label", "overrides", "base"}):
+        raise ConfigError(f"{key}.{unknown[0]}: unknown key; allowed: label, overrides, base")
+    label, overrides = entry.get("label"), entry.get("overrides")
+    if not isinstance(label, str) or not label:
+        raise ConfigError(f"{key}.label = {label!r}: what figures call the arm is needed")
+    if not isinstance(overrides, list) or not all(isinstance(override, str) for override in overrides):
+        raise ConfigError(f"{key}.overrides = {overrides!r}: a list of overrides is needed")
+    chosen = [o.partition("=")[2] for o in overrides if o.partition("=")[0] == "algorithm"]
+    if not chosen:
+        raise ConfigError(f"{key}.overrides = {overrides!r}: algorithm=... must be among them")
+    base = entry.get("base", chosen[-1])
+    if base not in options("algorithm"):
+        allowed = ", ".join(options("algorithm"))
+        raise ConfigError(f"{key}.base = {base!r}: no algorithm; allowed: {allowed}")
+    return Arm(name, label, tuple(overrides), base)
+
+
+@dataclasses.dataclass(frozen=True)
 class PlannedRun:
     """One training run of a preset's pipeline: the overrides that make it and, when asked, its composed config."""
 
     regime: str
-    algorithm: str  # or the name of an arm of `pipeline.arms`
+    algorithm: str  # or the name of an arm
     seed: int
     overrides: tuple[str, ...]
 
@@ -295,9 +341,8 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
     """Every run that `snakemake all --config preset=...` trains, in a fixed order: all runs of a regime's first
     seed come before those of its second, so that an interrupted pipeline leaves whole replicates.
 
-    A regime has `training`, `algorithms`, `seeds` and, optionally, `overrides` and the `regime` to record where
-    several entries make up one. An algorithm is a file of `configs/algorithm` or an arm: a name in
-    `pipeline.arms` with the overrides that make it, which is then also the recorded `algorithm.name`.
+    A regime has `algorithms`, `seeds` and, optionally, `training`, `overrides` and the `regime` to record where
+    several entries make up one. An algorithm is a file of `configs/algorithm` or an `Arm` of `pipeline.arms`.
     `pipeline.replicates` maps a seed to further overrides (its world, its warm start), so that one number tells
     a replicate. In overrides {seed} stands for the run's seed and {next_seed} for the one after it, cyclically.
     Extra overrides apply to all runs. Raises ConfigError for an unknown preset, for an override of what tells
@@ -315,7 +360,7 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
         raise ConfigError(f"preset={preset} has no section `pipeline.regimes`, so there is nothing to train")
     # Which runs there are is no part of any of them.
     shared = [override for override in overrides or [] if not override.lstrip("+~").startswith("pipeline.")]
-    arms, replicates = pipeline.get("arms") or {}, pipeline.get("replicates") or {}
+    arms, replicates = arms_of(base), pipeline.get("replicates") or {}
     runs: dict[str, PlannedRun] = {}
     for entry, plan in pipeline["regimes"].items():
         regime, seeds = plan.get("regime", entry), plan["seeds"]
@@ -323,9 +368,13 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
             arm = arms.get(algorithm)
             chosen = [
                 f"preset={preset}",
-                f"training={plan['training']}",
+                *([f"training={plan['training']}"] if "training" in plan else []),
                 f"training.regime={regime}",
-                *([f"algorithm={algorithm}"] if arm is None else [*arm, f"algorithm.name={algorithm}"]),
+                *(
+                    [f"algorithm={algorithm}"]
+                    if arm is None
+                    else [*arm.overrides, f"algorithm.name={algorithm}"]
+                ),
                 f"seed={seed}",
                 *(plan.get("overrides") or []),
                 *(replicates.get(seed) or replicates.get(str(seed)) or []),

@@ -57,6 +57,7 @@ class RunRecord(TypedDict):
     status: str
     regime: str
     algorithm: str
+    label: str | None
     seed: int
     preset: str
     policy: str
@@ -82,6 +83,7 @@ class RunRecord(TypedDict):
 RUN_FIELDS: dict[str, str] = {
     "status": f"{COMPLETED}, {NON_FINITE} (stopped by a non-finite loss or gradient) or {RUNNING}",
     **KEY_COLUMNS,
+    "label": "what figures call the algorithm, where its config says so; else null",
     "preset": "name of the preset, e.g. laptop",
     "policy": "name of the policy config, e.g. tiny",
     "policy_parameters": "number of trainable parameters of the policy, critic not counted",

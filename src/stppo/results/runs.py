@@ -6,22 +6,28 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from stppo import schema
 from stppo.files import repository_path, write_atomically
 from stppo.results.outcomes import AFTER, Outcome, judge
 from stppo.results.statistics import area_under_curve, final_mean
 
+if TYPE_CHECKING:
+    from stppo.results.style import Look
+
 KEYS = list(schema.KEY_COLUMNS)
 INTEGERS = ("seed", "iteration", "n_questions")
+# Columns of `Metrics.summary` whose means stand in `Metrics.table`.
+TABLE_MEANS = ("start", "peak", "final", "greedy_start", "greedy_final", "gain_kept", "area")
 
 
 def make_command(target: str | Path) -> str:
@@ -125,8 +131,9 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
 
     sources: run folders, and metrics folders that this made before. Writes iterations.parquet, evaluations.parquet,
-    runs.json and summary.csv into `out_dir`. Reads everything before it writes anything, so a broken run leaves an
-    earlier collection untouched.
+    runs.json and summary.csv into `out_dir`. A record in runs.json is that of run.json and, where the run's config.yaml
+    lies beside it, the config's `objective` and `training`. Reads everything before it writes anything, so a broken run
+    leaves an earlier collection untouched.
     """
     if not sources:
         raise ValueError("no runs to collect: give at least one run folder")
@@ -157,11 +164,25 @@ def _recorded(source: Path) -> Iterator[tuple[schema.RunRecord, pd.DataFrame, pd
     """Record, iterations and evaluations of a run folder's run, or of each run of a metrics folder."""
     if not (source / schema.RUNS_FILE).exists():
         record, updates, evaluations = read_run(source)
-        yield record, per_iteration(updates), evaluations
+        yield {**record, **_config_of(source)}, per_iteration(updates), evaluations
         return
     metrics = load_metrics(source.resolve())
     for record in metrics.runs:
         yield record, metrics.select(metrics.iterations, record), metrics.select(metrics.evaluations, record)
+
+
+def _config_of(run_dir: Path) -> dict[str, Any]:
+    """What was trained, as the run's config.yaml says it: `objective` and `training`; nothing where there is no file."""
+    file = run_dir / schema.CONFIG_FILE
+    if not file.is_file():
+        return {}
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return {"objective": config["algorithm"]["objective"], "training": config["training"]}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        remedy = make_command(run_dir / schema.RUN_FILE)
+        raise ValueError(f"{file} is unreadable ({reason}); delete the run and make it anew with: {remedy}") from None
 
 
 def missing_runs(
@@ -200,6 +221,14 @@ class Metrics:
     iterations: pd.DataFrame  # one row per run and iteration
     evaluations: pd.DataFrame  # one row per run and evaluation
 
+    def look(self, algorithm: str) -> Look:
+        """How figures and tables show an algorithm; its label is the one that its runs recorded, if they did."""
+        from stppo.results.style import look  # here, because matplotlib takes a second to import
+
+        found = look(algorithm)
+        label = next((r["label"] for r in self.runs if r["algorithm"] == algorithm and r.get("label")), None)
+        return replace(found, label=label) if label else found
+
     @property
     def regimes(self) -> list[str]:
         """Regimes present, sorted."""
@@ -226,6 +255,21 @@ class Metrics:
         """Evaluations of one run at a temperature, in order of iteration."""
         rows = self.select(self.evaluations, record)
         return rows[rows["temperature"] == temperature].sort_values("iteration")
+
+    def settings(self, record: schema.RunRecord) -> dict[str, float]:
+        """learning_rate, epochs and staleness (iterations) of a run: as configured or, where the record lacks the config,
+        as its rows have them (epochs then is the number done, which early stopping lowers); NaN where unknown."""
+        if training := record.get("training"):
+            keys = {"learning_rate": "learning_rate", "epochs": "epochs", "staleness": "staleness_iterations"}
+            return {name: float(training[key]) for name, key in keys.items()}
+        rows = self.select(self.iterations, record).reindex(
+            columns=["learning_rate", "epoch", "staleness_iterations"]
+        )
+        return {
+            "learning_rate": float(f"{rows['learning_rate'].max():.4g}"),  # float32 has seven digits
+            "epochs": float(2 * rows["epoch"].mean() + 1),
+            "staleness": float(rows["staleness_iterations"].max()),
+        }
 
     def outcome(self, record: schema.RunRecord) -> Outcome:
         """The rules of `results.outcomes` applied to one run."""
@@ -264,7 +308,7 @@ class Metrics:
                 "greedy_area": area_under_curve(greedy["iteration"], greedy["success"]),
                 "learned": outcome.learned,
                 "gain_kept": outcome.gain_kept,
-                "crash_iteration": outcome.crash_iteration,
+                "crash_iteration": math.nan if outcome.crash_iteration is None else outcome.crash_iteration,
                 "rapid_crashes": outcome.rapid_crashes,
                 "collapsed": outcome.collapsed,
                 "outcome": outcome.label,
@@ -275,3 +319,34 @@ class Metrics:
             }
             rows.append({name: values[name] for name in schema.SUMMARY_COLUMNS})
         return pd.DataFrame(rows, columns=list(schema.SUMMARY_COLUMNS))
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row per regime and algorithm, in figures' order.
+
+        Columns regime, algorithm, label, runs, worlds, learned, crashed, collapsed (numbers of runs; a collapsed run has
+        crashed too) and `TABLE_MEANS`: means over worlds of the means of a world's runs, gain_kept of those that learned.
+        """
+        from stppo.results.style import in_order  # here, because matplotlib takes a second to import
+
+        rows = []
+        for regime in self.regimes:
+            for algorithm in in_order(self.algorithms(regime)):
+                runs = self.arm(regime, algorithm)
+                means = runs.groupby("world_seed")[list(TABLE_MEANS)].mean()
+                counts = {
+                    "runs": len(runs),
+                    "worlds": len(means),
+                    "learned": int(runs["learned"].sum()),
+                    "crashed": int(runs["crash_iteration"].notna().sum()),
+                    "collapsed": int(runs["collapsed"].sum()),
+                }
+                label = self.look(algorithm).label
+                key = {"regime": regime, "algorithm": algorithm, "label": label}
+                rows.append({**key, **counts, **means.mean().to_dict()})
+        return pd.DataFrame(rows)
+
+    def arm(self, regime: str, algorithm: str) -> pd.DataFrame:
+        """Rows of `summary` of one algorithm in one regime; runs on real questions, without a world seed, share world -1."""
+        rows = self.summary[(self.summary["regime"] == regime) & (self.summary["algorithm"] == algorithm)]
+        return rows.assign(world_seed=rows["world_seed"].astype("float64").fillna(-1).astype(int))

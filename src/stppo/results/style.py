@@ -28,9 +28,6 @@ OWN = (0, (5, 1, 1, 1))  # an algorithm not listed here
 STYLE_NOTE = "Dashed: token-level ratio; solid: turn-level; dotted: sequence-level."
 
 
-VECTOR_METADATA = {"svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None}}
-
-
 @dataclass(frozen=True)
 class Look:
     """Name in figures, colour and line style of an algorithm."""
@@ -126,6 +123,7 @@ class Plot:
     data: pd.DataFrame
     caption: str
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # further CSVs, by suffix
+    title: str = ""  # what the figure shows in one sentence, where it states one
 
     @cached_property
     def png(self) -> bytes:
@@ -143,7 +141,7 @@ class Plot:
         return self.png, {"width": round(110 * self.figure.get_figwidth())}
 
     def save(self, out_dir: str | Path) -> list[Path]:
-        """Write NAME.svg, .pdf, .png, .csv (the plotted data) and .txt (the caption); returns the paths.
+        """Write NAME.svg, .png, .csv (the plotted data) and .txt (title, if any, and caption); returns the paths.
 
         Files hold no dates: the same data and library versions give the same bytes. Further `tables`
         become NAME_<suffix>.csv.
@@ -152,23 +150,21 @@ class Plot:
         with style():
             self.figure.draw_without_rendering()
             self.figure.set_layout_engine("none")  # laid out once, not anew for every format
-            for extension, metadata in VECTOR_METADATA.items():
-                write_atomically(
-                    out_dir / f"{name}.{extension}",
-                    lambda path, e=extension, m=metadata: self.figure.savefig(path, format=e, metadata=m),
-                )
+            metadata = {"Date": None, "Title": self.title or None}
+            write_atomically(
+                out_dir / f"{name}.svg",
+                lambda path: self.figure.savefig(path, format="svg", metadata=metadata),
+            )
         write_atomically(out_dir / f"{name}.png", lambda path: path.write_bytes(self.png))
-        paths = [out_dir / f"{name}.{extension}" for extension in (*VECTOR_METADATA, "png")]
-        for suffix, table in {
-            "": self.data,
-            **{f"_{key}": table for key, table in self.tables.items()},
-        }.items():
+        paths = [out_dir / f"{name}.svg", out_dir / f"{name}.png"]
+        tables = {"": self.data, **{f"_{key}": table for key, table in self.tables.items()}}
+        for suffix, table in tables.items():
             path = out_dir / f"{name}{suffix}.csv"
             text = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
             write_atomically(path, lambda p, t=text: p.write_text(t, encoding="utf-8"))
             paths.append(path)
-        path = out_dir / f"{name}.txt"
-        write_atomically(path, lambda p: p.write_text(self.caption + "\n", encoding="utf-8"))
+        path, text = out_dir / f"{name}.txt", "\n".join(filter(None, (self.title, self.caption))) + "\n"
+        write_atomically(path, lambda p: p.write_text(text, encoding="utf-8"))
         return [*paths, path]
 
 

@@ -27,7 +27,7 @@ from stppo.agent.critic import explained_variance
 from stppo.agent.engines import make_rollout
 from stppo.agent.policy import check_vocabulary, load_tokenizer, save_policy
 from stppo.agent.rollout import Rollout, Sampler
-from stppo.config import Config, ConfigError, build, code_of, fingerprint, validate
+from stppo.config import Config, ConfigError, build, code_of, fingerprint, label_of, validate
 from stppo.files import write_atomically
 from stppo.objectives import Objective
 from stppo.provenance import config_targets, environment
@@ -417,6 +417,7 @@ class Trainer:
             "status": status,
             "regime": self.settings.training.regime,
             "algorithm": self.settings.algorithm.name,
+            "label": label_of(self.config),
             "seed": self.settings.seed,
             "preset": self.config["preset"],
             "world": self.config["world"]["_target_"].rsplit(".", 1)[-1].removesuffix("World").lower(),

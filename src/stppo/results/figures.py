@@ -1,0 +1,705 @@
+"""The figures, each drawn from recorded metrics alone, in the order in which they are shown.
+
+A figure is one function from `Metrics` to a `Plot`, or None where the runs do not support it, with one entry in `FIGURES`.
+Its title says what the runs show (`results.findings`), its first line below asks the question. "Fig. n" is the figure of the
+paper's first version that asks the same; what is drawn is always our own measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from stppo.results import findings
+from stppo.results.curves import (
+    BANDS,
+    BASELINE,
+    GREEDY,
+    GREY,
+    LEVEL,
+    SUCCESS,
+    TOGETHER,
+    WIDTH,
+    Panel,
+    band,
+    baseline_handle,
+    curves_of,
+    draw_line,
+    examples,
+    family_chunks,
+    finish_axis,
+    line_handles,
+    name_lines,
+    page,
+    panel_figure,
+    plain,
+    plotted,
+    queue_filled,
+    set_limits,
+    source_of,
+    start_handle,
+    start_line,
+)
+from stppo.results.findings import main_regime
+from stppo.results.outcomes import LABELS, LEARNED
+from stppo.results.resampling import by_world, fewest_worlds, mean
+from stppo.results.runs import Metrics
+from stppo.results.statistics import log_linear_trend
+from stppo.results.style import STYLE_NOTE, Plot, in_order, style
+
+HAPPENS, TOLERATES, WHY = "what happens", "how much it tolerates", "why"  # groups, in the order of the report
+
+SAMPLED_PANEL = Panel(SUCCESS, "success, sampled", share=True)
+GREEDY_PANEL = Panel(GREEDY, "success, greedy", share=True)
+CLIP_PANELS = (
+    Panel("clip_fraction", "clip fraction", share=True),
+    Panel("kl_behaviour_k3", "KL to behaviour\n(nats per token)", log=True),
+)
+BOUND_PANELS = (Panel("clip_low", "lower clip bound"), Panel("clip_high", "upper clip bound"))
+NORM_PANELS = (
+    Panel("gradient_norm", "gradient norm", log=True),
+    Panel("ppo_gradient_norm", "gradient norm,\nsurrogate alone", log=True),
+    Panel("clipping_bias_norm", "clipping-bias\nnorm ‖C‖", log=True),
+    Panel("stabilizer_divisor", "divisor of\nthe gradient", log=True),
+)
+SIGNAL_PANELS = (
+    Panel("entropy", "entropy (nats)"),
+    Panel("valid_format_rate", "valid format", share=True),
+    Panel("ratio_max_token", "largest\ntoken ratio", log=True),
+    Panel("effective_sample_size", "effective\nsample size", share=True),
+    Panel("critic_explained_variance", "critic, explained\nvariance"),
+    Panel("advantage_variance", "advantage\nvariance"),
+)
+MARKERS = dict(zip(LABELS, ("o", "D", "X", "o", "v"), strict=True))
+HOLLOW = LABELS[3:]  # outcomes of runs that never learned
+SETTINGS = {"learning_rate": "learning rate", "epochs": "epochs per batch", "staleness": "staleness (iterations)"}
+
+
+# ---- what happens -------------------------------------------------------------------------------
+def learning(metrics: Metrics) -> Plot | None:
+    """Fig. 4 (and 3a): success against the iteration, sampled and greedy, of at most four algorithms."""
+    regime = main_regime(metrics)
+    algorithms = findings.headline(metrics, regime)
+    question = "Who learns, and who keeps it? Success on held-out questions, sampled at temperature 1 and greedy."
+    rows: list[pd.DataFrame] = []
+    with style():
+        fig = page(
+            findings.learning(metrics, regime, algorithms),
+            question,
+            source_of(metrics, [regime], algorithms),
+            3.1,
+            [*line_handles(metrics, algorithms), start_handle()],
+        )
+        axes = fig.subplots(1, 2, sharey=True)
+        for ax, panel in zip(axes, (SAMPLED_PANEL, GREEDY_PANEL), strict=True):
+            drawn = [row for name in algorithms for row in draw_line(ax, metrics, regime, name, panel)]
+            start_line(ax, metrics, regime, algorithms, panel.column)
+            finish_axis(ax, panel)
+            ax.set(xlabel="iteration")
+            ax.set_title(panel.label, fontsize=10.5, color="#333333")
+            rows += drawn
+        for name in findings.pair(metrics, regime, algorithms)[:1]:
+            seeds = _typical(metrics, regime, name)
+            rows += examples(axes[0], metrics, regime, name, SAMPLED_PANEL, seeds)
+        axes[0].set_ylim(0, _top(rows))
+    base = metrics.look(findings.pair(metrics, regime, algorithms)[0]).label
+    caption = (
+        f"{question} The title compares sampled success: of runs that learned (rose by {LEARNED:.2f}), the share of that gain "
+        f"which the last tenth of the run keeps, else final success. Thin: one run of {base}, the one of median area. "
+        f"{BANDS} {STYLE_NOTE}"
+    )
+    title = findings.learning(metrics, regime, algorithms)
+    return Plot("learning", fig, plotted(rows), caption, title=title)
+
+
+def _typical(metrics: Metrics, regime: str, algorithm: str) -> list[int]:
+    """Seed of the run of median area, where there are several."""
+    arm = metrics.arm(regime, algorithm).sort_values(["area", "seed"])
+    return [int(arm["seed"].iloc[len(arm) // 2])] if len(arm) > 2 else []
+
+
+def _top(rows: Sequence[pd.DataFrame]) -> float:
+    """Upper end of an axis of successes: 1, or less where nothing comes near."""
+    highest = max((np.nanmax(part[["value", "high"]].to_numpy(float)) if "high" in part else part["value"].max()) for part in rows)
+    return 1.02 if highest > 0.6 else max(1.1 * highest, 0.1)
+
+
+def every_algorithm(metrics: Metrics) -> Plot | None:
+    """A panel for every algorithm, the baseline's mean behind it."""
+    regime = main_regime(metrics)
+    algorithms = in_order(metrics.algorithms(regime))
+    question = "How does every algorithm fare? Sampled success on held-out questions; below each name, what became of its runs."
+    title = findings.every_algorithm(metrics, regime)
+    n_columns = min(3 if len(algorithms) <= 12 else 4, len(algorithms))
+    n_rows = -(-len(algorithms) // n_columns)
+    behind = BASELINE in algorithms and len(algorithms) > 1
+    handles = [start_handle(), *([baseline_handle(metrics)] if behind else [])]
+    rows: list[pd.DataFrame] = []
+    counts = metrics.table[metrics.table["regime"] == regime].set_index("algorithm")
+    with style():
+        fig = page(title, question, source_of(metrics, [regime], algorithms), 1.75 * n_rows + 0.2, handles)
+        axes = list(fig.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False).flat)
+        for i, (ax, name) in enumerate(zip(axes, algorithms, strict=False)):
+            if behind and name != BASELINE:
+                draw_line(ax, metrics, regime, BASELINE, SAMPLED_PANEL, grey=True)
+            drawn = draw_line(ax, metrics, regime, name, SAMPLED_PANEL)
+            arm = metrics.arm(regime, name).sort_values(["final", "seed"])
+            if len(arm) > 2:
+                ends = arm["seed"].iloc[[0, -1]].tolist()
+                drawn += examples(ax, metrics, regime, name, SAMPLED_PANEL, ends)
+            rows += drawn
+            start_line(ax, metrics, regime, [name], SUCCESS)
+            finish_axis(ax, SAMPLED_PANEL)
+            its, row = metrics.look(name), counts.loc[name]
+            ax.set_title(its.label, fontsize=9.5 if len(its.label) < 26 else 8, fontweight="bold", color=its.color, pad=15)
+            what = f"{row['learned']} of {row['runs']} learned, {row['crashed']} crashed, {row['collapsed']} collapsed"
+            ax.text(0, 1.03, what, transform=ax.transAxes, fontsize=7.8, color="#666666")
+            if i + n_columns >= len(algorithms):
+                ax.set_xlabel("iteration")
+                ax.tick_params(labelbottom=True)
+        for ax in axes[len(algorithms) :]:
+            ax.set_visible(False)
+        axes[0].set_ylim(0, _top(rows))
+    caption = (
+        f"{question} A run crashed when it lost half of what it had gained, and collapsed when it did not make that good by the "
+        f"end (or its loss stopped being finite). Thin: the runs with the lowest and the highest final success. {BANDS}"
+    )
+    return Plot("every_algorithm", fig, plotted(rows), caption, title=title)
+
+
+def stability(metrics: Metrics) -> Plot | None:
+    """Final success of every run, by algorithm, sampled and greedy."""
+    regime = main_regime(metrics)
+    means = {name: metrics.arm(regime, name).groupby("world_seed")["final"].mean().mean() for name in metrics.algorithms(regime)}
+    algorithms = sorted(in_order(means), key=lambda name: -means[name])
+    question = "Where do the runs end? Mean success of the last tenth of each run, and the mean over worlds."
+    title = findings.stability(metrics, regime)
+    summary = pd.concat([metrics.arm(regime, name) for name in algorithms])
+    present = [label for label in LABELS if (summary["outcome"] == label).any()]
+    handles = [_mark(label, "#555555") for label in present]
+    interval = Line2D([], [], color="#555555", linewidth=2, marker="|", markersize=9, label=f"mean, {100 * LEVEL:.0f} % interval")
+    handles += [interval, start_handle()]
+    rows = []
+    with style():
+        fig = page(title, question, source_of(metrics, [regime], algorithms), 0.33 * len(algorithms) + 0.65, handles)
+        axes = fig.subplots(1, 2, sharey=True)
+        for ax, panel in zip(axes, (SAMPLED_PANEL, GREEDY_PANEL), strict=True):
+            column = "final" if panel is SAMPLED_PANEL else "greedy_final"
+            for y, name in enumerate(algorithms):
+                rows += _ends(ax, metrics, regime, name, column, y)
+            level = summary.groupby("world_seed")["start" if column == "final" else "greedy_start"].mean().mean()
+            ax.axvline(level, color="#777777", linewidth=1, linestyle=(0, (1, 2)), zorder=1)
+            ax.set_title(panel.label.replace("success", "final success"), fontsize=10.5, color="#333333")
+            ax.set_xlim(0, _top([pd.DataFrame(rows)[["value"]]]))
+        axes[0].set_yticks(range(len(algorithms)), [metrics.look(name).label for name in algorithms])
+        axes[0].tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
+        axes[0].set_ylim(len(algorithms) - 0.5, -0.5)
+        for ax in axes:
+            ax.grid(axis="y", visible=False)
+    caption = (
+        f"{question} Algorithms in order of mean final sampled success. Bars: {LEVEL:.0%} bootstrap intervals of the mean over "
+        f"worlds, from {fewest_worlds(LEVEL)} worlds or more; the dotted line is the success before training. The title "
+        "counts differences that are clear for all comparisons together (Bonferroni)."
+    ).replace("%", " %", 1)
+    return Plot("stability", fig, pd.DataFrame(rows), caption, title=title)
+
+
+def _mark(label: str, color: str) -> Line2D:
+    hollow = {"markerfacecolor": "white"} if label in HOLLOW else {"markeredgecolor": "white", "markeredgewidth": 0.6}
+    size = 8 if MARKERS[label] == "X" else 6.5
+    return Line2D([], [], linestyle="none", marker=MARKERS[label], markersize=size, color=color, label=label, **hollow)
+
+
+def _ends(ax: Axes, metrics: Metrics, regime: str, name: str, column: str, y: float) -> list[dict[str, Any]]:
+    """Dots of the runs of an algorithm, its mean and interval; the rows of what was drawn."""
+    arm, color = metrics.arm(regime, name).dropna(subset=[column]), metrics.look(name).color
+    rows, low, high = [], math.nan, math.nan
+    keys = {"regime": regime, "metric": column, "algorithm": name}
+    spread = 0.5 * (np.arange(len(arm)) / max(1, len(arm) - 1) - 0.5) if len(arm) > 1 else [0.0]
+    for shift, run in zip(spread, arm.sort_values("seed").to_dict("records"), strict=True):
+        mark = _mark(run["outcome"], color)
+        mark.set_data([run[column]], [y + shift])
+        mark.set_alpha(0.75)
+        mark.set_zorder(3)
+        mark.set_clip_on(False)
+        ax.add_line(mark)
+        run_keys = {"kind": run["outcome"], "world": run["world_seed"], "seed": run["seed"]}
+        rows.append({**keys, **run_keys, "value": run[column]})
+    if not (values := by_world(arm, column)):
+        return rows
+    if len(values) >= fewest_worlds(LEVEL):
+        low, high = np.clip(mean(values, n_draws=4000).interval(LEVEL), 0, 1)
+        ax.plot([low, high], [y, y], color="#222222", linewidth=1.8, solid_capstyle="butt", zorder=4)
+    middle = float(np.mean(list(values.values())))
+    ax.plot([middle, middle], [y - 0.28, y + 0.28], color="#222222", linewidth=2, zorder=5)
+    rows.append({**keys, "kind": "mean", "value": middle, "low": low, "high": high})
+    return rows
+
+
+def clip_ratio(metrics: Metrics) -> Plot | None:
+    """Fig. 5: clip fraction and KL to the behaviour policy; the bounds too, where they were recorded and move."""
+    regime = main_regime(metrics)
+    panels = [*CLIP_PANELS, *(panel for panel in BOUND_PANELS if _varies(metrics, regime, panel.column))]
+    return panel_figure(
+        metrics,
+        "clip_ratio",
+        regime,
+        metrics.algorithms(regime),
+        panels,
+        findings.trend_of(metrics, regime, "clip_fraction", "clip fraction", "{:.0f}", " %", 100),
+        "How much is clipped, and how far does the policy move from the one that sampled?",
+        "Clip fraction: share of agent tokens whose term takes the clipped branch. A turn-level clip takes a whole turn, so "
+        "compare the course of one algorithm, not levels across granularities. The title compares the first third of the "
+        "iterations (after the queue has filled) with the last. The lowest 3 % of a logarithmic axis are cut off.",
+        filling=True,
+    )
+
+
+def _varies(metrics: Metrics, regime: str, column: str) -> bool:
+    if column not in metrics.iterations:
+        return False
+    values = metrics.iterations.loc[metrics.iterations["regime"] == regime, column].dropna()
+    return len(values) > 0 and np.ptp(values) > 1e-6 * np.abs(values).max()
+
+
+# ---- how much it tolerates ----------------------------------------------------------------------
+def tolerance(metrics: Metrics) -> Plot | None:
+    """Final success and area against learning rate, epochs and staleness, where the runs vary them one at a time."""
+    runs = _with_settings(metrics)
+    slices = {name: part for name in SETTINGS if (part := _slice(runs, name)) is not None}
+    if not slices:
+        return None
+    every = pd.concat(slices.values())
+    regimes, algorithms = sorted(set(every["regime"])), in_order(every["algorithm"])
+    measures = {"final": "final success", "area": "mean success\nof the run"}
+    question = f"How far can it be pushed? Sampled success against {_enumerate([SETTINGS[name].split(' (')[0] for name in slices])}."
+    title = _tolerance_title(metrics, slices)
+    chunks = family_chunks(metrics, main_regime(metrics), algorithms) if len(algorithms) > TOGETHER else [algorithms]
+    behind = len(chunks) > 1 and BASELINE in algorithms
+    handles = [] if len(chunks) > 1 else line_handles(metrics, algorithms)
+    handles += [*([baseline_handle(metrics)] if behind else []), start_handle()]
+    rows: list[pd.DataFrame] = []
+    with style():
+        columns = [(name, chunk) for chunk in chunks for name in slices]
+        names = 0.19 * max(map(len, chunks)) if len(chunks) > 1 else 0.0
+        width = max(WIDTH, 1.1 + 2.0 * min(len(columns), 5))
+        n_columns = min(len(columns), max(1, 5 // len(slices)) * len(slices)) if len(columns) > 5 else len(columns)
+        n_blocks = -(-len(columns) // n_columns)
+        body = n_blocks * (len(measures) * 1.9 + 0.45 + names)
+        fig = page(title, question, source_of(metrics, regimes, algorithms), body, handles, width)
+        for b, block in enumerate(np.atleast_1d(fig.subfigures(n_blocks, 1))):
+            axes = block.subplots(len(measures), n_columns, squeeze=False, sharex="col")
+            for (r, c), ax in np.ndenumerate(axes):
+                if b * n_columns + c >= len(columns):
+                    ax.set_visible(False)
+                    continue
+                name, chunk = columns[b * n_columns + c]
+                measure = list(measures)[r]
+                if behind and BASELINE not in chunk:
+                    _tolerance_line(ax, metrics, slices[name], BASELINE, name, measure, GREY)
+                for algorithm in chunk:
+                    rows += _tolerance_line(ax, metrics, slices[name], algorithm, name, measure)
+                level = slices[name].groupby("world_seed")["start"].mean().mean()
+                ax.axhline(level, color="#777777", linewidth=1, linestyle=(0, (1, 2)), zorder=1)
+                _setting_axis(ax, name, sorted(set(slices[name][name])))
+                ax.set_ylim(0, 1.02)
+                ax.tick_params(labelleft=c == 0)
+                if c == 0:
+                    ax.set_ylabel(measures[measure])
+                if r == len(measures) - 1:
+                    ax.set_xlabel(SETTINGS[name])
+                if r == 0 and len(chunks) > 1 and name == next(iter(slices)):
+                    name_lines(ax, metrics, chunk)
+        top = _top(rows)
+        for ax in fig.axes:
+            ax.set_ylim(0, top)
+    fixed = "; ".join(
+        f"{SETTINGS[name]} varies at "
+        + ", ".join(f"{SETTINGS[other]} {plain(part[other].iloc[0])}" for other in SETTINGS if other != name)
+        for name, part in slices.items()
+    )
+    caption = f"{question} {sentence_case(fixed)}. An algorithm learns at a setting where its mean final success is at least {LEARNED:.2f} above the start. {BANDS} {STYLE_NOTE}"
+    return Plot("tolerance", fig, pd.concat(rows, ignore_index=True), caption, title=title)
+
+
+def sentence_case(text: str) -> str:
+    return findings.sentence(text)
+
+
+def _enumerate(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _with_settings(metrics: Metrics) -> pd.DataFrame:
+    """`Metrics.summary` with the settings of each run, and what else must be equal for runs to be compared."""
+    rows = []
+    for record, row in zip(metrics.runs, metrics.summary.to_dict("records"), strict=True):
+        world = -1 if row["world_seed"] is None or row["world_seed"] != row["world_seed"] else row["world_seed"]
+        shared = {"policy": str(record.get("policy")), "world": str(record["world"])}
+        rows.append({**row, "world_seed": world, **metrics.settings(record), **shared})
+    runs = pd.DataFrame(rows)
+    planned = {r["regime"]: 0 for r in metrics.runs}
+    for record in metrics.runs:
+        planned[record["regime"]] = max(planned[record["regime"]], record["iterations"])
+    return runs.assign(horizon=runs["regime"].map(planned))
+
+
+def _slice(runs: pd.DataFrame, name: str) -> pd.DataFrame | None:
+    """Runs that differ in one setting alone: of the settings of the others, the one at which it takes most values."""
+    fixed = [other for other in SETTINGS if other != name] + ["policy", "world", "horizon"]
+    best, most = None, (1, 0)
+    for _, part in runs.dropna(subset=list(SETTINGS)).groupby(fixed):
+        size = (part[name].nunique(), len(part))
+        if size > most and size[0] > 1:
+            best, most = part, size
+    if best is None:
+        return None
+    varied = best.groupby("algorithm")[name].nunique()
+    return best[best["algorithm"].isin(varied[varied > 1].index)] if (varied > 1).any() else None
+
+
+def _tolerance_line(
+    ax: Axes, metrics: Metrics, runs: pd.DataFrame, algorithm: str, name: str, measure: str, grey: str = ""
+) -> list[pd.DataFrame]:
+    arm = runs[runs["algorithm"] == algorithm]
+    if arm.empty:
+        return []
+    table = arm.pivot_table(index=name, columns=["world_seed", "seed"], values=measure, aggfunc="mean")
+    table.columns.names = ["world", "seed"]
+    drawn = band(table, Panel(measure, "", share=True)).rename(columns={"iteration": "setting"})
+    its = metrics.look(algorithm)
+    if grey:
+        ax.plot(drawn["setting"], drawn["value"], color=grey, linewidth=1.6, zorder=1)
+        return []
+    ax.fill_between(drawn["setting"], drawn["low"], drawn["high"], color=its.color, alpha=0.14, linewidth=0, zorder=2)
+    ax.plot(drawn["setting"], drawn["value"], color=its.color, ls=its.line, lw=2, marker="o", ms=4.5, zorder=4)
+    columns = ["setting", "value", "low", "high", "runs", "worlds"]
+    keys = {"varied": name, "measure": measure, "algorithm": algorithm}
+    return [drawn[columns].assign(**keys)[[*keys, *columns]]]
+
+
+def _setting_axis(ax: Axes, name: str, values: Sequence[float]) -> None:
+    if name != "staleness" and min(values) > 0:
+        ax.set_xscale("log")
+    ax.set_xticks(values, [plain(value) for value in values], fontsize=7.5, rotation=30 if len(values) > 4 else 0)
+    ax.set_xticks([], minor=True)
+
+
+def _tolerance_title(metrics: Metrics, slices: Mapping[str, pd.DataFrame]) -> str:
+    """The highest value of the first setting at which the two compared algorithms still learn, by their means."""
+    name, runs = next(iter(slices.items()))
+    if short := findings.too_short(metrics, sorted(set(runs["regime"]))):
+        return short
+    top = max(runs[name])
+    told, reached = [], []
+    chosen = findings.pair(metrics, main_regime(metrics), in_order(runs["algorithm"]))
+    for algorithm in chosen:
+        arm = runs[runs["algorithm"] == algorithm]
+        gains = (arm["final"] - arm["start"]).groupby([arm[name], arm["world_seed"]]).mean().groupby(level=0).mean()
+        learns = gains[gains >= LEARNED]
+        reached.append(learns.index.max() if len(learns) else None)
+        label = findings.name_of(metrics, algorithm)
+        if reached[-1] is None:
+            told.append(f"{label} at none of those tried")
+        elif reached[-1] == arm[name].max() == top:
+            told.append(f"{label} up to the highest tried ({plain(top)})")
+        else:
+            told.append(f"{label} up to {plain(reached[-1])}")
+    what = {"learning_rate": "Learning rate", "epochs": "Epochs per batch", "staleness": "Staleness"}[name]
+    n_worlds = runs.groupby("algorithm")["world_seed"].nunique().loc[list(chosen)].min()
+    few = f" ({n_worlds} world{'s' if n_worlds > 1 else ''})" if n_worlds < fewest_worlds(LEVEL) else ""
+    return f"{what} at which success still rises by {LEARNED:.1f}: {', '.join(told)}{few}"
+
+
+# ---- why ----------------------------------------------------------------------------------------
+def norms(metrics: Metrics) -> Plot | None:
+    """Fig. 3b-d: norms of the gradient, of the surrogate's gradient and of the clipping bias, and the divisor."""
+    regime = main_regime(metrics)
+    panels = distinct_panels(metrics, regime, NORM_PANELS)
+    return panel_figure(
+        metrics,
+        "norms",
+        regime,
+        metrics.algorithms(regime),
+        panels,
+        findings.spikes(metrics, regime),
+        "Do gradients explode before success falls? L2 norms before any clipping, means over each iteration's updates.",
+        "Largest norm: of any update. ‖C‖: norm of the gradient that clipping removed, measured on one update in a few "
+        "where the objective does not use it. A norm equal to the one before it, and a divisor that is 1 throughout, are "
+        "left out. The lowest 3 % of a logarithmic axis are cut off.",
+    )
+
+
+def distinct_panels(metrics: Metrics, regime: str, panels: Sequence[Panel]) -> list[Panel]:
+    """Without those whose column was not recorded, never varies, or equals an earlier one's to 1e-6."""
+    rows = metrics.iterations[metrics.iterations["regime"] == regime]
+    kept: list[Panel] = []
+    for panel in panels:
+        if panel.column not in rows or not _varies(metrics, regime, panel.column):
+            continue
+        values = rows[panel.column].to_numpy(float)
+        twins = (rows[other.column].to_numpy(float) for other in kept)
+        if not any(np.allclose(values, twin, rtol=1e-6, atol=1e-6, equal_nan=True) for twin in twins):
+            kept.append(panel)
+    return kept
+
+
+def signals(metrics: Metrics) -> Plot | None:
+    """Fig. 2: entropy, format, ratios, critic and the spread of advantages, which may change before success does."""
+    regime = main_regime(metrics)
+    return panel_figure(
+        metrics,
+        "signals",
+        regime,
+        metrics.algorithms(regime),
+        distinct_panels(metrics, regime, SIGNAL_PANELS[:-1]) + [SIGNAL_PANELS[-1]],
+        findings.trend_of(metrics, regime, "entropy", "entropy", "{:.2f}", " nats"),
+        "What changes while success does? Entropy, format, ratios, critic and advantages of the training batches.",
+        "Effective sample size: of the trajectories' product ratios, as a share of the minibatch. Explained variance and the "
+        "variance of advantages (before whitening) are those of the sampled batch. The title compares the first third of the "
+        "iterations with the last.",
+    )
+
+
+def trends(metrics: Metrics) -> Plot | None:
+    """Reviewers' question 4: log-linear trends of the norms, with their R^2, for every algorithm."""
+    regime = main_regime(metrics)
+    algorithms = in_order(metrics.algorithms(regime))
+    panels = [panel for panel in distinct_panels(metrics, regime, NORM_PANELS[:3])]
+    rows = []
+    for panel in panels:
+        for name in algorithms:
+            curves = curves_of(metrics, regime, name, panel.column)
+            if curves.empty:
+                continue
+            curves = curves[curves.index >= queue_filled(metrics, regime)]
+            middle = band(curves, panel)
+            fit = log_linear_trend(middle["iteration"], middle["value"])
+            if math.isfinite(fit.slope):
+                keys = {"regime": regime, "metric": panel.column, "algorithm": name}
+                factor = math.exp(10 * fit.slope)
+                rows.append({**keys, "factor_per_10": factor, "r_squared": fit.r_squared, "intercept": fit.intercept, "n": fit.n})
+    if not rows:
+        return None
+    table = pd.DataFrame(rows)
+    question = "Do the norms grow? Factor per 10 iterations of a log-linear fit to each algorithm's line, with its R²."
+    title = _trends_title(metrics, regime, table)
+    with style():
+        body = 0.3 * len(algorithms) + 0.75
+        fig = page(title, question, source_of(metrics, [regime], algorithms), body)
+        axes = np.atleast_1d(fig.subplots(1, len(panels), sharey=True))
+        for ax, panel in zip(axes, panels, strict=True):
+            part = table[table["metric"] == panel.column].set_index("algorithm")
+            ax.axvline(1, color="#999999", linewidth=0.9, zorder=1)
+            for y, name in enumerate(algorithms):
+                if name not in part.index:
+                    continue
+                row, color = part.loc[name], metrics.look(name).color
+                ax.plot([1, row["factor_per_10"]], [y, y], color=color, linewidth=2.2, zorder=2)
+                firm = row["r_squared"] >= FIRM
+                ax.plot(row["factor_per_10"], y, "o", color=color, markersize=6.5, markerfacecolor=color if firm else "white", zorder=3)
+                ax.annotate(
+                    f"R² {row['r_squared']:.2f}", (1, y), xycoords=("axes fraction", "data"), xytext=(3, 0),
+                    textcoords="offset points", va="center", fontsize=7.5, color="#666666",
+                )
+            ax.set_title(panel.label.replace("\n", " "), fontsize=10, color="#333333")
+            _factor_axis(ax, table.loc[table["metric"] == panel.column, "factor_per_10"])
+            ax.set_xlabel("factor per 10 iterations")
+            ax.grid(axis="y", visible=False)
+        axes[0].set_yticks(range(len(algorithms)), [metrics.look(name).label for name in algorithms])
+        axes[0].tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
+        axes[0].set_ylim(len(algorithms) - 0.5, -0.5)
+    caption = (
+        f"{question} Fitted from the iteration at which the queue of stale batches has filled. Filled: R² of {FIRM} or more. "
+        "Values of a curve are correlated, so R² says how much of it the trend describes, not whether it is significant."
+    )
+    return Plot("trends", fig, table, caption, title=title)
+
+
+FIRM = 0.3  # R^2 from which a trend is called one
+
+
+def _factor_axis(ax: Axes, factors: pd.Series) -> None:
+    """Logarithmic, 1 within, with plain numbers."""
+    low, high = min(factors.min(), 1) / 1.08, max(factors.max(), 1) * 1.08
+    ax.set_xscale("log")
+    ax.set_xlim(low, high)
+    fine = [0.1, 0.2, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100]
+    ticks = [tick for tick in fine if low <= tick <= high]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    ax.set_xticks([], minor=True)
+
+
+def _trends_title(metrics: Metrics, regime: str, table: pd.DataFrame) -> str:
+    if short := findings.too_short(metrics, [regime]):
+        return short
+    metric = "clipping_bias_norm" if (table["metric"] == "clipping_bias_norm").any() else table["metric"].iloc[0]
+    part = table[table["metric"] == metric].set_index("algorithm")
+    what = {"clipping_bias_norm": "Clipping-bias norm ‖C‖"}.get(metric, "Gradient norm")
+    told = []
+    for name in findings.pair(metrics, regime, list(part.index)):
+        row = part.loc[name]
+        firm = f"× {row['factor_per_10']:.2f} per 10 iterations (R² {row['r_squared']:.2f})"
+        told.append(f"{findings.name_of(metrics, name)} {firm if row['r_squared'] >= FIRM else 'no steady trend (R² ' + format(row['r_squared'], '.2f') + ')'}")
+    return f"{what}: {', '.join(told)}"
+
+
+def granularity(metrics: Metrics) -> Plot | None:
+    """Final success as the ratio goes from token to turn to sequence, everything else equal by the recorded configs."""
+    regime = main_regime(metrics)
+    families = _families(metrics, regime)
+    if not families:
+        return None
+    rungs = [rung for rung in ("token", "turn", "sentence", "sequence") if any(rung in family for family in families)]
+    question = "Does a coarser ratio help? Final sampled success, all else in the configs of a line being equal."
+    algorithms = in_order(name for family in families for name in family.values())
+    title = _granularity_title(metrics, regime, families)
+    rows = []
+    with style():
+        n_columns = min(4, len(families))
+        n_rows = -(-len(families) // n_columns)
+        fig = page(title, question, source_of(metrics, [regime], algorithms), 2.6 * n_rows + 0.1, [start_handle()])
+        axes = list(fig.subplots(n_rows, n_columns, squeeze=False, sharey=True, sharex=True).flat)
+        for ax, family in zip(axes, families, strict=False):
+            middles = {}
+            for rung, name in family.items():
+                x, color = rungs.index(rung), metrics.look(name).color
+                arm = metrics.arm(regime, name).sort_values("seed")
+                spread = 0.3 * (np.arange(len(arm)) / max(1, len(arm) - 1) - 0.5) if len(arm) > 1 else [0.0]
+                ax.plot(x + np.asarray(spread), arm["final"], "o", color=color, ms=4.5, alpha=0.55, mec="white", mew=0.4, zorder=3)
+                values = by_world(arm, "final")
+                found = mean(values, n_draws=4000)
+                low, high = found.interval(LEVEL) if len(values) >= fewest_worlds(LEVEL) else (math.nan, math.nan)
+                ax.plot([x, x], np.clip([low, high], 0, 1), color="#222222", linewidth=1.8, zorder=4)
+                ax.plot([x], [found.value], "D", color=color, ms=8, mec="white", zorder=5)
+                ax.annotate(metrics.look(name).label, (x, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=7.5, color=color, fontweight="bold")
+                middles[x] = found.value
+                keys = {"regime": regime, "family": _family_name(metrics, family), "granularity": rung, "algorithm": name}
+                rows += [{**keys, "kind": "run", "world": r.world_seed, "seed": r.seed, "value": r.final} for r in arm.itertuples()]
+                rows.append({**keys, "kind": "mean", "value": found.value, "low": low, "high": high})
+            ax.plot(list(middles), list(middles.values()), color="#999999", linewidth=1.3, zorder=2)
+            start_line(ax, metrics, regime, list(family.values()), SUCCESS)
+            ax.set_xticks(range(len(rungs)), rungs)
+            ax.set_xlim(-0.5, len(rungs) - 0.5)
+        for ax in axes[len(families) :]:
+            ax.set_visible(False)
+        axes[0].set_ylim(0, _top([pd.DataFrame(rows)[["value"]]]))
+        for ax in axes[::n_columns]:
+            ax.set_ylabel("final success, sampled")
+    caption = (
+        f"{question} Dots: runs; diamonds: means over worlds, with {LEVEL:.0%} bootstrap intervals from {fewest_worlds(LEVEL)} "
+        "worlds or more. Algorithms share a panel where their objective and training differ in the ratio's granularity and "
+        "aggregation alone, clip range included."
+    ).replace("%", " %", 1)
+    return Plot("granularity", fig, pd.DataFrame(rows), caption, title=title)
+
+
+def _families(metrics: Metrics, regime: str) -> list[dict[str, str]]:
+    """Granularity -> algorithm, for each set of algorithms whose recorded configs differ in it alone."""
+    found: dict[str, dict[str, str]] = {}
+    seen = set()
+    for name in in_order(metrics.algorithms(regime)):
+        record = next(r for r in metrics.runs if (r["regime"], r["algorithm"]) == (regime, name))
+        ratio = (record.get("objective") or {}).get("ratio")
+        if not ratio or "granularity" not in ratio or name in seen:
+            continue
+        seen.add(name)
+        rest = {**record["objective"], "ratio": {k: v for k, v in ratio.items() if k not in ("granularity", "aggregation")}}
+        if ratio["granularity"] != "token" and ratio.get("aggregation") != "geometric":
+            rest["ratio"]["aggregation"] = ratio.get("aggregation")
+        key = json.dumps([rest, record.get("training")], sort_keys=True)
+        found.setdefault(key, {}).setdefault(ratio["granularity"], name)
+    order = ("token", "turn", "sentence", "sequence")
+    return [dict(sorted(f.items(), key=lambda item: order.index(item[0]))) for f in found.values() if len(f) > 1]
+
+
+def _family_name(metrics: Metrics, family: Mapping[str, str]) -> str:
+    return metrics.look(next(iter(family.values()))).label
+
+
+def _granularity_title(metrics: Metrics, regime: str, families: Sequence[Mapping[str, str]]) -> str:
+    """Of all steps to a coarser ratio, how many help clearly."""
+    if short := findings.too_short(metrics, [regime]):
+        return short
+    steps = [(f[a], f[b], a, b) for f in families for a, b in zip(list(f), list(f)[1:], strict=False)]
+    found = [findings.compare_arms(metrics, regime, step[:2], "final", len(steps)) for step in steps]
+    (_, _, fine, coarse), one = steps[0], found[0]
+    numbers = f"final success {findings.two(one.one)} with {fine} ratios, {findings.two(one.other)} with {coarse} ratios"
+    if len(families) > 1 or len(steps) > 1:
+        numbers += f" ({findings.name_of(metrics, steps[0][0])} and {findings.name_of(metrics, steps[0][1])})"
+    if len(steps) == 1 or all(step.few for step in found):
+        return findings.sentence(one.say(numbers, numbers))
+    better = sum(step.clear and step.other > step.one for step in found)
+    worse = sum(step.clear and step.other < step.one for step in found)
+    return f"A coarser ratio ends clearly higher in {better} of {len(steps)} comparisons, clearly lower in {worse}: {numbers}"
+
+
+# ---- the list -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Kind:
+    """A figure of the list."""
+
+    group: str
+    draw: Callable[[Metrics], Plot | None]
+
+
+FIGURES: dict[str, Kind] = {
+    draw.__name__: Kind(group, draw)
+    for group, draw in (
+        (HAPPENS, learning),
+        (HAPPENS, every_algorithm),
+        (HAPPENS, stability),
+        (HAPPENS, clip_ratio),
+        (TOLERATES, tolerance),
+        (WHY, norms),
+        (WHY, signals),
+        (WHY, granularity),
+        (WHY, trends),
+    )
+}
+
+
+def all_figures(metrics: Metrics) -> list[Plot]:
+    """Every figure of `FIGURES` that the runs support, in order."""
+    return [plot for kind in FIGURES.values() if (plot := kind.draw(metrics)) is not None]
+
+
+# ---- one run ------------------------------------------------------------------------------------
+def run_figure(updates: pd.DataFrame, evaluations: pd.DataFrame, title: str) -> Plot:
+    """One run as it stands, from its two tables, finished or not: for the training notebook."""
+    blue, orange, green = "#0061A8", "#D55E00", "#009E73"
+    panels = {
+        "gradient norms": {"gradient_norm": "gradient", "clipping_bias_norm": "clipping bias"},
+        "clipping": {"clip_fraction": "clip fraction", "out_of_range_fraction": "out of range"},
+        "policy": {"entropy": "entropy (nats)", "valid_format_rate": "valid format", "kl_behaviour_k3": "KL to behaviour"},
+    }
+    with style():
+        fig = Figure(figsize=(10.0, 5.6), layout="constrained")
+        axes = list(fig.subplots(2, 2).flat)
+        at = updates.groupby("iteration").mean(numeric_only=True)
+        axes[0].plot(at.index, at["success_train"], color="#BBBBBB", label="training questions")
+        for temperature, name, color in ((1.0, "held out, sampled", blue), (0.0, "held out, greedy", orange)):
+            rows = evaluations[evaluations["temperature"] == temperature]
+            axes[0].plot(rows["iteration"], rows["success"], "o-", markersize=3, color=color, label=name)
+        axes[0].set_ylim(bottom=0)
+        for ax, columns in zip(axes[1:], panels.values(), strict=True):
+            for (column, label), color in zip(columns.items(), (blue, orange, green), strict=False):
+                if column in at:
+                    values = at[column].where(at[column] > 0) if ax is axes[1] else at[column]
+                    ax.plot(at.index, values, color=color, label=label)
+        axes[1].set_yscale("log")  # a norm of exactly 0 (nothing clipped yet) has no place on it
+        for ax, name in zip(axes, ["success", *panels], strict=True):
+            ax.set_title(name, fontweight="bold")
+            ax.set_xlabel("iteration")
+            ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        fig.suptitle(title, x=0.012, ha="left")
+    return Plot("run", fig, at.reset_index(), f"{title}. Means over each iteration's updates.")
