@@ -29,7 +29,7 @@ class Picture:
     """One figure of one results folder."""
 
     src: str  # data URI
-    caption: str
+    text: str  # title, if it states one, and caption
     link: str  # to its vector file, relative to the report
     data: str  # to its numbers, likewise
 
@@ -56,7 +56,7 @@ def _picture(folder: Path | None, name: str, page: Path) -> Picture | None:
     link = Path(os.path.relpath(file, page.parent))
     return Picture(
         src=f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}",
-        caption=caption.read_text(encoding="utf-8").strip() if caption.is_file() else "",
+        text=caption.read_text(encoding="utf-8").strip() if caption.is_file() else "",
         link=link.with_suffix(".svg").as_posix(),
         data=link.with_suffix(".csv").as_posix(),
     )
