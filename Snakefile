@@ -15,8 +15,10 @@
 #
 # What a run depends on is content: its composed config, and the syntax of the modules that it imports. Both
 # go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
+import json
 import os
 import shlex
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,9 +48,10 @@ FAST = PRESET == "smoke"
 
 try:
     RUNS = {run.name: run for run in configs.planned_runs(PRESET, OVERRIDES)}
-    PIPELINE = configs.compose([f"preset={PRESET}", *OVERRIDES])["pipeline"]
+    COMPOSED = configs.compose([f"preset={PRESET}", *OVERRIDES])
 except configs.ConfigError as error:
     raise WorkflowError(str(error))
+PIPELINE = COMPOSED["pipeline"]
 # A preset may be rendered from committed metrics; `retrain=true` trains it instead.
 RETRAIN = str(config.get("retrain", False)).lower() in ("true", "1", "yes")
 RECORDED = None if RETRAIN else PIPELINE.get("recorded")
@@ -99,7 +102,7 @@ WARM_STARTS = {
     ]
     for run in TRAINED.values()
 }
-WORLDS = [run.config["world"] for run in TRAINED.values()] or [configs.compose([f"preset={PRESET}", *OVERRIDES])["world"]]
+WORLDS = [run.config["world"] for run in TRAINED.values()] or [COMPOSED["world"]]
 TARGETS = sorted({target for world in WORLDS for target in config_targets(world)})
 TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS], notebook="notebooks/10-train.ipynb")
 
@@ -112,7 +115,7 @@ def numbered(*patterns):
 DERIVATIONS, NOTEBOOKS = numbered("0[0-9]"), numbered("2[0-3]", "3[0-9]")
 PAGES = NOTEBOOKS if RECORDED else [*DERIVATIONS, *NOTEBOOKS]
 FIGURES = [f"{RESULTS}/figures", *(f"{RESULTS}/{name}.ipynb" for name in NOTEBOOKS)]
-CLAIMS = [f"{RESULTS}/claims/claims.csv"] if PIPELINE.get("claims") else []
+CLAIMS = multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "planned.json") if "study" in COMPOSED else []
 PAPERMILL = f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
 REFERENCE = f"results/reference/{PRESET}"
 
@@ -266,7 +269,7 @@ rule plug_ins:
         "papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
 
 
-if CLAIMS:
+if CLAIMS:  # a preset with a section `study`
 
     rule claims:
         input:
@@ -275,11 +278,13 @@ if CLAIMS:
             CLAIMS,
         params:
             code=code_hash("stppo.study.claims"),
-            ledger=content_of(PIPELINE["claims"]),
+            ledger=content_of("src/stppo/study/claims.yaml"),
+            planned=json.dumps(Counter(f"{run.regime}/{run.algorithm}" for run in RUNS.values()), indent=1),
         log:
             f"{RESULTS}/logs/claims.log",
         shell:
-            "stppo claims {RESULTS}/metrics {RESULTS}/claims > {log} 2>&1"
+            "echo {params.planned:q} > {output[2]} && "  # how many runs each arm is to have
+            "stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {output[2]} > {log} 2>&1"
 
 
 # Not part of `all`: any checkpoint on any of the eight benchmarks,

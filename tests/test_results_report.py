@@ -69,7 +69,7 @@ def results(tmp_path_factory):
     draw(root / "mine" / "figures", "learning", "clip_ratio", "norms", "my_own_figure")
     (root / "mine" / "claims").mkdir()
     (root / "mine" / "claims" / "claims.csv").write_text(
-        "id,claim,verdict\nC1,It helps.,supported\nC2,Always.,inconclusive\n"
+        "id,claim,measured,verdict\nC1,It helps.,one,supported\nC1,It helps.,two,supported\nC2,Always.,one,inconclusive\n"
     )
     (root / "mine" / "20-what-happened.html").write_text("")
     collect(known[:4], root / "reference" / "metrics")
@@ -152,9 +152,12 @@ def test_figures_that_runs_do_not_support_are_one_line(page):
     }
 
 
-def test_verdicts_are_counted_above_their_table(page):
+def test_claims_are_counted_once_each_above_their_table(page):
     before = page.text[: page.place("claims")]
-    assert "2 claims" in before and "1 inconclusive, 1 supported" in before
+    assert (
+        "Of 2 claims: 1 supported, 1 inconclusive." in before
+        or "Of 2 claims: 1 inconclusive, 1 supported." in before
+    )
 
 
 def test_reference_of_the_same_runs_is_shown_once_and_claims_only_where_there_are_some(results, tmp_path):

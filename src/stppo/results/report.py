@@ -19,6 +19,7 @@ from stppo.results.figures import FIGURES
 from stppo.results.runs import Metrics, load_metrics
 
 METRICS, FIGURE_FOLDER, CLAIMS = "metrics", "figures", "claims/claims.csv"
+CLAIM_COLUMNS = ("id", "claim", "measured", "estimate", "low", "high", "threshold", "worlds", "verdict")
 UNFOLDED = ("learning", "clip_ratio", "tolerance")  # shown before anything is unfolded, in this order
 OTHERS = "more"  # group of figures that the registry does not know: a reader's own
 
@@ -205,9 +206,12 @@ def _number(value: Any, form: str = ".2f") -> str:
     return "" if value is None or pd.isna(value) else format(value, form)
 
 
-def _claims(file: Path) -> list[dict[str, str]]:
-    """The verdicts, as text; none where nothing was claimed of these runs."""
-    return pd.read_csv(file, dtype=str, keep_default_na=False).to_dict("records") if file.is_file() else []
+def _claims(file: Path) -> pd.DataFrame:
+    """Claims, what was measured of each, and verdicts, as text; empty where nothing was claimed of these runs."""
+    if not file.is_file():
+        return pd.DataFrame()
+    rows = pd.read_csv(file, dtype=str, keep_default_na=False)
+    return rows[[name for name in CLAIM_COLUMNS if name in rows]]
 
 
 def _notebooks(results_dir: Path, page: Path) -> list[tuple[str, str]]:
@@ -241,6 +245,7 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
     if theirs is None or committed:
         reference = theirs = None
     sections = figure_sections(results_dir / FIGURE_FOLDER, reference and reference / FIGURE_FOLDER, page)
+    claims = _claims(results_dir / CLAIMS)
     shown = {section.name for section in sections}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -265,7 +270,8 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         notebooks=_notebooks(results_dir, page),
         provenance=provenance(metrics),
         reference_provenance=provenance(theirs) if theirs else None,
-        claims=_claims(results_dir / CLAIMS),
+        claims=claims.to_dict("records"),
+        verdicts=claims.groupby("id")["verdict"].first().value_counts().to_dict() if len(claims) else {},
         glossary=schema.GLOSSARY,
     )
     write_atomically(page, lambda path: path.write_text(text, encoding="utf-8"))
