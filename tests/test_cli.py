@@ -161,7 +161,7 @@ def started(tmp_path, monkeypatch, barely_trained):
 
 
 def runs_in(folder):
-    return sorted(path.parent for path in folder.glob("results/smoke/manual/A/*/*/run.json"))
+    return sorted(path.parent for path in folder.glob("results/smoke/manual/OFF_POLICY/*/*/run.json"))
 
 
 def test_train_uses_the_cached_warm_start_and_really_trains(stppo, started):

@@ -205,19 +205,24 @@ def names(preset, *overrides):
     return [run.name for run in configs.planned_runs(preset, list(overrides))]
 
 
-def test_laptop_plans_the_ablation_and_the_long_regime():
-    planned = names("laptop")
-    assert len(planned) == len(set(planned)) == 31
-    nine = set(ALGORITHMS) - {"so_ppo"}
-    assert {n for n in planned if n.startswith("A/")} == {f"A/{a}/seed{s}" for a in nine for s in range(3)}
-    assert {n for n in planned if n.startswith("LONG/")} == {
-        f"LONG/{a}/seed{s}" for a in ("token_ppo", "st_ppo") for s in range(2)
-    }
+NINE = set(ALGORITHMS) - {"so_ppo"}
 
 
-def test_smoke_plans_eleven_runs():
-    planned = names("smoke")
-    assert len(planned) == len(set(planned)) == 11
+def test_laptop_plans_the_algorithms_and_two_plain_remedies_in_three_worlds():
+    runs = configs.planned_runs("laptop")
+    arms = NINE | {"token_ppo_kl_stop", "token_ppo_grad_clip"}
+    assert {run.name for run in runs} == {f"OFF_POLICY/{a}/seed{s}" for a in arms for s in range(3)}
+    seeds = ["seed", "warm_start_seed"]
+    one = {run.algorithm: run.config for run in runs if run.seed == 2}
+    assert all([c[k] for k in seeds] == [2, 2] and c["world"]["seed"] == 2 for c in one.values())
+    plain = one["token_ppo"]["training"]
+    assert plain["target_kl"] is plain["max_grad_norm"] is None
+    assert one["token_ppo_kl_stop"]["training"] == plain | {"target_kl": 0.05}
+    assert one["token_ppo_grad_clip"]["training"] == plain | {"max_grad_norm": 1.0}
+
+
+def test_smoke_plans_every_algorithm_once():
+    assert names("smoke") and set(names("smoke")) == {f"OFF_POLICY/{a}/seed0" for a in NINE}
 
 
 def test_planned_runs_are_what_their_names_say():
@@ -246,8 +251,8 @@ def study_like(copied_configs):
 
 def test_arms_replicates_and_entries_of_one_regime(study_like):
     runs = study_like(
-        A="{training: regime_a, algorithms: [token_ppo, wide_ppo], seeds: [7, 8]}",
-        A_LATER="{regime: A, training: regime_a, algorithms: [grpo], seeds: [8], overrides: [training.epochs=2]}",
+        A="{training: off_policy, algorithms: [token_ppo, wide_ppo], seeds: [7, 8]}",
+        A_LATER="{regime: A, training: off_policy, algorithms: [grpo], seeds: [8], overrides: [training.epochs=2]}",
     )
     assert [run.name for run in runs] == [
         *("A/token_ppo/seed7", "A/wide_ppo/seed7", "A/token_ppo/seed8", "A/wide_ppo/seed8"),
@@ -267,13 +272,13 @@ def test_arms_replicates_and_entries_of_one_regime(study_like):
 
 def test_overrides_may_name_the_seed_and_the_one_after_it(study_like):
     runs = study_like(
-        A="{training: regime_a, algorithms: [token_ppo], seeds: [7, 8], overrides: ['world.cache_dir={seed}-{next_seed}']}"
+        A="{training: off_policy, algorithms: [token_ppo], seeds: [7, 8], overrides: ['world.cache_dir={seed}-{next_seed}']}"
     )
     assert [run.config["world"]["cache_dir"] for run in runs] == ["7-8", "8-7"]
 
 
 def test_run_that_is_planned_twice_is_refused(study_like):
-    entry = "{regime: A, training: regime_a, algorithms: [token_ppo], seeds: [7]}"
+    entry = "{regime: A, training: off_policy, algorithms: [token_ppo], seeds: [7]}"
     with pytest.raises(ConfigError, match="TWICE: the run A/token_ppo/seed7 is planned twice"):
         study_like(ONCE=entry, TWICE=entry)
 
@@ -283,7 +288,7 @@ def test_override_applies_to_all_runs_of_a_pipeline():
     assert {run.config["training"]["iterations"] for run in runs} == {3}
 
 
-@pytest.mark.parametrize("override", ["seed=5", "algorithm=grpo", "training=regime_long", "preset=laptop"])
+@pytest.mark.parametrize("override", ["seed=5", "algorithm=grpo", "training=nearly_on_policy", "preset=laptop"])
 def test_pipeline_refuses_to_override_what_tells_its_runs_apart(override):
     with pytest.raises(ConfigError, match=r"pipeline\.regimes"):
         configs.planned_runs("smoke", [override])
@@ -321,19 +326,14 @@ def edit(file, old, new):
 @pytest.mark.parametrize(
     ("file", "old", "new", "changed"),
     [
-        ("algorithm/gspo.yaml", "epsilon_low: 3.0e-4", "epsilon_low: 5.0e-4", {"A/gspo/seed0"}),
-        (
-            "algorithm/st_ppo.yaml",
-            "epsilon_high: 0.2",
-            "epsilon_high: 0.3",
-            {"A/st_ppo/seed0", "LONG/st_ppo/seed0"},
-        ),
+        ("algorithm/gspo.yaml", "epsilon_low: 3.0e-4", "epsilon_low: 5.0e-4", {"OFF_POLICY/gspo/seed0"}),
+        ("algorithm/st_ppo.yaml", "epsilon_high: 0.2", "epsilon_high: 0.3", {"OFF_POLICY/st_ppo/seed0"}),
         ("algorithm/gspo.yaml", "# GSPO", "# A comment about GSPO", set()),
         (
-            "training/regime_long.yaml",
-            "learning_rate: ",
-            "learning_rate: 1",
-            {"LONG/token_ppo/seed0", "LONG/st_ppo/seed0"},
+            "training/off_policy.yaml",
+            "critic_epochs: 1",
+            "critic_epochs: 2",
+            {f"OFF_POLICY/{a}/seed0" for a in set(ALGORITHMS) - {"so_ppo"}},
         ),
     ],
 )
@@ -352,7 +352,7 @@ def test_new_file_is_a_new_algorithm_and_leaves_the_runs_alone(copied_configs):
     )
     edit(copied_configs / "preset" / "smoke.yaml", "gspo]", "gspo, wide]")
     after = fingerprints(configs.planned_runs("smoke"))
-    assert set(after) - set(before) == {"A/wide/seed0"}
+    assert set(after) - set(before) == {"OFF_POLICY/wide/seed0"}
     assert all(after[name] == before[name] for name in before)
     check("algorithm=wide")
 
@@ -370,7 +370,7 @@ def start_dir(*overrides):
 
 def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
     shared = {
-        start_dir(f"algorithm={a}", f"training={t}") for a in ALGORITHMS for t in ("regime_a", "regime_long")
+        start_dir(f"algorithm={a}", f"training={t}") for a in ALGORITHMS for t in ("off_policy", "nearly_on_policy")
     }
     assert len(shared) == 1
     assert shared == {start_dir("training.learning_rate=1e-5", "evaluation.every=3")}

@@ -310,7 +310,7 @@ def evaluate(
 
     Examples:
 
-    * `stppo evaluate results/smoke/runs/A/st_ppo/seed0 preset=smoke --out results/smoke/evaluation`
+    * `stppo evaluate results/smoke/runs/OFF_POLICY/st_ppo/seed0 preset=smoke --out results/smoke/evaluation`
 
     * `stppo evaluate Qwen/Qwen2.5-1.5B-Instruct world=benchmark 'world.benchmark=[nq,hotpotqa]' world.corpus=FILE
     rollout.max_tokens=4096 --questions 500 --out results/evaluation/base`
@@ -405,13 +405,15 @@ def collect(
 
     Examples:
 
-    * `stppo collect results/smoke/metrics results/smoke/runs/A/*/*`
+    * `stppo collect results/smoke/metrics results/smoke/runs/OFF_POLICY/*/*`
 
-    * `stppo collect /tmp/both results/reference/study/metrics results/study/runs/MAIN/*/*`
+    * `stppo collect results/both results/reference/laptop/metrics results/laptop/runs/OFF_POLICY/*/seed3`
     """
     from stppo.results.runs import collect as collect_runs
 
-    typer.echo(collect_runs(runs, out).table.to_string(index=False))
+    summary = collect_runs(runs, out).summary
+    shown = ["regime", "algorithm", "seed", "start", "peak", "final", "greedy_final", "outcome"]
+    typer.echo(summary[shown].to_string(index=False, float_format="%.3f"))
 
 
 @app.command()

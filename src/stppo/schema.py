@@ -19,7 +19,7 @@ BY_BENCHMARK_FILE = "evaluations_by_benchmark.json"  # where questions of severa
 BENCHMARKS_FILE, BENCHMARKS_TABLE_FILE = "benchmarks.json", "benchmarks.csv"
 RESULT_FILE = "result.json"
 
-# --- files of a metrics folder, made from many runs by `analysis.runs.collect` ---------------
+# --- files of a metrics folder, made from many runs by `results.runs.collect` ---------------
 RUNS_FILE = "runs.json"
 ITERATIONS_FILE = "iterations.parquet"
 COLLECTED_EVALUATIONS_FILE = "evaluations.parquet"
@@ -30,7 +30,7 @@ COMPLETED, NON_FINITE, RUNNING = "completed", "non_finite", "running"
 
 # What identifies a run; `collect` puts these columns before all others.
 KEY_COLUMNS: dict[str, str] = {
-    "regime": "off-policy setting (learning rate, epochs, staleness, iterations), e.g. A or LONG",
+    "regime": "off-policy setting (learning rate, epochs, staleness, iterations), e.g. OFF_POLICY",
     "algorithm": "name of the objective, e.g. st_ppo",
     "seed": "seed of roll-outs and minibatches; the warm start has its own seed",
 }

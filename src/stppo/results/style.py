@@ -132,7 +132,7 @@ class Plot:
         with style():
             self.figure.draw_without_rendering()
             self.figure.set_layout_engine("none")  # laid out once, not anew for every format
-            metadata = {"Date": None, "Title": self.title or None}
+            metadata = {"Date": None, **({"Title": self.title} if self.title else {})}
             write_atomically(
                 out_dir / f"{name}.svg",
                 lambda path: self.figure.savefig(path, format="svg", metadata=metadata),
