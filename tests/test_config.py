@@ -288,7 +288,9 @@ def test_override_applies_to_all_runs_of_a_pipeline():
     assert {run.config["training"]["iterations"] for run in runs} == {3}
 
 
-@pytest.mark.parametrize("override", ["seed=5", "algorithm=grpo", "training=nearly_on_policy", "preset=laptop"])
+@pytest.mark.parametrize(
+    "override", ["seed=5", "algorithm=grpo", "training=nearly_on_policy", "preset=laptop"]
+)
 def test_pipeline_refuses_to_override_what_tells_its_runs_apart(override):
     with pytest.raises(ConfigError, match=r"pipeline\.regimes"):
         configs.planned_runs("smoke", [override])
@@ -370,7 +372,9 @@ def start_dir(*overrides):
 
 def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
     shared = {
-        start_dir(f"algorithm={a}", f"training={t}") for a in ALGORITHMS for t in ("off_policy", "nearly_on_policy")
+        start_dir(f"algorithm={a}", f"training={t}")
+        for a in ALGORITHMS
+        for t in ("off_policy", "nearly_on_policy")
     }
     assert len(shared) == 1
     assert shared == {start_dir("training.learning_rate=1e-5", "evaluation.every=3")}
