@@ -126,7 +126,7 @@ OBJECTIVE = "algorithm.objective"
             ["algorithm=token_ppo", f"{OBJECTIVE}.clip.clip_on=turn"],
             "Clip.clip_on='turn' needs Ratio.granularity='turn', got 'token'",
         ),
-        ([f"{OBJECTIVE}.ratio.granularity=word"], "must be one of token, turn, sequence"),
+        ([f"{OBJECTIVE}.ratio.granularity=word"], "must be one of token, turn, sentence, sequence"),
         ([f"{OBJECTIVE}.loss_aggregation=sum"], "trajectory_mean, token_mean, turn_mean"),
         ([f"{OBJECTIVE}.stabilizer.c0=0"], "ClippingBiasNorm.c0=0: must be"),
         ([f"{OBJECTIVE}.credit=GAE"], f"{OBJECTIVE}.credit = 'GAE': the _target_ of a CreditRule"),

@@ -89,7 +89,7 @@ def test_overflow_is_visible():
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("granularity", "word", "token, turn, sequence"),
+        ("granularity", "word", "token, turn, sentence, sequence"),
         ("aggregation", "median", "geometric, arithmetic, product"),
     ],
 )
