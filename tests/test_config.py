@@ -85,7 +85,7 @@ def test_unknown_option_lists_the_allowed_ones(group):
         ("rollout.foo", "temperature"),
         ("evaluation.foo", "questions"),
         ("algorithm.foo", "objective"),
-        ("algorithm.objective.foo", "credit, ratio, clip, stabilizer, loss_aggregation"),
+        ("algorithm.objective.foo", "credit, ratio, clip, surrogate, stabilizer, loss_aggregation"),
         ("algorithm.objective.clip.foo", "epsilon_low, epsilon_high, clip_on"),
         ("world.foo", "n_entities"),
     ],

@@ -18,11 +18,18 @@ from stppo.objectives import (
     loss_weights,
 )
 from stppo.trajectories import Trajectories
-from tests.objectives_cases import TabularPolicy, batch_from_turns, mixed_batch, normal, off_policy
+from tests.objectives_cases import (
+    TabularPolicy,
+    batch_from_turns,
+    mixed_batch,
+    normal,
+    off_policy,
+    sentences_of,
+)
 
 RATIOS = [
     ("token", "geometric"),
-    *itertools.product(("turn", "sequence"), ("geometric", "arithmetic", "product")),
+    *itertools.product(("turn", "sentence", "sequence"), ("geometric", "arithmetic", "product")),
 ]
 LOSS_AGGREGATIONS = ("trajectory_mean", "token_mean", "turn_mean")
 
@@ -83,7 +90,9 @@ def loss_by_hand(objective, logprobs, batch, advantages):
         for turn in turns:
             terms = []
             for t in turn:
-                segment = {"token": [t], "turn": turn, "sequence": agent}[objective.ratio.granularity]
+                (sentence,) = [s for s in sentences_of(batch, i) if t in s]
+                segments = {"token": [t], "turn": turn, "sentence": sentence, "sequence": agent}
+                segment = segments[objective.ratio.granularity]
                 logs = [l[j] for j in segment]
                 w = {
                     "geometric": math.exp(sum(logs) / len(logs)),
@@ -319,6 +328,7 @@ def test_environment_positions_cannot_matter(setting, granularity, aggregation, 
             **batch.state_dict(),
             "tokens": batch.tokens.masked_fill(off, 0),
             "behaviour_logprobs": batch.behaviour_logprobs.masked_fill(off, garbage),
+            "sentence_ends": batch.sentence_ends | off,
         }
     )
     clean = outcome(objective, batch, logprobs, advantages)

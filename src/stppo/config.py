@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 import logging
@@ -170,6 +171,8 @@ def _check_target(node: Config, key: str) -> None:
         target = get_class(node["_target_"])
     except Exception as error:  # whatever importing it raised
         raise ConfigError(f"{key}._target_ = {node['_target_']}: no such class") from error
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise ConfigError(f"{key}._target_ = {node['_target_']}: {target.__name__} must define {', '.join(missing)}")
     given = {name: value for name, value in node.items() if not name.startswith("_")}
     if dataclasses.is_dataclass(target):
         allowed = [field.name for field in dataclasses.fields(target) if field.init]
@@ -181,8 +184,14 @@ def _check_target(node: Config, key: str) -> None:
         nested = isinstance(value, dict) and "_target_" in value
         if nested:
             _check_target(value, f"{key}.{name}")
-        if dataclasses.is_dataclass(kind) and not (nested and issubclass(get_class(value["_target_"]), kind)):
-            raise ConfigError(f"{key}.{name} = {value!r}: the _target_ of a {kind.__name__} is needed")
+        rule = dataclasses.is_dataclass(kind) or inspect.isabstract(kind)
+        if rule and not (nested and issubclass(get_class(value["_target_"]), kind)):
+            write = "".join(f" and write its {method}" for method in sorted(getattr(kind, "__abstractmethods__", ())))
+            given_class = value["_target_"] if nested else repr(value)
+            raise ConfigError(
+                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is needed; for one of your own, "
+                f"subclass {kind.__module__}.{kind.__name__}{write}"
+            )
 
 
 def run_section(config: Config) -> Config:
