@@ -177,7 +177,7 @@ def bias_norms(trainer: Trainer, repeats: int) -> Table:
         part = batch.select(rows)
         scores = score(trainer.policy, part, n_chunks=training.length_chunks)
         width = part.tokens.shape[1]
-        surrogate = trainer.objective.surrogate(scores.logprobs, part, advantages[rows, :width])
+        surrogate = trainer.objective(scores.logprobs, part, advantages[rows, :width])
         norm = float("nan")
         if kind == "exact":
             norm = global_norm(gradient_of(surrogate.bias_surrogate, trainer.parameters))

@@ -34,7 +34,7 @@ def production(oracle, its, theta, advantages, rows):
     width = batch.tokens.shape[1]
     logprobs = oracle.layout.scatter(oracle.token_logprobs(theta))[rows][:, :width]
     logprobs.retain_grad()
-    surrogate = its.surrogate(logprobs, batch, oracle.layout.scatter(advantages)[rows][:, :width])
+    surrogate = its(logprobs, batch, oracle.layout.scatter(advantages)[rows][:, :width])
     p = oracle.policy.log_probs(theta).exp().detach()
     squared = oracle.layout.scatter(p.square().sum(1)[oracle.histories])[rows][:, :width]
     cheap = estimated_bias_norms(surrogate, logprobs, squared)

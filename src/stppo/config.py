@@ -211,6 +211,10 @@ def _check_target(node: Config, key: str) -> None:
     if not isinstance(node, dict) or "_target_" not in node:
         raise ConfigError(f"{key}: a mapping with _target_ is needed, got {node!r}")
     target = _class(node["_target_"], key)
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise ConfigError(
+            f"{key}._target_ = {node['_target_']}: {target.__name__} must define {', '.join(missing)}"
+        )
     given = {name: value for name, value in node.items() if not name.startswith("_")}
     parameters = inspect.signature(target).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and (
@@ -223,8 +227,16 @@ def _check_target(node: Config, key: str) -> None:
         nested = isinstance(value, dict) and "_target_" in value
         if nested:
             _check_target(value, f"{key}.{name}")
-        if dataclasses.is_dataclass(kind) and not (nested and issubclass(get_class(value["_target_"]), kind)):
-            raise ConfigError(f"{key}.{name} = {value!r}: the _target_ of a {kind.__name__} is needed")
+        rule = dataclasses.is_dataclass(kind) or inspect.isabstract(kind)
+        if rule and not (nested and issubclass(get_class(value["_target_"]), kind)):
+            write = "".join(
+                f" and write its {method}" for method in sorted(getattr(kind, "__abstractmethods__", ()))
+            )
+            given_class = value["_target_"] if nested else repr(value)
+            raise ConfigError(
+                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is needed; for one of your own, "
+                f"subclass {kind.__module__}.{kind.__name__}{write}"
+            )
 
 
 def _class(target: str, key: str) -> type:
