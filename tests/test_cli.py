@@ -49,7 +49,7 @@ def assert_one_line_error(result, *parts):
 @pytest.mark.parametrize(
     "command",
     [
-        *("train", "warm-start", "play", "evaluate", "tiny-model", "collect", "claims", "report"),
+        *("train", "warm-start", "play", "evaluate", "tiny-model", "collect", "claims", "report", "progress"),
         *("plugins check", "plugins verl-data"),
     ],
 )
@@ -227,3 +227,15 @@ def test_damaged_checkpoint_is_one_line_and_set_aside_on_request(stppo, started)
     assert_last_line(result, "run/checkpoint/1 cannot be read")
     code, out, _ = stppo("train", *TINY, "training.iterations=1", "--out", "run", "--resume", "set_aside")
     assert code == 0 and "completed" in out and (folder / "earlier-1" / "checkpoint").exists()
+
+
+def test_progress_says_how_far_runs_are(stppo, tmp_path):
+    run = tmp_path / "A" / "st_ppo" / "seed0"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("{training: {iterations: 40}, evaluation: {every: 2}}")
+    record = {"status": "running", "algorithm": "st_ppo", "seed": 0, "iterations": 10, "wall_seconds": 20.0}
+    (run / "run.json").write_text(json.dumps(record))
+    pd.DataFrame({"temperature": [1.0], "success": [0.5]}).to_parquet(run / "evaluations.parquet")
+    code, shown, _ = stppo("progress", str(tmp_path))
+    assert code == 0 and "10 of 40" in shown and "1 running" in shown
+    assert_one_line_error(stppo("progress", str(tmp_path / "nothing")), "no folder")
