@@ -15,11 +15,15 @@ from stppo.world.scripted import DemonstrationNoise, play
 
 TINY = [
     "preset=smoke",
+    "world.n_entities=60",
+    "world.n_name_parts=8",
+    "world.held_out=0.4",
     "world.n_train=64",
     "world.n_validation=32",
     "world.n_test=32",
     "policy.hidden_size=32",
     "policy.intermediate_size=48",
+    "warm_start.reading.max_steps=0",
     "warm_start.demonstrations=64",
     "training.iterations=5",
     "training.trajectories_per_iteration=16",

@@ -3,9 +3,11 @@
 import pytest
 
 from stppo import config as configs
+from stppo import config_files
+from stppo.algorithms import ORDER
 from stppo.config import ConfigError
 
-ALGORITHMS = configs.options("algorithm")
+ALGORITHMS = sorted([*ORDER, "so_ppo"])  # the shipped ones; a reader may have added a file
 
 
 def check(*overrides: str) -> None:
@@ -16,10 +18,14 @@ def check(*overrides: str) -> None:
 
 
 def test_the_ten_names_of_nine_algorithms_are_offered():
-    assert set(ALGORITHMS) == {
-        *("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo", "so_ppo_ctn"),
-        *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
-    }
+    assert (
+        {
+            *("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo", "so_ppo_ctn"),
+            *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
+        }
+        == set(ALGORITHMS)
+        <= set(configs.options("algorithm"))
+    )
     points = {n: configs.compose([f"algorithm={n}"])["algorithm"]["objective"] for n in ALGORITHMS}
     same = [(a, b) for a in ALGORITHMS for b in ALGORITHMS if a < b and points[a] == points[b]]
     assert same == [("so_ppo", "st_ppo")], "v2's name for st_ppo; all others differ"
@@ -84,6 +90,7 @@ def test_unknown_option_lists_the_allowed_ones(group):
         ("policy.foo", "hidden_size"),
         ("rollout.foo", "temperature"),
         ("evaluation.foo", "questions"),
+        ("warm_start.reading.foo", "target_accuracy"),
         ("algorithm.foo", "objective"),
         ("algorithm.objective.foo", "credit, ratio, clip, stabilizer, loss_aggregation"),
         ("algorithm.objective.clip.foo", "epsilon_low, epsilon_high, clip_on"),
@@ -145,7 +152,16 @@ OBJECTIVE = "algorithm.objective"
         (["rollout.temperature=0"], "rollout.temperature = 0: Input should be greater than 0"),
         (["world.n_entities=0"], "world: n_entities must be"),
         (["+warm_start.noise.foo=1"], "warm_start.noise.foo: unknown key; allowed: early_answer"),
-        (["+warm_start.noise.malformed=2"], "warm_start.noise.malformed must be in [0, 1]"),
+        (["warm_start.noise.malformed=2"], "warm_start.noise.malformed must be in [0, 1]"),
+        (
+            ["warm_start.noise.bad=2"],
+            "warm_start.noise.bad: unknown key; allowed: early_answer, wrong_entity",
+        ),
+        (["warm_start.max_steps=20"], "warm_start.evaluate_every=50 must be at most warm_start.max_steps=20"),
+        (
+            ["warm_start.reading.max_steps=10"],
+            "warm_start.reading.measure_every=20 must be at most warm_start.reading.max_steps=10",
+        ),
         (["seed=-1"], "seed = -1: Input should be greater than or equal to 0"),
         (["training.epochs"], "Error parsing override 'training.epochs'"),
     ],
@@ -288,11 +304,11 @@ def fingerprints(runs):
 @pytest.fixture
 def copied_configs(tmp_path, monkeypatch):
     """The real configs in a folder that may be edited."""
-    for source in configs.config_dir().rglob("*.yaml"):
-        target = tmp_path / source.relative_to(configs.config_dir())
+    for source in config_files.config_dir().rglob("*.yaml"):
+        target = tmp_path / source.relative_to(config_files.config_dir())
         target.parent.mkdir(exist_ok=True)
         target.write_text(source.read_text())
-    monkeypatch.setattr(configs, "config_dir", lambda: tmp_path)
+    monkeypatch.setattr(config_files, "config_dir", lambda: tmp_path)
     return tmp_path
 
 
@@ -368,6 +384,7 @@ def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
         "world.n_entities=200",
         "policy.hidden_size=32",
         "warm_start.batch_size=32",
+        "warm_start.reading.batch_size=32",
         "evaluation.questions=32",
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from stppo import config as configs
 from stppo.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
 from stppo.training.checkpoint import newest
 from stppo.training.trainer import Trainer
-from stppo.training.warm_start import load_warm_start, warm_start
+from stppo.training.warm_start import encode_episode, load_warm_start, warm_start
+from stppo.world.encoding import DialogueEncoder
 from tests.conftest import TINY
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
@@ -247,6 +249,7 @@ def test_warm_start_learns_until_the_target(tmp_path, tiny):
     record = warm_start(easy, tmp_path, progress=False)
     losses = [row["loss"] for row in record["history"]]
     assert losses[0] > losses[-1] and record["history"][-1]["success"] >= 0.01
+    assert record["reading_steps"] == 0 and {row["stage"] for row in record["history"]} == {"searching"}
     policy, loaded, weights = load_warm_start(tmp_path)
     assert loaded["steps"] == record["steps"] and len(weights) == 12
     assert sum(p.numel() for p in policy.parameters()) == record["parameters"]
@@ -273,6 +276,49 @@ def test_warm_start_that_misses_its_target_says_so(tmp_path, tiny):
     with pytest.raises(ValueError, match="warm_start.max_steps=50"):
         warm_start(tiny("warm_start.max_steps=50", "warm_start.target_success=0.9"), tmp_path, progress=False)
     assert not (tmp_path / "warm_start.json").exists()
+
+
+READ = [
+    "warm_start.reading.max_steps=60",
+    "warm_start.reading.measure_every=20",
+    "warm_start.reading.batch_size=8",
+]
+
+
+def test_reading_comes_first_and_ends_at_its_target(tmp_path, tiny):
+    config = tiny(*READ, "warm_start.reading.target_accuracy=0.03", "warm_start.target_success=0")
+    record = warm_start(config, tmp_path, progress=False)
+    stages = [row["stage"] for row in record["history"]]
+    assert stages == ["reading"] * (len(stages) - 1) + ["searching"]
+    *before, last = [row["accuracy"] for row in record["history"][:-1]]
+    assert last >= 0.03 > max(before, default=0) and record["history"][0]["loss"] > 2
+    assert record["reading_steps"] == 20 * (len(stages) - 1) and record["steps"] == 50
+
+
+def test_reading_that_misses_its_target_says_so(tmp_path, tiny):
+    with pytest.raises(
+        ValueError, match=r"reading accuracy 0\.\d+ after warm_start\.reading\.max_steps=60 is below"
+    ):
+        warm_start(tiny(*READ), tmp_path, progress=False)
+    assert not (tmp_path / "warm_start.json").exists()
+
+
+def test_only_the_names_of_a_reading_example_are_learned(tiny):
+    world = configs.build(tiny()["world"], "world")
+    (example,) = world.reading_examples(1, random.Random(0))
+    tokens, mask = encode_episode(example, DialogueEncoder(world.environment.protocol, world.tokenizer))
+    agent = [token for token, ours in zip(tokens, mask, strict=True) if ours]
+    assert world.tokenizer.decode(agent) == " ".join(turn.text for turn in example.turns)
+    others = [token for token, ours in zip(tokens, mask, strict=True) if not ours]
+    shown = [example.prompt, *(turn.observation or "" for turn in example.turns)]
+    assert world.tokenizer.decode(others) == " ".join(shown).strip()
+
+
+def test_a_folder_keeps_the_warm_start_that_runs_stand_on(tmp_path, tiny, barely_trained):
+    shutil.copytree(barely_trained, tmp_path / "start")
+    with pytest.raises(ValueError, match="holds a warm start for another world or policy"):
+        warm_start(tiny("world.seed=5"), tmp_path / "start", progress=False)
+    assert load_warm_start(tmp_path / "start")[2] == load_warm_start(barely_trained)[2]
 
 
 def test_trainer_leaves_the_reference_policy_alone(tmp_path, tiny, barely_trained):

@@ -15,7 +15,7 @@ from stppo.world.knowledge import EOS, PAD, SPLITS, SyntheticWorld
 from stppo.world.protocol import parse_turn
 from stppo.world.scripted import DemonstrationNoise, SyntheticReader, parse_document, play, play_summary
 
-SMALL = {"n_entities": 60, "n_train": 200, "n_validation": 50, "n_test": 50}
+SMALL = {"n_entities": 100, "n_name_parts": 12, "n_train": 100, "n_validation": 20, "n_test": 20}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_same_seed_same_world_in_every_process():
 
 
 def test_entities_have_distinct_two_token_names_of_shared_parts(world):
-    assert len(set(world.entities)) == 240
+    assert len(set(world.entities)) == 2000
     assert all(len(entity.split()) == 2 for entity in world.entities)
     sharing = Counter(part for entity in world.entities for part in entity.split())
     assert min(sharing.values()) >= 1 and sum(sharing.values()) / len(sharing) > 5
@@ -86,13 +86,46 @@ def test_answers_follow_from_the_facts_without_cycles(world):
         assert [title for title, _ in question.gold_paragraphs] == path[:-1]
 
 
+def steps(questions):
+    """Every (entity, relation) that the questions' chains use."""
+    return {
+        (title, relation)
+        for question in questions
+        for (title, _), relation in zip(question.gold_paragraphs, question.id.split(".")[1:], strict=True)
+    }
+
+
+@pytest.mark.parametrize("fields", [{}, {"seed": 3, "held_out": 0.3}, {"facts_seed": 7}])
+def test_no_step_of_a_training_chain_is_in_a_held_out_one(fields):
+    world = SyntheticWorld(**fields)
+    trained, *held_out = (steps(world.questions(split)) for split in SPLITS)
+    assert len(trained) > 5000 and all(len(found) > 500 for found in held_out)
+    assert not trained & (held_out[0] | held_out[1])
+    read = {entity for entity, _ in trained}
+    assert not read & world.held_out_entities
+
+
+def test_facts_are_redrawn_behind_the_same_names(world):
+    other = SyntheticWorld(facts_seed=5)
+    assert other.entities == world.entities and other.vocabulary == world.vocabulary
+    assert other.held_out_entities == world.held_out_entities
+    kept = sum(
+        other.facts[entity][relation] == world.facts[entity].get(relation)
+        for entity in world.entities
+        for relation in other.facts[entity]
+    )
+    assert kept < 0.01 * 8000
+    assert {q.text for q in world.questions("test")} != {q.text for q in other.questions("test")}
+    assert SyntheticWorld(facts_seed=0).facts == world.facts
+
+
 def test_splits_are_disjoint_and_mixed_as_asked(world):
     questions = all_questions(world)
     assert len({question.text for question in questions}) == len({q.id for q in questions}) == len(questions)
-    for split, size in zip(SPLITS, (2000, 512, 512), strict=True):
+    for split, size in zip(SPLITS, (8000, 512, 512), strict=True):
         hops = Counter(question.hops for question in world.questions(split))
         assert sum(hops.values()) == size
-        for n, share in zip((1, 2, 3), (0.3, 0.5, 0.2), strict=True):
+        for n, share in zip((1, 2, 3), (0.4, 0.5, 0.1), strict=True):
             assert abs(hops[n] - share * size) < 1
         first_half = Counter(question.hops for question in world.questions(split)[: size // 2])
         assert all(first_half.values()) and len(first_half) == 3  # shuffled, not sorted by hops
@@ -106,11 +139,26 @@ def test_questions_are_a_copy(world):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_reader_scores_at_least_090_by_reading(seed):
+def test_reader_scores_at_least_098_by_reading(seed):
     world = SyntheticWorld(seed=seed)
-    summary = play_summary(world, world.questions("train"), random.Random(0))
-    assert 0.90 <= summary["em"] < 1
-    assert 1.7 < summary["searches_per_question"] < 2.2
+    summary = play_summary(world, world.questions("train")[:2000], random.Random(0))
+    assert 0.98 <= summary["em"] < 1
+    assert 1.6 < summary["searches_per_question"] < 1.9
+
+
+def test_reading_examples_are_look_ups_in_documents_of_no_entity(world):
+    examples = world.reading_examples(50, random.Random(0))
+    shown = set()
+    for example in examples:
+        document, thought = example.prompt.removeprefix("<information> ").split(" </information> <think> ")
+        name, facts = parse_document(document, frozenset(world.relations))
+        assert len(facts) == 4 and document.split()[0] in world.name_parts[0]
+        asked = [thought, *(turn.observation for turn in example.turns[:-1])]
+        assert len(asked) == 10 and example.turns[-1].observation is None
+        assert [facts[relation] for relation in asked] == [turn.text for turn in example.turns]
+        shown.add(document)
+    assert len(shown) == 50 and not shown & {document.text for document in world.documents}
+    assert examples != world.reading_examples(50, random.Random(1))
 
 
 def test_reader_knows_only_what_was_retrieved(world):
@@ -135,11 +183,11 @@ def rotated(objects):
     return values[1:] + values[:1]
 
 
-def test_trajectories_have_about_60_tokens_and_at_most_four_turns(world):
+def test_trajectories_have_about_50_tokens_and_at_most_four_turns(world):
     episodes = play(world, world.questions("train"), random.Random(0))
     lengths = [len(world.tokenizer(transcript(episode))["input_ids"]) for episode in episodes]
     turns = [len(turn.text.split()) for episode in episodes for turn in episode.turns]
-    assert 50 <= sum(lengths) / len(lengths) <= 70
+    assert 45 <= sum(lengths) / len(lengths) <= 60
     assert min(turns) >= 4 and max(turns) <= world.max_turn_tokens
     assert max(len(episode.turns) for episode in episodes) == 4
     thoughts = sum(turn.text.startswith("<think>") for episode in episodes for turn in episode.turns)
@@ -164,7 +212,7 @@ def test_tokenizer_round_trip(world, tmp_path):
     assert loaded.get_vocab() == world.tokenizer.get_vocab()
     assert (loaded.pad_token, loaded.eos_token) == (PAD, EOS)
     assert loaded("zzz")["input_ids"] == [loaded.unk_token_id]
-    assert 90 <= len(loaded) <= 110
+    assert 140 <= len(loaded) <= 160
 
 
 def test_environment_texts_are_in_the_vocabulary(world):
@@ -220,6 +268,8 @@ def test_reader_asks_again_with_the_relation_where_retrieval_misled(world):
     ("field", "value"),
     [
         ("seed", -1),
+        ("facts_seed", "new"),
+        ("held_out", 1.2),
         ("n_entities", 0),
         ("n_entities", 4),
         ("n_entities", 40_000),
@@ -252,9 +302,25 @@ def test_wrong_noise_names_the_field(field):
         DemonstrationNoise(**{field: 2})
 
 
-def test_more_questions_than_the_knowledge_base_has():
-    with pytest.raises(ValueError, match="ask for 913 1-hop questions but the knowledge base has 240"):
-        SyntheticWorld(n_entities=60, n_train=2016).questions("train")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"n_train": 2016},
+            "n_train ask for 806 1-hop questions but the knowledge base has 320 for them: raise n_entities or "
+            "facts_per_document, lower held_out=0.2, or lower n_train",
+        ),
+        (
+            {"held_out": 0.01},
+            "n_validation + n_test ask for 16 1-hop questions but the knowledge base has 4 for them: raise n_entities or "
+            "facts_per_document, raise held_out=0.01, or lower n_validation + n_test",
+        ),
+        ({"held_out": 0}, "has 0 for them: .* raise held_out=0,"),
+    ],
+)
+def test_more_questions_than_the_knowledge_base_has(fields, message):
+    with pytest.raises(ValueError, match=message.replace("+", r"\+")):
+        SyntheticWorld(**SMALL | fields).questions("train")
 
 
 @pytest.mark.parametrize(("probability", "expected"), [(0, False), (1, True)])
@@ -265,8 +331,8 @@ def test_thinking_can_be_left_out(probability, expected):
 
 
 def test_a_world_of_thousands():
-    world = SyntheticWorld(n_entities=3000, n_name_parts=110)
-    assert len(set(world.entities)) == 3000 and len(set(world.vocabulary)) == len(world.vocabulary)
+    world = SyntheticWorld(n_entities=5000, n_name_parts=110)
+    assert len(set(world.entities)) == 5000 and len(set(world.vocabulary)) == len(world.vocabulary)
     assert play_summary(world, world.questions("test"), random.Random(0))["em"] > 0.9
 
 

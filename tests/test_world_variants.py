@@ -175,14 +175,14 @@ def test_long_horizon_fits_the_positions_of_every_policy(long_horizon):
 def test_long_chains_can_be_followed_to_their_end(seed):
     world = world_of("long_horizon", f"world.seed={seed}")
     episodes = play(world, world.questions("train")[:500], random.Random(0))
-    assert score(episodes) >= 0.9
-    assert score([episode for episode in episodes if episode.question.hops == 5]) >= 0.85
+    assert score(episodes) >= 0.95
+    assert score([episode for episode in episodes if episode.question.hops == 5]) >= 0.9
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_usual_world_of_any_seed_is_as_hard(seed):
     world = world_of("synthetic", f"world.seed={seed}")
-    assert score(play(world, world.questions("train"), random.Random(0))) > 0.93
-    assert score(play(world, world.questions("train"), random.Random(0), NOISE)) == pytest.approx(
-        0.59, abs=0.04
-    )
+    questions = world.questions("train")[:2000]
+    assert score(play(world, questions, random.Random(0))) > 0.98
+    noise = DemonstrationNoise(**configs.compose([])["warm_start"]["noise"])
+    assert score(play(world, questions, random.Random(0), noise)) == pytest.approx(0.33, abs=0.04)

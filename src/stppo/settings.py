@@ -8,9 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from stppo.agent.compute import Precision
 from stppo.agent.policy import PolicyConfig
 from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig
+from stppo.config_files import Presentation
 from stppo.world.scripted import DemonstrationNoise
 
 OptimizerName = Literal["adam", "sgd", "adam8bit"]
+LoggerName = Literal["tensorboard", "wandb"]
 
 
 class Section(BaseModel):
@@ -19,17 +21,41 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class AlgorithmConfig(Section):
-    """A named point in credit × ratio × clip × stabiliser × loss aggregation."""
+class AlgorithmConfig(Section, Presentation):
+    """A named point in credit × ratio × clip × stabiliser × loss aggregation, and how figures show it."""
 
     name: str
     objective: dict[str, Any]
 
 
-class WarmStartConfig(Section):
-    """Supervised start on noisy scripted demonstrations, stopped when sampled success reaches the target; with
-    max_steps=0 the pretrained weights as they are."""
+class ReadingConfig(Section):
+    """First stage of the warm start: look-ups in made-up documents, until the words looked up have this mean probability.
 
+    Left out with max_steps=0, where the world makes up no documents (benchmarks), and where the policy is pretrained.
+    """
+
+    target_accuracy: float = Field(ge=0, lt=1)
+    max_steps: int = Field(ge=0)
+    measure_every: int = Field(gt=0)
+    batch_size: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
+    learning_rate_warmup_steps: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _is_measured(self) -> "ReadingConfig":
+        if self.measure_every > self.max_steps > 0:
+            raise ValueError(
+                f"warm_start.reading.measure_every={self.measure_every} must be at most "
+                f"warm_start.reading.max_steps={self.max_steps}"
+            )
+        return self
+
+
+class WarmStartConfig(Section):
+    """Supervised start: reading, then noisy scripted demonstrations of searching, stopped when sampled success reaches
+    the target; with max_steps=0 the pretrained weights as they are."""
+
+    reading: ReadingConfig
     target_success: float = Field(ge=0, lt=1)
     max_steps: int = Field(ge=0)
     evaluate_every: int = Field(gt=0)
@@ -39,6 +65,15 @@ class WarmStartConfig(Section):
     batch_size: int = Field(gt=0)
     learning_rate: float = Field(gt=0)
     noise: dict[str, float]
+
+    @model_validator(mode="after")
+    def _is_evaluated(self) -> "WarmStartConfig":
+        if 0 < self.max_steps < self.evaluate_every:
+            raise ValueError(
+                f"warm_start.max_steps={self.max_steps} ends before the first evaluation: raise it, or lower "
+                f"warm_start.evaluate_every={self.evaluate_every}"
+            )
+        return self
 
     @field_validator("noise")
     @classmethod
@@ -132,6 +167,7 @@ class RunConfig(Section):
     warm_start: WarmStartConfig
     training: TrainingConfig
     evaluation: EvaluationConfig
+    loggers: list[LoggerName]  # see copies of what is recorded, so no part of a run's identity
 
     @model_validator(mode="after")
     def _attention_fits(self) -> "RunConfig":

@@ -1,6 +1,8 @@
-"""The warm start: supervised learning on noisy scripted demonstrations, until sampled success is moderate.
+"""The warm start: supervised learning in two stages, until sampled success is moderate.
 
-Every run starts from it, as the paper's agents start from a pretrained model: RL then has something to
+Reading: look-ups in made-up documents, which the world invents anew for each step, so that nothing but copying from
+the document helps. Searching: imitation of noisy scripted demonstrations; alone it teaches the protocol but hardly any
+copying. Every run starts from here, as the paper's agents start from a pretrained model: RL then has something to
 improve, and something to lose.
 """
 
@@ -9,7 +11,9 @@ import itertools
 import json
 import random
 import time
+from collections import deque
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from tqdm.auto import tqdm
@@ -30,6 +34,7 @@ from stppo.training.processes import in_own_process
 from stppo.trajectories import Trajectories
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.environment import Episode
+from stppo.world.knowledge import SyntheticWorld
 from stppo.world.protocol import Question
 from stppo.world.scripted import DemonstrationNoise, World, play
 
@@ -38,19 +43,28 @@ WARM_START_FILE = "warm_start.json"
 
 def encode_episode(episode: Episode, encoder: DialogueEncoder) -> tuple[list[int], list[bool]]:
     """Tokens and agent mask of a played episode, each turn and observation tokenised on its own."""
-    tokens = encoder.prompt(episode.prompt)
-    mask = [False] * len(tokens)
-    for turn in episode.turns:
-        emitted = encoder.tokenizer(turn.text, add_special_tokens=False)["input_ids"]
-        observed = encoder.observation(turn.observation or "")
-        tokens += emitted + observed
-        mask += [True] * len(emitted) + [False] * len(observed)
-    return tokens, mask
+    return _encode([episode], encoder)[0]
+
+
+def _encode(episodes: list[Episode], encoder: DialogueEncoder) -> list[tuple[list[int], list[bool]]]:
+    turns = [turn for episode in episodes for turn in episode.turns]
+    written = iter(encoder.written([turn.text for turn in turns]))
+    observed = iter(encoder.observations([turn.observation or "" for turn in turns]))
+    encoded = []
+    for episode in episodes:
+        tokens = encoder.prompt(episode.prompt)
+        mask = [False] * len(tokens)
+        for _ in episode.turns:
+            for ids, by_agent in ((next(written), True), (next(observed), False)):
+                tokens += ids
+                mask += [by_agent] * len(ids)
+        encoded.append((tokens, mask))
+    return encoded
 
 
 def demonstration_batch(episodes: list[Episode], encoder: DialogueEncoder) -> Trajectories:
     """Episodes as one padded batch; behaviour log-probs are unknown and set to 0."""
-    encoded = [encode_episode(episode, encoder) for episode in episodes]
+    encoded = _encode(episodes, encoder)
     lengths = torch.tensor([len(tokens) for tokens, _ in encoded])
     shape = (len(encoded), int(lengths.max()))
     tokens = torch.full(shape, encoder.tokenizer.pad_token_id or 0)
@@ -74,10 +88,17 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
 
     With max_steps=0 nothing is trained: pretrained weights are measured and saved as they are. Else all weights are
     trained, whatever `policy.lora` says. The record holds sampled success S0 (from `final_samples` trajectories on the
-    evaluation questions), greedy success, steps and seconds. Raises ValueError if the target is not reached within
-    `max_steps`, RunStopped where memory runs out.
+    evaluation questions), greedy success, steps of both stages, what was measured on the way, and seconds. Raises
+    ValueError where a stage does not reach its target within its `max_steps`, and where `out_dir` holds a warm start
+    for another world or policy; RunStopped where memory runs out.
     """
     run = validate(config)
+    record = out_dir / WARM_START_FILE
+    if record.is_file() and json.loads(record.read_text()).get("made_for") != made_for(config):
+        raise ValueError(
+            f"{out_dir} holds a warm start for another world or policy, and runs may stand on it: choose another folder "
+            "or delete that one"
+        )
     try:
         return _warm_start(config, run, out_dir, progress)
     except Exception as error:
@@ -97,20 +118,24 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
     if tokenizer is None:
         tokenizer = load_tokenizer(run.policy.pretrained)
     rng = random.Random(run.warm_start_seed)
+    encoder = DialogueEncoder(world.environment.protocol, tokenizer)
     data = None
     if settings.max_steps:
         questions = world.questions("train")
         noise = DemonstrationNoise(**settings.noise)
         demonstrations = [rng.choice(questions) for _ in range(settings.demonstrations)]
-        encoder = DialogueEncoder(world.environment.protocol, tokenizer)
         data = demonstration_batch(play(world, demonstrations, rng, noise), encoder)
 
     policy = build_policy(run.policy, tokenizer)
     check_vocabulary(policy, tokenizer)
     place(policy, resolve_device(training.device), training.precision, training.gradient_checkpointing)
     sampler = make_rollout(world.environment, tokenizer, run.rollout, policy).for_evaluation()
+    history = []
     try:
-        history = [] if data is None else _imitate(policy, data, sampler, world, run, rng, progress)
+        if data is not None and _reading_steps(run, world):
+            history += _read(policy, world, encoder, run, progress)
+        if data is not None:
+            history += _imitate(policy, data, sampler, world, run, rng, progress)
         # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
         evaluated = evaluation_questions(world, run.evaluation.questions)
         many = list(itertools.islice(itertools.cycle(evaluated), settings.final_samples))
@@ -118,13 +143,15 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
         greedy, _ = evaluate(sampler, policy, evaluated, greedy=True, seed=0)
     finally:
         sampler.close()
+    last = {row["stage"]: row["step"] for row in history}
     record = {
         "made_for": made_for(config),
         "success_sampled": sampled["success"],
         "success_greedy": greedy["success"],
         "valid_format_rate": sampled["valid_format_rate"],
         "n_sampled": settings.final_samples,
-        "steps": history[-1]["step"] if history else 0,
+        "reading_steps": last.get("reading", 0),
+        "steps": last.get("searching", 0),
         "seconds": round(time.perf_counter() - began, 1),
         "parameters": sum(p.numel() for p in policy.parameters()),
         "history": history,
@@ -134,6 +161,38 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
     tokenizer.save_pretrained(out_dir)
     write_json(out_dir / WARM_START_FILE, record)  # last: its presence means the folder is whole
     return record
+
+
+def _read(
+    policy: PreTrainedModel, world: SyntheticWorld, encoder: DialogueEncoder, run: RunConfig, progress: bool
+) -> list[dict]:
+    """Supervised steps on reading examples until the looked-up words are copied; returns what was measured on the way.
+
+    No example comes twice, so the accuracy of the steps themselves is that on unseen documents.
+    """
+    settings, rng = run.warm_start.reading, random.Random(f"reading {run.warm_start_seed}")
+    optimizer = make_optimizer("adam", list(policy.parameters()), settings.learning_rate)
+    history, recent = [], deque(maxlen=settings.measure_every)
+    with tqdm(
+        total=settings.max_steps, desc="warm start: reading", disable=not progress, mininterval=1
+    ) as bar:
+        for step in range(1, settings.max_steps + 1):
+            rate = settings.learning_rate * min(1, step / settings.learning_rate_warmup_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            batch = demonstration_batch(world.reading_examples(settings.batch_size, rng), encoder)
+            recent.append(_supervised_step(policy, optimizer, batch, run))
+            bar.update()
+            if step % settings.measure_every == 0:
+                loss, accuracy = (fmean(values) for values in zip(*recent, strict=True))
+                history.append({"stage": "reading", "step": step, "loss": loss, "accuracy": accuracy})
+                bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}")
+                if accuracy >= settings.target_accuracy:
+                    return history
+    raise ValueError(
+        f"warm start: reading accuracy {accuracy:.3f} after warm_start.reading.max_steps={settings.max_steps} is below "
+        f"warm_start.reading.target_accuracy={settings.target_accuracy}; raise one or lower the other"
+    )
 
 
 def _imitate(
@@ -148,33 +207,50 @@ def _imitate(
     """Supervised steps until sampled success reaches the target; returns what was measured on the way."""
     settings, held_out = run.warm_start, world.questions("validation")
     optimizer = make_optimizer("adam", list(policy.parameters()), settings.learning_rate)
-    passes = Passes(run.training.micro_batch_tokens, chunks=2)
     history = []
-    with tqdm(total=settings.max_steps, desc="warm start", disable=not progress, mininterval=1) as bar:
+    with tqdm(
+        total=settings.max_steps, desc="warm start: searching", disable=not progress, mininterval=1
+    ) as bar:
         for step in range(1, settings.max_steps + 1):
             batch = data.select(torch.randint(len(data.lengths), (settings.batch_size,)))
-            optimizer.zero_grad()
-            loss = 0.0
-            parts = passes.cut(batch)
-            for _, part in parts:
-                scores = score(policy, part, n_chunks=passes.chunks_of(parts))
-                mean = -scores.logprobs.sum() / batch.agent_mask.sum()
-                mean.backward()
-                loss += float(mean.detach())
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            optimizer.step()
+            loss, _ = _supervised_step(policy, optimizer, batch, run)
             bar.update()
             if step % settings.evaluate_every == 0:
                 some = [rng.choice(held_out) for _ in range(settings.evaluate_questions)]
                 row, _ = evaluate(sampler, policy, some, greedy=False, seed=step)
-                history.append({"step": step, "loss": loss, "success": row["success"]})
+                history.append({"stage": "searching", "step": step, "loss": loss, "success": row["success"]})
                 bar.set_postfix(loss=f"{loss:.3f}", success=f"{row['success']:.3f}")
                 if row["success"] >= settings.target_success:
                     return history
     raise ValueError(
         f"warm start: sampled success {history[-1]['success']:.3f} after warm_start.max_steps="
-        f"{settings.max_steps} is below target_success={settings.target_success}; raise one or lower the other"
+        f"{settings.max_steps} is below warm_start.target_success={settings.target_success}; raise one or lower the other"
     )
+
+
+def _supervised_step(
+    policy: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Trajectories, run: RunConfig
+) -> tuple[float, float]:
+    """One step on the agent tokens of a batch: its loss (nats per token) and the mean probability of those tokens."""
+    passes = Passes(run.training.micro_batch_tokens, chunks=2)
+    optimizer.zero_grad()
+    loss = probability = 0.0
+    parts = passes.cut(batch)
+    for _, part in parts:
+        logprobs = score(policy, part, n_chunks=passes.chunks_of(parts)).logprobs
+        mean = -logprobs.sum() / batch.agent_mask.sum()
+        mean.backward()
+        loss += float(mean.detach())
+        probability += float(logprobs.detach()[part.agent_mask].exp().sum() / batch.agent_mask.sum())
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    return loss, probability
+
+
+def _reading_steps(run: RunConfig, world: World) -> int:
+    """Most steps of the reading stage: 0 where the world makes up no documents and where the policy is pretrained."""
+    reads = hasattr(world, "reading_examples") and run.policy.pretrained is None
+    return run.warm_start.reading.max_steps if reads else 0
 
 
 def evaluation_questions(world: World, n: int) -> list[Question]:

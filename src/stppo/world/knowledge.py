@@ -14,7 +14,8 @@ from stppo.checks import probability, whole_number
 from stppo.retrieval.bm25 import BM25Retriever
 from stppo.retrieval.documents import Document
 from stppo.world.environment import SearchEnvironment
-from stppo.world.protocol import TAGS, Protocol, Question
+from stppo.world.episodes import Episode, Turn
+from stppo.world.protocol import TAGS, Action, Protocol, Question
 from stppo.world.scripted import DemonstrationNoise, SyntheticReader
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ _GRAMMAR_WORDS = (
     *(word for text in _PROTOCOL_TEXTS.values() for word in text.split() if "{" not in word),
 )
 _DRAWS = 8
+_LOOKUPS = 10
+_NO_ACTION = Action("invalid", "", "a reading exercise")
 _MOST_NAME_PARTS = 1000  # names would run out
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
@@ -52,8 +55,16 @@ class SyntheticWorld:
     from one another. The answer to a question is the entity at the end of its chain of relations;
     no chain visits an entity twice, every (entity, relation) has one object, and no question is in two splits.
 
-    seed: of names, facts and questions.
+    What is asked cannot be learned by heart: the entities are divided, and a chain of a training question takes all its
+    steps from documents of one part, a chain of validation or test from documents of the other. So no
+    (entity, relation) that a training question uses is used by a question of validation or test. The entity at the end
+    of a chain, whose document is not needed, may be of either part.
+
+    seed: of names, the division, facts and questions.
+    facts_seed: of the facts and questions alone (None: `seed`): another gives new facts behind the same names, to try
+        whether a policy reads or remembers.
     n_name_parts: number of first parts, and of last parts; n_entities may not exceed its square.
+    held_out: share of the entities whose documents validation and test ask for.
     neighbour_share: probability that a fact's object shares a name part with the document's entity.
     hop_shares: shares of 1-, 2-, … hop questions, summing to 1.
     turn_budget: searches before the last generation; at least the number of hops.
@@ -66,20 +77,22 @@ class SyntheticWorld:
     """
 
     seed: int = 0
-    n_entities: int = 240
+    facts_seed: int | None = None
+    n_entities: int = 2000
     n_relations: int = 6
     facts_per_document: int = 4
-    n_name_parts: int = 36
-    neighbour_share: float = 0.4
-    hop_shares: Sequence[float] = (0.3, 0.5, 0.2)
-    n_train: int = 2000
+    n_name_parts: int = 60
+    neighbour_share: float = 0.2
+    held_out: float = 0.2
+    hop_shares: Sequence[float] = (0.4, 0.5, 0.1)
+    n_train: int = 8000
     n_validation: int = 512
     n_test: int = 512
     turn_budget: int = 3
     top_k: int = 1
     max_information_words: int = 48
     max_turn_tokens: int = 16
-    think_probability: float = 0.8
+    think_probability: float = 0.9
     reward: str = "em"
     retrieve_first: bool = False
     cache_dir: str | Path | None = None
@@ -99,8 +112,8 @@ class SyntheticWorld:
             "n_test",
         )
         whole_number(self, *counts, "turn_budget")
-        whole_number(self, "seed", at_least=0)
-        probability(self, "neighbour_share", "think_probability")
+        whole_number(self, "seed", *(["facts_seed"] if self.facts_seed is not None else []), at_least=0)
+        probability(self, "neighbour_share", "held_out", "think_probability")
         if self.n_name_parts > _MOST_NAME_PARTS:
             raise ValueError(f"n_name_parts must be at most {_MOST_NAME_PARTS}, got {self.n_name_parts}")
         if not self.facts_per_document <= self.n_relations <= len(RELATIONS):
@@ -166,9 +179,19 @@ class SyntheticWorld:
         )
 
     @cached_property
+    def held_out_entities(self) -> frozenset[str]:
+        """The entities whose documents validation and test ask for, and training never does."""
+        rng = random.Random(f"held out {self.seed}")
+        return frozenset(rng.sample(self.entities, round(self.held_out * self.n_entities)))
+
+    @property
+    def _facts_seed(self) -> int:
+        return self.seed if self.facts_seed is None else self.facts_seed
+
+    @cached_property
     def facts(self) -> dict[str, dict[str, str]]:
         """entity → relation → entity; the objects of one entity differ from each other and from it."""
-        rng = random.Random(f"facts {self.seed}")
+        rng = random.Random(f"facts {self._facts_seed}")
         sharing: dict[str, list[str]] = {}
         for entity in self.entities:
             for part in entity.split():
@@ -214,44 +237,78 @@ class SyntheticWorld:
 
     @cached_property
     def _questions(self) -> dict[str, list[Question]]:
-        rng = random.Random(f"questions {self.seed}")
-        sizes = dict(zip(SPLITS, (self.n_train, self.n_validation, self.n_test), strict=True))
+        rng = random.Random(f"questions {self._facts_seed}")
         texts = {document.title: document.text for document in self.documents}
-        splits: dict[str, list[Question]] = {split: [] for split in SPLITS}
-        counts = {split: _apportion(size, self.hop_shares) for split, size in sizes.items()}
-        for hops in range(1, len(self.hop_shares) + 1):
-            chains = list(self._chains(hops))
-            needed = sum(count[hops - 1] for count in counts.values())
-            if needed > len(chains):
-                raise ValueError(
-                    f"n_train + n_validation + n_test ask for {needed} {hops}-hop questions but the knowledge base "
-                    f"has {len(chains)}: raise n_entities or facts_per_document, or lower the numbers"
-                )
-            drawn = iter(rng.sample(chains, needed))
-            for split, count in counts.items():
-                for entities, relations in itertools.islice(drawn, count[hops - 1]):
-                    start = " of ".join([*reversed(relations), entities[0]])
-                    gold = tuple((entity, texts[entity]) for entity in entities[:-1])
-                    splits[split].append(
-                        Question(
-                            f"{entities[0]}.{'.'.join(relations)}", f"{start} ?", (entities[-1],), gold, hops
-                        )
-                    )
+        trained = [entity for entity in self.entities if entity not in self.held_out_entities]
+        splits: dict[str, list[Question]] = {}
+        for names, entities in (
+            (SPLITS[:1], trained),
+            (SPLITS[1:], [entity for entity in self.entities if entity in self.held_out_entities]),
+        ):
+            sizes = {name: _apportion(getattr(self, f"n_{name}"), self.hop_shares) for name in names}
+            splits |= {name: [] for name in names}
+            for hops in range(1, len(self.hop_shares) + 1):
+                chains = list(self._chains(hops, entities))
+                needed = sum(size[hops - 1] for size in sizes.values())
+                if needed > len(chains):
+                    raise ValueError(self._too_few(names, hops, needed, len(chains)))
+                drawn = iter(rng.sample(chains, needed))
+                for name, size in sizes.items():
+                    splits[name] += [
+                        _question(*chain, texts, hops) for chain in itertools.islice(drawn, size[hops - 1])
+                    ]
         for questions in splits.values():
             rng.shuffle(questions)
         return splits
 
-    def _chains(self, hops: int) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """(entities, relations) of every walk of `hops` facts that visits no entity twice."""
-        walks: Iterator = (((entity,), ()) for entity in self.entities)
+    def _too_few(self, names: Sequence[str], hops: int, needed: int, found: int) -> str:
+        asking = " + ".join(f"n_{name}" for name in names)
+        change = "lower" if names == SPLITS[:1] else "raise"
+        return (
+            f"{asking} ask for {needed} {hops}-hop questions but the knowledge base has {found} for them: raise "
+            f"n_entities or facts_per_document, {change} held_out={self.held_out}, or lower {asking}"
+        )
+
+    def _chains(
+        self, hops: int, readable: Sequence[str]
+    ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """(entities, relations) of every walk of `hops` facts, each from the document of a readable entity, that visits
+        no entity twice."""
+        allowed = frozenset(readable)
+        walks: Iterator = (((entity,), ()) for entity in readable)
         for _ in range(hops):
             walks = (
                 ((*entities, other), (*relations, relation))
                 for entities, relations in walks
+                if entities[-1] in allowed
                 for relation, other in self.facts[entities[-1]].items()
                 if other not in entities
             )
         return walks
+
+    def reading_examples(self, n: int, rng: random.Random) -> list[Episode]:
+        """`n` exercises in reading: a made-up document, then ten look-ups in it, each a relation followed by a name.
+
+        The documents are none of this world: their names combine name parts drawn anew each time, and so do their
+        relations. A look-up's relation stands with the environment's words, its name is what the agent writes.
+        """
+        return [self._reading_example(rng) for _ in range(n)]
+
+    def _reading_example(self, rng: random.Random) -> Episode:
+        names = [
+            " ".join(rng.choice(parts) for parts in self.name_parts)
+            for _ in range(self.facts_per_document + 1)
+        ]
+        facts = dict(zip(rng.sample(self.relations, self.facts_per_document), names[1:], strict=True))
+        text = " ".join([names[0], *itertools.chain(*facts.items())])
+        asked = rng.choices([*facts], k=_LOOKUPS)
+        prompt = f"{self.environment.protocol.information([Document('', names[0], text)])} <think> {asked[0]}"
+        episode = Episode(Question("reading", text, (facts[asked[-1]],)), prompt, done=True)
+        episode.turns = [
+            Turn(facts[relation], _NO_ACTION, following)
+            for relation, following in itertools.zip_longest(asked, asked[1:])
+        ]
+        return episode
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
@@ -286,6 +343,14 @@ class SyntheticWorld:
     ) -> SyntheticReader:
         searches = self.environment.turns_with_observation
         return SyntheticReader(question, rng, self.relations, searches, self.think_probability, noise)
+
+
+def _question(
+    entities: tuple[str, ...], relations: tuple[str, ...], texts: dict[str, str], hops: int
+) -> Question:
+    start = " of ".join([*reversed(relations), entities[0]])
+    gold = tuple((entity, texts[entity]) for entity in entities[:-1])
+    return Question(f"{entities[0]}.{'.'.join(relations)}", f"{start} ?", (entities[-1],), gold, hops)
 
 
 def _apportion(total: int, shares: Sequence[float]) -> list[int]:

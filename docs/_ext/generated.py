@@ -1,0 +1,144 @@
+"""Reference pages that the code itself writes: config keys, metrics, commands, API."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import click
+import typer
+
+DOCS = Path(__file__).parents[1]
+OUT = DOCS / "reference" / "generated"
+HEAD = "<!-- written by docs/_ext/generated.py; do not edit -->\n\n"
+LAYERS = {
+    "objectives": "Ratios, credit, clips, surrogates and stabilisers; torch alone.",
+    "oracle": "An enumerable multi-turn MDP: exact values, gradients, bias and variance.",
+    "retrieval": "BM25 and dense indexes, in memory, on disk and over HTTP.",
+    "world": "Questions, protocol, environment, rewards, scripted agents.",
+    "agent": "Policy, critic, roll-outs.",
+    "training": "Warm start, trainer, checkpoints.",
+    "results": "Recorded runs: loading, outcomes, statistics, figures, report.",
+    "study": "This project's own comparison on top of the results.",
+    "plugins": "The losses inside verl and TRL.",
+    "preflight": "What a run needs and what the machine has.",
+}
+
+
+def _metrics() -> str:
+    from stppo import schema
+
+    parts = [
+        HEAD + "# Every metric\n\nWhat a run records, with the names that files, tables and loggers use.\n"
+    ]
+    for title, columns in schema.GLOSSARY.items():
+        rows = "\n".join(
+            f"| `{name}` | {text.replace('|', chr(92) + '|')} |" for name, text in columns.items()
+        )
+        parts.append(f"\n## {title}\n\n| name | meaning |\n| --- | --- |\n{rows}\n")
+    return "".join(parts)
+
+
+def _commands() -> str:
+    from stppo.cli import app
+
+    root = typer.main.get_command(app)
+    parts = [HEAD + "# Every command\n\nThe same texts as `stppo COMMAND --help`.\n"]
+
+    def walk(command: click.Command, name: str) -> None:
+        if isinstance(command, click.Group):
+            for child in command.list_commands(None):
+                walk(command.get_command(None, child), f"{name} {child}")
+            return
+        context = click.Context(command, info_name=name)
+        rows = []
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                text = parameter.help or ""
+                rows.append(f"| `{', '.join(parameter.opts)}` | {text.replace('|', chr(92) + '|')} |")
+        table = "\n| option | meaning |\n| --- | --- |\n" + "\n".join(rows) + "\n" if rows else ""
+        usage = " ".join(command.collect_usage_pieces(context))
+        parts.append(
+            f"\n## {name}\n\n```text\n{name} {usage}\n```\n\n{inspect.cleandoc(command.help or '')}\n{table}"
+        )
+
+    walk(root, "stppo")
+    return "".join(parts)
+
+
+def _configs() -> str:
+    """Every YAML file of every group, with its comments: they are the documentation of the keys."""
+    from stppo.config import config_dir
+
+    parts = [
+        HEAD
+        + "# Every config key\n\nHydra groups; `stppo train GROUP=OPTION key=value`. Comments say what a key means and, "
+        "where it was measured, why it has its value.\n"
+    ]
+    folder = config_dir()
+    parts.append(f"\n## config.yaml\n\n```yaml\n{(folder / 'config.yaml').read_text().strip()}\n```\n")
+    for group in sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name != "cluster"):
+        parts.append(f"\n## {group}\n")
+        for file in sorted((folder / group).glob("*.yaml")):
+            parts.append(f"\n### {group}={file.stem}\n\n```yaml\n{file.read_text().strip()}\n```\n")
+    return "".join(parts)
+
+
+def _api() -> dict[str, str]:
+    import stppo
+
+    pages = {}
+    for layer, text in LAYERS.items():
+        folder = Path(stppo.__file__).parent / layer
+        modules = sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
+        parts = [HEAD + f"# stppo.{layer}\n\n{text}\n"]
+        for module in modules:
+            try:
+                importlib.import_module(f"stppo.{layer}.{module}")
+            except ImportError:  # its host library is an extra
+                source = (folder / f"{module}.py").read_text()
+                text = ast.get_docstring(ast.parse(source)) or ""
+                parts.append(f"\n## {module}\n\n```text\n{text}\n```\n")
+                continue
+            parts.append(f"\n## {module}\n\n```{{eval-rst}}\n.. automodule:: stppo.{layer}.{module}\n```\n")
+        pages[f"api-{layer}"] = "".join(parts)
+    return pages
+
+
+def _write(app) -> None:
+    OUT.mkdir(parents=True, exist_ok=True)
+    pages = {"metrics": _metrics(), "commands": _commands(), "configs": _configs(), **_api()}
+    for name, text in pages.items():
+        file = OUT / f"{name}.md"
+        text = re.sub(r"\n{3,}", "\n\n", text)
+        if not file.is_file() or file.read_text() != text:  # an unchanged page is not built again
+            file.write_text(text)
+
+
+def _plain(app, what, name, obj, options, lines: list[str]) -> None:
+    """Docstrings here are plain text: paragraphs with `code`, and blocks whose columns are aligned by spaces."""
+    out = []
+    for paragraph in re.split(r"\n\s*\n", "\n".join(lines)):
+        rows = paragraph.split("\n")
+        aligned = any(re.search(r"\S {2,}\S", row) for row in rows)
+        if aligned or any(row.startswith("    ") for row in rows):
+            out += ["::", "", *(f"    {row}" for row in rows), ""]
+        else:
+            text = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", " ".join(row.strip() for row in rows))
+            parts = re.split(r"(``[^`]*``)", text)
+            out += [
+                "".join(
+                    part if part.startswith("``") else re.sub(r"([\\*_|<>`])", r"\\\1", part)
+                    for part in parts
+                ),
+                "",
+            ]
+    lines[:] = out
+
+
+def setup(app):
+    app.connect("builder-inited", _write)
+    app.connect("autodoc-process-docstring", _plain)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,28 @@
+"""The site: `make docs` builds it without a network. Pages are MyST Markdown and the executed notebooks."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "stppo"
+author = "the stppo contributors"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml", "generated"]
+exclude_patterns = ["_build", "_ext"]
+html_theme = "furo"
+html_title = "stppo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {"navigation_with_keys": True}
+html_math_renderer = "mathml"
+
+myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # the pipeline executed them: see `make docs`
+nb_merge_streams = True
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints = "signature"
+autodoc_mock_imports = ["verl", "vllm", "trl", "peft", "bitsandbytes", "faiss", "fastapi", "uvicorn"]
+nitpicky = False
+suppress_warnings = ["mystnb.unknown_mime_type"]
