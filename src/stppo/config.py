@@ -255,8 +255,8 @@ def _class(target: str, key: str) -> type:
 
 
 def run_section(config: Config) -> Config:
-    """What one run depends on: the config without the pipeline's list of runs, the study's groups, the preset's name,
-    the loggers, and how figures show the algorithm."""
+    """What one run depends on: the config without the pipeline's list of runs, the study's groups, the preset's name, the
+    loggers, and how figures show the algorithm."""
     section = {k: v for k, v in config.items() if k not in ("pipeline", "study", "preset", "loggers")}
     if isinstance(algorithm := section.get("algorithm"), dict):
         section["algorithm"] = {k: v for k, v in algorithm.items() if k not in Presentation.model_fields}
