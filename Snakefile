@@ -4,6 +4,7 @@
 #   snakemake all                                  the laptop preset (cores come from profiles/default)
 #   snakemake all --config preset=smoke            the whole graph in minutes
 #   snakemake all --config overrides="training.iterations=10"
+#   snakemake all --config config_dir=DIR overrides="pipeline.regimes.OFF_POLICY.algorithms=[my_ppo]"   with DIR/algorithm/my_ppo.yaml
 #   snakemake reference                            copies what the laptop preset measured to results/reference/laptop
 #
 # A preset with `pipeline.recorded: FOLDER` is rendered from the metrics committed there, without training; with
@@ -18,7 +19,10 @@
 import json
 import os
 import shlex
+import sys
+import threading
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +31,8 @@ from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 
 from stppo import config as configs
+from stppo.results.progress import follow
+from stppo.config_files import config_dir, groups, option_files, own_config_dir, use_config_dir
 from stppo.results.runs import missing_runs
 from stppo.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.interact import NBCONVERT_OPTIONS
@@ -35,6 +41,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 PRESET = config.get("preset", "laptop")
+try:
+    if config.get("config_dir"):  # your own configs beside the shipped ones, as STPPO_CONFIG_DIR
+        use_config_dir(config["config_dir"])
+    own_config_dir()
+except configs.ConfigError as error:
+    raise WorkflowError(str(error))
 try:
     OVERRIDES = shlex.split(config.get("overrides") or "")
 except (ValueError, AttributeError) as error:
@@ -107,6 +119,11 @@ TARGETS = sorted({target for world in WORLDS for target in config_targets(world)
 TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS], notebook="notebooks/10-train.ipynb")
 
 
+def own_code(run):
+    """Of classes outside the package that a run's config names: their source, or their library's version."""
+    return configs.code_of(*(name for name in config_targets(run.config) if not name.startswith("stppo.")))
+
+
 def numbered(*patterns):
     """Names of the notebooks whose number matches any of the patterns, in order."""
     return sorted(path.stem for pattern in patterns for path in Path("notebooks").glob(f"{pattern}-*.ipynb"))
@@ -135,9 +152,9 @@ def notebook_content(name):
         imports = notebook_imports(notebook)
     except ValueError as error:
         raise WorkflowError(str(error))
-    if "stppo.config" not in imported_files(imports):
+    if "stppo.config_files" not in imported_files(imports):
         return [content_of(notebook), code_hash(imports)]
-    files = sorted(file for file in configs.config_dir().rglob("*.yaml") if file.parent.name != "cluster")
+    files = [config_dir() / "config.yaml", *(file for group in groups() for file in option_files(group))]
     settings = {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
     return [content_of(notebook), code_hash([*imports, *TARGETS]), configs.fingerprint(settings)]
 
@@ -150,6 +167,11 @@ wildcard_constraints:
     run="|".join(TRAINED) or "-",
     start="|".join(WARM_STARTS) or "-",
     derivation="|".join(DERIVATIONS),
+
+
+onstart:  # in the terminal, a line as a run starts, passes each quarter and ends; it ends with Snakemake
+    say = partial(print, file=sys.stderr, flush=True)
+    threading.Thread(target=follow, args=(f"{RESULTS}/runs", say), daemon=True).start()
 
 
 rule all:
@@ -189,7 +211,7 @@ rule train:
         updates=f"{RESULTS}/runs/{{run}}/updates.parquet",
         evaluations=f"{RESULTS}/runs/{{run}}/evaluations.parquet",
     params:
-        code=TRAIN_CODE,
+        code=lambda wildcards: [TRAIN_CODE, own_code(RUNS[wildcards.run])],
         config=lambda wildcards: configs.fingerprint(configs.run_section(RUNS[wildcards.run].config)),
         overrides=lambda wildcards: shlex.quote(shlex.join(RUNS[wildcards.run].overrides)),
     log:
@@ -358,6 +380,7 @@ rule html:
     output:
         f"{RESULTS}/{{notebook}}.html",
     params:
+        code=code_hash("stppo.results.mathml"),
         options=shlex.join(NBCONVERT_OPTIONS),
         links=lambda wildcards: shlex.quote(relinked(wildcards.notebook)),
     log:

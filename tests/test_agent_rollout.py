@@ -216,7 +216,9 @@ def test_retrieved_text_changes_states_only(setting, rollout):
     batch = rollout.trajectories
     state = batch.state_dict()
     inside = torch.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
-    state["tokens"] = torch.where(~batch.agent_mask & inside, (batch.tokens + 1) % 90, batch.tokens)
+    state["tokens"] = torch.where(
+        ~batch.agent_mask & inside, (batch.tokens + 1) % policy.config.vocab_size, batch.tokens
+    )
     other = Trajectories.from_state_dict(state)
     with torch.no_grad():
         before, after = score(policy, batch).logprobs, score(policy, other).logprobs

@@ -5,38 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
 
+from stppo import algorithms as registry
 from stppo import config
 from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, NoStabilizer, Objective, Stabilizer
 from stppo.results import schematic
-from stppo.results.style import Plot, in_order, look
+from stppo.results.style import Plot
 from stppo.trajectories import Layout
 
-
-class Names(NamedTuple):
-    """What an algorithm is called in the paper's two versions, and where its definition here comes from."""
-
-    v1: str = ""
-    v2: str = ""
-    source: str = ""
-
-
-# The only place where the names stand; README, report and notebooks show or are tested against this.
-NAMES = {
-    "token_ppo": Names("PPO", "token-level PPO", "arXiv 1707.06347"),
-    "turn_ppo": Names("Turn-PPO", "", "v1 Eq. 4"),
-    "s_ppo": Names("S-PPO", "", "v1 Eq. 7"),
-    "st_ppo": Names("ST-PPO", "SO-PPO, reading A", "v1 Eq. 8"),
-    "so_ppo_ctn": Names("", "SO-PPO, reading B", "a note on v2"),
-    "grpo": Names("", "GRPO", "arXiv 2402.03300"),
-    "so_grpo": Names("", "SO-GRPO, reading A", "our inference from v2's abstract"),
-    "so_grpo_ctn": Names("", "SO-GRPO, reading B", "a note on v2"),
-    "gspo": Names("", "", "arXiv 2507.18071; asked for by reviewers"),
-}
 AXES = ("credit", "pooling", "whiten", "ratio", "aggregation", "clip", "stabiliser", "loss aggregation")
 
 # The worked example of figure 1, made up: one trajectory of three turns, each token's ratio pi / pi_old and the
@@ -69,28 +49,20 @@ TURN_ADVANTAGES = (1.0, -1.0, 1.0)
 
 
 def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
-    """One row per algorithm of `configs/algorithm` (or of those given), indexed by config name, in figures' order.
+    """One row per algorithm with a file (or of those given), indexed by config name, in figures' order.
 
     Columns, all text: `label` (name in figures), `v1`, `v2` (names in the paper's versions, empty where it has
     none), the axes (`AXES`: credit, pooling, whiten, ratio, aggregation, clip, stabiliser, loss aggregation) as
     the composed YAML has them, and `source`. A file that only renames another algorithm has no row of its own.
     Raises ConfigError for an unknown algorithm or an invalid config.
     """
-    names = in_order(config.options("algorithm") if algorithms is None else algorithms)
+    order = [row.name for row in registry.algorithms()]
+    given = order if algorithms is None else set(algorithms)
     rows = {}
-    for name in names:
-        composed = config.compose([f"algorithm={name}"])["algorithm"]
-        if algorithms is None and composed["name"] != name:
-            continue
-        point = _point(_objective(composed))
-        named = NAMES.get(name, Names())
-        rows[name] = {
-            "label": look(name).label,
-            "v1": named.v1,
-            "v2": named.v2,
-            **point,
-            "source": named.source,
-        }
+    for name in sorted(given, key=lambda name: (order.index(name) if name in order else len(order), name)):
+        point = _point(_objective(config.compose([f"algorithm={name}"])["algorithm"]))
+        its = registry.look(name)
+        rows[name] = {"label": its.label, "v1": its.v1, "v2": its.v2, **point, "source": its.source}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("algorithm")
 
 

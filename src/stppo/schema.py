@@ -59,6 +59,7 @@ class RunRecord(TypedDict):
     algorithm: str
     label: str | None
     seed: int
+    variant: str  # overrides but for algorithm and seed, as typed; "" for runs of a pipeline
     preset: str
     policy: str
     policy_parameters: int

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -40,6 +39,7 @@ class Panel:
     label: str
     log: bool = False
     share: bool = False  # lies in [0, 1], and so do its bands
+    idle: str = ""  # what a panel says where none of its algorithms `moves`
 
 
 # ---- data ---------------------------------------------------------------------------------------
@@ -48,35 +48,60 @@ def curves_of(metrics: Metrics, regime: str, algorithm: str, column: str) -> pd.
 
     Success counts as 0 after a run stopped for a non-finite loss or gradient, as in `results.outcomes`.
     """
+    success = column in (SUCCESS, GREEDY)
+    rows = metrics.rows_of(regime, algorithm, evaluations=success)
+    if success:
+        rows = rows[rows["temperature"] == (0.0 if column == GREEDY else 1.0)]
+    name = {"advantage_variance": "advantage_raw_std", SUCCESS: "success", GREEDY: "success"}.get(
+        column, column
+    )
+    if name not in rows or rows.empty:
+        return pd.DataFrame()
+    curves = rows.pivot(index="iteration", columns="seed", values=name).astype("float64")
+    curves = curves.replace([np.inf, -np.inf], np.nan)
+    if column == "advantage_variance":
+        curves = curves**2
+    records = [r for r in metrics.runs if (r["regime"], r["algorithm"]) == (regime, algorithm)]
+    stopped = [r["seed"] for r in records if r.get("non_finite") and r["seed"] in curves]
+    if success and stopped:
+        every = metrics.evaluations[metrics.evaluations["regime"] == regime]
+        every = every.loc[every["temperature"] == (0.0 if column == GREEDY else 1.0), "iteration"].unique()
+        curves = curves.reindex(curves.index.union(every))
+        curves[stopped] = curves[stopped].fillna(0.0)
     worlds = metrics.arm(regime, algorithm).set_index("seed")["world_seed"]
-    curves, stopped = {}, []
-    for record in metrics.runs:
-        if (record["regime"], record["algorithm"]) != (regime, algorithm):
-            continue
-        key = (int(worlds[record["seed"]]), record["seed"])
-        if column in (SUCCESS, GREEDY):
-            rows = metrics.success(record, 0.0 if column == GREEDY else 1.0)
-            curve = rows.set_index("iteration")["success"]
-            stopped += [key] if record.get("non_finite") and len(curve) else []
-        else:
-            rows = metrics.select(metrics.iterations, record).set_index("iteration").sort_index()
-            name = "advantage_raw_std" if column == "advantage_variance" else column
-            if name not in rows:
-                continue
-            curve = rows[name] ** 2 if column == "advantage_variance" else rows[name]
-        curves[key] = curve.replace([np.inf, -np.inf], np.nan)
-    index = pd.Index(_evaluated(metrics, regime, column) if stopped else [], name="iteration")
-    for key in stopped:
-        curves[key] = curves[key].reindex(curves[key].index.union(index), fill_value=0.0)
-    frame = pd.DataFrame(curves, dtype="float64")
-    frame.columns = pd.MultiIndex.from_tuples(list(curves), names=["world", "seed"])
-    return frame.sort_index().dropna(how="all").rename_axis("iteration")
+    keys = [(int(worlds[seed]), seed) for seed in curves]
+    curves.columns = pd.MultiIndex.from_tuples(keys, names=["world", "seed"])
+    return curves.sort_index().dropna(how="all").rename_axis("iteration")
 
 
-def _evaluated(metrics: Metrics, regime: str, column: str) -> np.ndarray:
-    """Iterations at which any run of a regime was evaluated."""
-    rows = metrics.evaluations[metrics.evaluations["regime"] == regime]
-    return rows.loc[rows["temperature"] == (0.0 if column == GREEDY else 1.0), "iteration"].unique()
+def moves(metrics: Metrics, regime: str, algorithm: str, column: str) -> bool:
+    """Whether a quantity says anything of an algorithm's runs: recorded, a divisor other than 1, and a norm of the surrogate's
+    gradient that is not that of the whole gradient (by the recorded config or, without it, by the numbers to 1e-6)."""
+    rows = metrics.rows_of(regime, algorithm)
+    if column in (SUCCESS, GREEDY):
+        return len(curves_of(metrics, regime, algorithm, column)) > 0
+    column = {"advantage_variance": "advantage_raw_std"}.get(column, column)
+    if column not in rows or rows[column].isna().all():
+        return False
+    if column == "stabilizer_divisor":
+        return not np.allclose(rows[column].dropna(), 1, rtol=1e-6)
+    if column == "ppo_gradient_norm":
+        records = [r for r in metrics.runs if (r["regime"], r["algorithm"]) == (regime, algorithm)]
+        if any(_loss_is_the_surrogate(record) for record in records):
+            return False
+        both = rows[[column, "gradient_norm"]].to_numpy(float)
+        return not np.allclose(*both.T, rtol=1e-6, atol=0, equal_nan=True)
+    return True
+
+
+def _loss_is_the_surrogate(record: dict) -> bool:
+    """Whether the recorded config adds no regulariser to the surrogate."""
+    training, objective = record.get("training"), record.get("objective")
+    if not training or not objective:
+        return False
+    kind = str(objective.get("stabilizer", {}).get("_target_", "")).rpartition(".")[2]
+    added = [training.get(f"{name}_coefficient") for name in ("entropy", "kl")]
+    return kind in ("NoStabilizer", "ClippingBiasNorm") and added == [0, 0]
 
 
 def band(curves: pd.DataFrame, panel: Panel) -> pd.DataFrame:
@@ -128,7 +153,8 @@ def queue_filled(metrics: Metrics, regime: str) -> int:
 
 def plotted(rows: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """The parts of a figure's data as one table."""
-    names = "regime metric algorithm kind world seed iteration value low high runs worlds".split()
+    keys = ["regime", "metric", "algorithm", "kind", "world", "seed", "iteration"]
+    names = [*keys, "value", "low", "high", "runs", "worlds"]
     present = [part for part in rows if len(part)]
     table = pd.concat([part.reindex(columns=names).astype(object) for part in present], ignore_index=True)
     integers = dict.fromkeys(("world", "seed", "iteration", "runs", "worlds"), "Int64")
@@ -154,8 +180,10 @@ def source_of(metrics: Metrics, regimes: Sequence[str], algorithms: Sequence[str
     runs = [r for r in metrics.runs if r["regime"] in regimes and r["algorithm"] in algorithms]
     parts = []
     if names := sorted({str(run["policy"]) for run in runs if run.get("policy")}):
-        sizes = sorted({f"{run['policy_parameters'] / 1e6:.2g}" for run in runs if run.get("policy_parameters")})
-        size = f" ({'–'.join(sizes[:: max(1, len(sizes) - 1)])} M parameters)" if sizes else ""
+        sizes = sorted(
+            {f"{run['policy_parameters'] / 1e6:.2g}" for run in runs if run.get("policy_parameters")}
+        )
+        size = f" ({'–'.join(sizes[:: max(1, len(sizes) - 1)])} M)" if sizes else ""
         parts.append(f"{', '.join(names)} policy{size}")
     parts.append(f"{', '.join(sorted({str(run['world']) for run in runs}))} world")
     settings = pd.DataFrame([metrics.settings(run) for run in runs])
@@ -175,7 +203,9 @@ def source_of(metrics: Metrics, regimes: Sequence[str], algorithms: Sequence[str
 def line_handles(metrics: Metrics, algorithms: Sequence[str]) -> list[Line2D]:
     """Legend entries of algorithms."""
     looks = [metrics.look(name) for name in algorithms]
-    return [Line2D([], [], color=one.color, linestyle=one.line, linewidth=2, label=one.label) for one in looks]
+    return [
+        Line2D([], [], color=one.color, linestyle=one.line, linewidth=2, label=one.label) for one in looks
+    ]
 
 
 def start_handle() -> Line2D:
@@ -218,7 +248,7 @@ def page(
         at = {"va": "top", "ha": "left", "fontsize": size, "fontweight": weight, "color": color}
         fig.text(0.1 / width, y / height, text, linespacing=1.2, **at)
         y -= line * (text.count("\n") + 1) + 0.05
-    fig.text(0.1 / width, 0.1 / height, below, va="bottom", ha="left", fontsize=8, color="#777777")
+    fig.text(0.1 / width, 0.1 / height, below, va="bottom", ha="left", fontsize=7.7, color="#777777")
     if handles:
         legend = fig.legend(
             handles=list(handles),
@@ -279,7 +309,9 @@ def examples(
     return rows
 
 
-def start_line(ax: Axes, metrics: Metrics, regime: str, algorithms: Sequence[str], column: str, **line: object) -> None:
+def start_line(
+    ax: Axes, metrics: Metrics, regime: str, algorithms: Sequence[str], column: str, **line: object
+) -> None:
     """Dotted level of the warm starts, mean over worlds."""
     arms = pd.concat([metrics.arm(regime, name) for name in algorithms])
     name = "greedy_start" if column == GREEDY else "start"
@@ -341,9 +373,9 @@ def filling_handle() -> Patch:
     return Patch(facecolor="#E4E4E4", label="queue of stale batches fills")
 
 
-def name_lines(ax: Axes, metrics: Metrics, algorithms: Sequence[str]) -> None:
-    """The algorithms of a column, named above its first panel in their colours."""
-    ax.legend(
+def name_lines(ax: Axes, metrics: Metrics, algorithms: Sequence[str], room: int, columns: int = 1) -> None:
+    """The algorithms of a column, named above its first panel in their colours; `room` rows are kept free for them."""
+    legend = ax.legend(
         handles=line_handles(metrics, algorithms),
         loc="lower left",
         bbox_to_anchor=(-0.02, 1.0),
@@ -351,12 +383,11 @@ def name_lines(ax: Axes, metrics: Metrics, algorithms: Sequence[str]) -> None:
         borderaxespad=0.1,
         labelspacing=0.25,
         handlelength=2.2,
+        ncols=columns,
+        columnspacing=1.2,
     )
-
-
-def tint(color: str, share: float) -> tuple[float, float, float]:
-    """A colour mixed with white."""
-    return tuple(float(1 - share * (1 - part)) for part in to_rgb(color))
+    legend.set_in_layout(False)  # its width is not to move the panels apart; its height is that of this title
+    ax.set_title("\n".join(" " * room), fontsize=9.5, pad=3)
 
 
 def panel_figure(
@@ -375,7 +406,8 @@ def panel_figure(
     Panels of which nothing was recorded are left out; None if that is all of them.
     """
     algorithms = in_order(algorithms)
-    panels = [p for p in panels if any(len(curves_of(metrics, regime, a, p.column)) for a in algorithms)]
+    moving = {p.column: {a for a in algorithms if moves(metrics, regime, a, p.column)} for p in panels}
+    panels = [panel for panel in panels if moving[panel.column]]
     if not panels:
         return None
     chunks = family_chunks(metrics, regime, algorithms)
@@ -395,16 +427,21 @@ def panel_figure(
                     continue
                 if filling:
                     shade_filling(ax, metrics, regime)
-                if behind and BASELINE not in chunks[i]:
-                    draw_line(ax, metrics, regime, BASELINE, panel, grey=True)
                 for algorithm in chunks[i]:
-                    drawn += draw_line(ax, metrics, regime, algorithm, panel)
+                    if algorithm in moving[column]:
+                        drawn += draw_line(ax, metrics, regime, algorithm, panel)
+                if moving[column].intersection(chunks[i]):
+                    if behind and BASELINE not in chunks[i] and BASELINE in moving[column]:
+                        draw_line(ax, metrics, regime, BASELINE, panel, grey=True)
+                else:
+                    text = panel.idle or "not recorded"
+                    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", color="#888888", fontsize=8)
                 finish_axis(ax, panel)
             set_limits(axes, panel, np.concatenate([part["value"] for part in drawn]))
             rows += drawn
         if len(chunks) > 1:
             for i, chunk in enumerate(chunks):
-                name_lines(cells[(panels[0].column, i)], metrics, chunk)
+                name_lines(cells[(panels[0].column, i)], metrics, chunk, max(map(len, chunks)))
     return Plot(name, fig, plotted(rows), f"{question} {caption} {BANDS} {STYLE_NOTE}", title=title)
 
 
@@ -418,7 +455,7 @@ def _cells(
 ) -> tuple[Figure, dict[tuple[str, int], Axes]]:
     """Axes by (column, number of the chunk): quantities side by side for one chunk, else rows of columns of chunks."""
     if len(chunks) == 1:
-        n_columns = min(2, len(panels))
+        n_columns = min(3 if len(panels) == 3 else 2, len(panels))
         n_rows = -(-len(panels) // n_columns)
         fig = page(title, question, source, 2.2 * n_rows + 0.25, handles)
         grid = list(fig.subplots(n_rows, n_columns, squeeze=False, sharex=True).flat)

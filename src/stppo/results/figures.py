@@ -28,7 +28,6 @@ from stppo.results.curves import (
     LEVEL,
     SUCCESS,
     TOGETHER,
-    WIDTH,
     Panel,
     band,
     baseline_handle,
@@ -38,13 +37,13 @@ from stppo.results.curves import (
     family_chunks,
     finish_axis,
     line_handles,
+    moves,
     name_lines,
     page,
     panel_figure,
     plain,
     plotted,
     queue_filled,
-    set_limits,
     source_of,
     start_handle,
     start_line,
@@ -67,21 +66,25 @@ CLIP_PANELS = (
 BOUND_PANELS = (Panel("clip_low", "lower clip bound"), Panel("clip_high", "upper clip bound"))
 NORM_PANELS = (
     Panel("gradient_norm", "gradient norm", log=True),
-    Panel("ppo_gradient_norm", "gradient norm,\nsurrogate alone", log=True),
+    Panel("ppo_gradient_norm", "gradient norm,\nsurrogate alone", log=True, idle="the gradient norm above"),
     Panel("clipping_bias_norm", "clipping-bias\nnorm ‖C‖", log=True),
-    Panel("stabilizer_divisor", "divisor of\nthe gradient", log=True),
+    Panel("stabilizer_divisor", "divisor of\nthe gradient", log=True, idle="1 throughout"),
 )
 SIGNAL_PANELS = (
     Panel("entropy", "entropy (nats)"),
     Panel("valid_format_rate", "valid format", share=True),
     Panel("ratio_max_token", "largest\ntoken ratio", log=True),
     Panel("effective_sample_size", "effective\nsample size", share=True),
-    Panel("critic_explained_variance", "critic, explained\nvariance"),
+    Panel("critic_explained_variance", "critic, explained\nvariance", idle="no critic"),
     Panel("advantage_variance", "advantage\nvariance"),
 )
 MARKERS = dict(zip(LABELS, ("o", "D", "X", "o", "v"), strict=True))
 HOLLOW = LABELS[3:]  # outcomes of runs that never learned
-SETTINGS = {"learning_rate": "learning rate", "epochs": "epochs per batch", "staleness": "staleness (iterations)"}
+SETTINGS = {
+    "learning_rate": "learning rate",
+    "epochs": "epochs per batch",
+    "staleness": "staleness (iterations)",
+}
 
 
 # ---- what happens -------------------------------------------------------------------------------
@@ -89,7 +92,9 @@ def learning(metrics: Metrics) -> Plot | None:
     """Fig. 4 (and 3a): success against the iteration, sampled and greedy, of at most four algorithms."""
     regime = main_regime(metrics)
     algorithms = findings.headline(metrics, regime)
-    question = "Who learns, and who keeps it? Success on held-out questions, sampled at temperature 1 and greedy."
+    question = (
+        "Who learns, and who keeps it? Success on held-out questions, sampled at temperature 1 and greedy."
+    )
     rows: list[pd.DataFrame] = []
     with style():
         fig = page(
@@ -129,7 +134,10 @@ def _typical(metrics: Metrics, regime: str, algorithm: str) -> list[int]:
 
 def _top(rows: Sequence[pd.DataFrame]) -> float:
     """Upper end of an axis of successes: 1, or less where nothing comes near."""
-    highest = max((np.nanmax(part[["value", "high"]].to_numpy(float)) if "high" in part else part["value"].max()) for part in rows)
+    highest = max(
+        (np.nanmax(part[["value", "high"]].to_numpy(float)) if "high" in part else part["value"].max())
+        for part in rows
+    )
     return 1.02 if highest > 0.6 else max(1.1 * highest, 0.1)
 
 
@@ -139,7 +147,7 @@ def every_algorithm(metrics: Metrics) -> Plot | None:
     algorithms = in_order(metrics.algorithms(regime))
     question = "How does every algorithm fare? Sampled success on held-out questions; below each name, what became of its runs."
     title = findings.every_algorithm(metrics, regime)
-    n_columns = min(3 if len(algorithms) <= 12 else 4, len(algorithms))
+    n_columns = min(3 if len(algorithms) <= 21 else 4, len(algorithms))
     n_rows = -(-len(algorithms) // n_columns)
     behind = BASELINE in algorithms and len(algorithms) > 1
     handles = [start_handle(), *([baseline_handle(metrics)] if behind else [])]
@@ -160,12 +168,21 @@ def every_algorithm(metrics: Metrics) -> Plot | None:
             start_line(ax, metrics, regime, [name], SUCCESS)
             finish_axis(ax, SAMPLED_PANEL)
             its, row = metrics.look(name), counts.loc[name]
-            ax.set_title(its.label, fontsize=9.5 if len(its.label) < 26 else 8, fontweight="bold", color=its.color, pad=15)
+            ax.set_title(
+                its.label,
+                fontsize=9.5 if len(its.label) < 26 else 8,
+                fontweight="bold",
+                color=its.color,
+                pad=15,
+            )
             what = f"{row['learned']} of {row['runs']} learned, {row['crashed']} crashed, {row['collapsed']} collapsed"
-            ax.text(0, 1.03, what, transform=ax.transAxes, fontsize=7.8, color="#666666")
+            size = 7.8 if n_columns < 4 else 6
+            text = ax.text(0, 1.03, what, transform=ax.transAxes, fontsize=size, color="#666666")
+            text.set_in_layout(False)
             if i + n_columns >= len(algorithms):
-                ax.set_xlabel("iteration")
                 ax.tick_params(labelbottom=True)
+            if i // n_columns == n_rows - 1:
+                ax.set_xlabel("iteration")
         for ax in axes[len(algorithms) :]:
             ax.set_visible(False)
         axes[0].set_ylim(0, _top(rows))
@@ -179,31 +196,46 @@ def every_algorithm(metrics: Metrics) -> Plot | None:
 def stability(metrics: Metrics) -> Plot | None:
     """Final success of every run, by algorithm, sampled and greedy."""
     regime = main_regime(metrics)
-    means = {name: metrics.arm(regime, name).groupby("world_seed")["final"].mean().mean() for name in metrics.algorithms(regime)}
+    means = {
+        name: metrics.arm(regime, name).groupby("world_seed")["final"].mean().mean()
+        for name in metrics.algorithms(regime)
+    }
     algorithms = sorted(in_order(means), key=lambda name: -means[name])
     question = "Where do the runs end? Mean success of the last tenth of each run, and the mean over worlds."
     title = findings.stability(metrics, regime)
     summary = pd.concat([metrics.arm(regime, name) for name in algorithms])
     present = [label for label in LABELS if (summary["outcome"] == label).any()]
     handles = [_mark(label, "#555555") for label in present]
-    interval = Line2D([], [], color="#555555", linewidth=2, marker="|", markersize=9, label=f"mean, {100 * LEVEL:.0f} % interval")
+    interval = Line2D(
+        [],
+        [],
+        color="#555555",
+        linewidth=2,
+        marker="|",
+        markersize=9,
+        label=f"mean, {100 * LEVEL:.0f} % interval",
+    )
     handles += [interval, start_handle()]
     rows = []
     with style():
-        fig = page(title, question, source_of(metrics, [regime], algorithms), 0.33 * len(algorithms) + 0.65, handles)
+        fig = page(
+            title, question, source_of(metrics, [regime], algorithms), 0.33 * len(algorithms) + 0.65, handles
+        )
         axes = fig.subplots(1, 2, sharey=True)
         for ax, panel in zip(axes, (SAMPLED_PANEL, GREEDY_PANEL), strict=True):
             column = "final" if panel is SAMPLED_PANEL else "greedy_final"
             for y, name in enumerate(algorithms):
                 rows += _ends(ax, metrics, regime, name, column, y)
-            level = summary.groupby("world_seed")["start" if column == "final" else "greedy_start"].mean().mean()
+            level = (
+                summary.groupby("world_seed")["start" if column == "final" else "greedy_start"].mean().mean()
+            )
             ax.axvline(level, color="#777777", linewidth=1, linestyle=(0, (1, 2)), zorder=1)
             ax.set_title(panel.label.replace("success", "final success"), fontsize=10.5, color="#333333")
             ax.set_xlim(0, _top([pd.DataFrame(rows)[["value"]]]))
         axes[0].set_yticks(range(len(algorithms)), [metrics.look(name).label for name in algorithms])
-        axes[0].tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
         axes[0].set_ylim(len(algorithms) - 0.5, -0.5)
         for ax in axes:
+            ax.tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
             ax.grid(axis="y", visible=False)
     caption = (
         f"{question} Algorithms in order of mean final sampled success. Bars: {LEVEL:.0%} bootstrap intervals of the mean over "
@@ -214,9 +246,15 @@ def stability(metrics: Metrics) -> Plot | None:
 
 
 def _mark(label: str, color: str) -> Line2D:
-    hollow = {"markerfacecolor": "white"} if label in HOLLOW else {"markeredgecolor": "white", "markeredgewidth": 0.6}
+    hollow = (
+        {"markerfacecolor": "white"}
+        if label in HOLLOW
+        else {"markeredgecolor": "white", "markeredgewidth": 0.6}
+    )
     size = 8 if MARKERS[label] == "X" else 6.5
-    return Line2D([], [], linestyle="none", marker=MARKERS[label], markersize=size, color=color, label=label, **hollow)
+    return Line2D(
+        [], [], linestyle="none", marker=MARKERS[label], markersize=size, color=color, label=label, **hollow
+    )
 
 
 def _ends(ax: Axes, metrics: Metrics, regime: str, name: str, column: str, y: float) -> list[dict[str, Any]]:
@@ -283,42 +321,37 @@ def tolerance(metrics: Metrics) -> Plot | None:
     measures = {"final": "final success", "area": "mean success\nof the run"}
     question = f"How far can it be pushed? Sampled success against {_enumerate([SETTINGS[name].split(' (')[0] for name in slices])}."
     title = _tolerance_title(metrics, slices)
-    chunks = family_chunks(metrics, main_regime(metrics), algorithms) if len(algorithms) > TOGETHER else [algorithms]
+    chunks = (
+        family_chunks(metrics, main_regime(metrics), algorithms)
+        if len(algorithms) > TOGETHER
+        else [algorithms]
+    )
     behind = len(chunks) > 1 and BASELINE in algorithms
     handles = [] if len(chunks) > 1 else line_handles(metrics, algorithms)
     handles += [*([baseline_handle(metrics)] if behind else []), start_handle()]
     rows: list[pd.DataFrame] = []
     with style():
-        columns = [(name, chunk) for chunk in chunks for name in slices]
-        names = 0.19 * max(map(len, chunks)) if len(chunks) > 1 else 0.0
-        width = max(WIDTH, 1.1 + 2.0 * min(len(columns), 5))
-        n_columns = min(len(columns), max(1, 5 // len(slices)) * len(slices)) if len(columns) > 5 else len(columns)
-        n_blocks = -(-len(columns) // n_columns)
-        body = n_blocks * (len(measures) * 1.9 + 0.45 + names)
-        fig = page(title, question, source_of(metrics, regimes, algorithms), body, handles, width)
-        for b, block in enumerate(np.atleast_1d(fig.subfigures(n_blocks, 1))):
-            axes = block.subplots(len(measures), n_columns, squeeze=False, sharex="col")
+        names = 0.25 if len(chunks) > 1 else 0.0
+        body = len(chunks) * (len(measures) * 1.55 + 0.45 + names)
+        fig = page(title, question, source_of(metrics, regimes, algorithms), body, handles)
+        for chunk, block in zip(chunks, np.atleast_1d(fig.subfigures(len(chunks), 1)), strict=True):
+            axes = block.subplots(len(measures), len(slices), squeeze=False, sharex="col")
             for (r, c), ax in np.ndenumerate(axes):
-                if b * n_columns + c >= len(columns):
-                    ax.set_visible(False)
-                    continue
-                name, chunk = columns[b * n_columns + c]
-                measure = list(measures)[r]
+                (name, runs), measure = list(slices.items())[c], list(measures)[r]
                 if behind and BASELINE not in chunk:
-                    _tolerance_line(ax, metrics, slices[name], BASELINE, name, measure, GREY)
+                    _tolerance_line(ax, metrics, runs, BASELINE, name, measure, GREY)
                 for algorithm in chunk:
-                    rows += _tolerance_line(ax, metrics, slices[name], algorithm, name, measure)
-                level = slices[name].groupby("world_seed")["start"].mean().mean()
+                    rows += _tolerance_line(ax, metrics, runs, algorithm, name, measure)
+                level = runs.groupby("world_seed")["start"].mean().mean()
                 ax.axhline(level, color="#777777", linewidth=1, linestyle=(0, (1, 2)), zorder=1)
-                _setting_axis(ax, name, sorted(set(slices[name][name])))
-                ax.set_ylim(0, 1.02)
+                _setting_axis(ax, name, sorted(set(runs[name])))
                 ax.tick_params(labelleft=c == 0)
                 if c == 0:
                     ax.set_ylabel(measures[measure])
                 if r == len(measures) - 1:
                     ax.set_xlabel(SETTINGS[name])
-                if r == 0 and len(chunks) > 1 and name == next(iter(slices)):
-                    name_lines(ax, metrics, chunk)
+            if len(chunks) > 1:
+                name_lines(axes[0, 0], metrics, chunk, 1, len(chunk))
         top = _top(rows)
         for ax in fig.axes:
             ax.set_ylim(0, top)
@@ -343,7 +376,9 @@ def _with_settings(metrics: Metrics) -> pd.DataFrame:
     """`Metrics.summary` with the settings of each run, and what else must be equal for runs to be compared."""
     rows = []
     for record, row in zip(metrics.runs, metrics.summary.to_dict("records"), strict=True):
-        world = -1 if row["world_seed"] is None or row["world_seed"] != row["world_seed"] else row["world_seed"]
+        world = (
+            -1 if row["world_seed"] is None or row["world_seed"] != row["world_seed"] else row["world_seed"]
+        )
         shared = {"policy": str(record.get("policy")), "world": str(record["world"])}
         rows.append({**row, "world_seed": world, **metrics.settings(record), **shared})
     runs = pd.DataFrame(rows)
@@ -380,8 +415,12 @@ def _tolerance_line(
     if grey:
         ax.plot(drawn["setting"], drawn["value"], color=grey, linewidth=1.6, zorder=1)
         return []
-    ax.fill_between(drawn["setting"], drawn["low"], drawn["high"], color=its.color, alpha=0.14, linewidth=0, zorder=2)
-    ax.plot(drawn["setting"], drawn["value"], color=its.color, ls=its.line, lw=2, marker="o", ms=4.5, zorder=4)
+    ax.fill_between(
+        drawn["setting"], drawn["low"], drawn["high"], color=its.color, alpha=0.14, linewidth=0, zorder=2
+    )
+    ax.plot(
+        drawn["setting"], drawn["value"], color=its.color, ls=its.line, lw=2, marker="o", ms=4.5, zorder=4
+    )
     columns = ["setting", "value", "low", "high", "runs", "worlds"]
     keys = {"varied": name, "measure": measure, "algorithm": algorithm}
     return [drawn[columns].assign(**keys)[[*keys, *columns]]]
@@ -390,7 +429,9 @@ def _tolerance_line(
 def _setting_axis(ax: Axes, name: str, values: Sequence[float]) -> None:
     if name != "staleness" and min(values) > 0:
         ax.set_xscale("log")
-    ax.set_xticks(values, [plain(value) for value in values], fontsize=7.5, rotation=30 if len(values) > 4 else 0)
+    ax.set_xticks(
+        values, [plain(value) for value in values], fontsize=7.5, rotation=30 if len(values) > 4 else 0
+    )
     ax.set_xticks([], minor=True)
 
 
@@ -404,7 +445,13 @@ def _tolerance_title(metrics: Metrics, slices: Mapping[str, pd.DataFrame]) -> st
     chosen = findings.pair(metrics, main_regime(metrics), in_order(runs["algorithm"]))
     for algorithm in chosen:
         arm = runs[runs["algorithm"] == algorithm]
-        gains = (arm["final"] - arm["start"]).groupby([arm[name], arm["world_seed"]]).mean().groupby(level=0).mean()
+        gains = (
+            (arm["final"] - arm["start"])
+            .groupby([arm[name], arm["world_seed"]])
+            .mean()
+            .groupby(level=0)
+            .mean()
+        )
         learns = gains[gains >= LEARNED]
         reached.append(learns.index.max() if len(learns) else None)
         label = findings.name_of(metrics, algorithm)
@@ -416,6 +463,8 @@ def _tolerance_title(metrics: Metrics, slices: Mapping[str, pd.DataFrame]) -> st
             told.append(f"{label} up to {plain(reached[-1])}")
     what = {"learning_rate": "Learning rate", "epochs": "Epochs per batch", "staleness": "Staleness"}[name]
     n_worlds = runs.groupby("algorithm")["world_seed"].nunique().loc[list(chosen)].min()
+    if len(told) == 2 and reached[0] == reached[1] and reached[0] is not None:
+        told = [f"{findings.name_of(metrics, chosen[0])} and {told[1]} alike"]
     few = f" ({n_worlds} world{'s' if n_worlds > 1 else ''})" if n_worlds < fewest_worlds(LEVEL) else ""
     return f"{what} at which success still rises by {LEARNED:.1f}: {', '.join(told)}{few}"
 
@@ -424,33 +473,18 @@ def _tolerance_title(metrics: Metrics, slices: Mapping[str, pd.DataFrame]) -> st
 def norms(metrics: Metrics) -> Plot | None:
     """Fig. 3b-d: norms of the gradient, of the surrogate's gradient and of the clipping bias, and the divisor."""
     regime = main_regime(metrics)
-    panels = distinct_panels(metrics, regime, NORM_PANELS)
     return panel_figure(
         metrics,
         "norms",
         regime,
         metrics.algorithms(regime),
-        panels,
+        NORM_PANELS,
         findings.spikes(metrics, regime),
         "Do gradients explode before success falls? L2 norms before any clipping, means over each iteration's updates.",
         "Largest norm: of any update. ‖C‖: norm of the gradient that clipping removed, measured on one update in a few "
-        "where the objective does not use it. A norm equal to the one before it, and a divisor that is 1 throughout, are "
-        "left out. The lowest 3 % of a logarithmic axis are cut off.",
+        "where the objective does not use it. Not drawn: the surrogate's norm where it is the whole gradient's, and a "
+        "divisor of 1. The lowest 3 % of a logarithmic axis are cut off.",
     )
-
-
-def distinct_panels(metrics: Metrics, regime: str, panels: Sequence[Panel]) -> list[Panel]:
-    """Without those whose column was not recorded, never varies, or equals an earlier one's to 1e-6."""
-    rows = metrics.iterations[metrics.iterations["regime"] == regime]
-    kept: list[Panel] = []
-    for panel in panels:
-        if panel.column not in rows or not _varies(metrics, regime, panel.column):
-            continue
-        values = rows[panel.column].to_numpy(float)
-        twins = (rows[other.column].to_numpy(float) for other in kept)
-        if not any(np.allclose(values, twin, rtol=1e-6, atol=1e-6, equal_nan=True) for twin in twins):
-            kept.append(panel)
-    return kept
 
 
 def signals(metrics: Metrics) -> Plot | None:
@@ -461,7 +495,7 @@ def signals(metrics: Metrics) -> Plot | None:
         "signals",
         regime,
         metrics.algorithms(regime),
-        distinct_panels(metrics, regime, SIGNAL_PANELS[:-1]) + [SIGNAL_PANELS[-1]],
+        SIGNAL_PANELS,
         findings.trend_of(metrics, regime, "entropy", "entropy", "{:.2f}", " nats"),
         "What changes while success does? Entropy, format, ratios, critic and advantages of the training batches.",
         "Effective sample size: of the trajectories' product ratios, as a share of the minibatch. Explained variance and the "
@@ -474,20 +508,19 @@ def trends(metrics: Metrics) -> Plot | None:
     """Reviewers' question 4: log-linear trends of the norms, with their R^2, for every algorithm."""
     regime = main_regime(metrics)
     algorithms = in_order(metrics.algorithms(regime))
-    panels = [panel for panel in distinct_panels(metrics, regime, NORM_PANELS[:3])]
-    rows = []
-    for panel in panels:
-        for name in algorithms:
+    panels, rows = [], []
+    for panel in NORM_PANELS[:3]:
+        moving = [name for name in algorithms if moves(metrics, regime, name, panel.column)]
+        panels += [panel] if moving else []
+        for name in moving:
             curves = curves_of(metrics, regime, name, panel.column)
-            if curves.empty:
-                continue
-            curves = curves[curves.index >= queue_filled(metrics, regime)]
-            middle = band(curves, panel)
+            middle = band(curves[curves.index >= queue_filled(metrics, regime)], panel)
             fit = log_linear_trend(middle["iteration"], middle["value"])
             if math.isfinite(fit.slope):
                 keys = {"regime": regime, "metric": panel.column, "algorithm": name}
                 factor = math.exp(10 * fit.slope)
-                rows.append({**keys, "factor_per_10": factor, "r_squared": fit.r_squared, "intercept": fit.intercept, "n": fit.n})
+                numbers = {"factor_per_10": factor, "r_squared": fit.r_squared, "intercept": fit.intercept}
+                rows.append({**keys, **numbers, "n": fit.n})
     if not rows:
         return None
     table = pd.DataFrame(rows)
@@ -506,17 +539,32 @@ def trends(metrics: Metrics) -> Plot | None:
                 row, color = part.loc[name], metrics.look(name).color
                 ax.plot([1, row["factor_per_10"]], [y, y], color=color, linewidth=2.2, zorder=2)
                 firm = row["r_squared"] >= FIRM
-                ax.plot(row["factor_per_10"], y, "o", color=color, markersize=6.5, markerfacecolor=color if firm else "white", zorder=3)
-                ax.annotate(
-                    f"R² {row['r_squared']:.2f}", (1, y), xycoords=("axes fraction", "data"), xytext=(3, 0),
-                    textcoords="offset points", va="center", fontsize=7.5, color="#666666",
+                ax.plot(
+                    row["factor_per_10"],
+                    y,
+                    "o",
+                    color=color,
+                    markersize=6.5,
+                    markerfacecolor=color if firm else "white",
+                    zorder=3,
                 )
-            ax.set_title(panel.label.replace("\n", " "), fontsize=10, color="#333333")
+                ax.annotate(
+                    f"R² {row['r_squared']:.2f}",
+                    (1, y),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(3, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=7.5,
+                    color="#666666",
+                )
+            ax.set_title(panel.label, fontsize=10, color="#333333")
             _factor_axis(ax, table.loc[table["metric"] == panel.column, "factor_per_10"])
             ax.set_xlabel("factor per 10 iterations")
             ax.grid(axis="y", visible=False)
         axes[0].set_yticks(range(len(algorithms)), [metrics.look(name).label for name in algorithms])
-        axes[0].tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
+        for ax in axes:
+            ax.tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
         axes[0].set_ylim(len(algorithms) - 0.5, -0.5)
     caption = (
         f"{question} Fitted from the iteration at which the queue of stale batches has filled. Filled: R² of {FIRM} or more. "
@@ -542,14 +590,18 @@ def _factor_axis(ax: Axes, factors: pd.Series) -> None:
 def _trends_title(metrics: Metrics, regime: str, table: pd.DataFrame) -> str:
     if short := findings.too_short(metrics, [regime]):
         return short
-    metric = "clipping_bias_norm" if (table["metric"] == "clipping_bias_norm").any() else table["metric"].iloc[0]
+    metric = (
+        "clipping_bias_norm" if (table["metric"] == "clipping_bias_norm").any() else table["metric"].iloc[0]
+    )
     part = table[table["metric"] == metric].set_index("algorithm")
     what = {"clipping_bias_norm": "Clipping-bias norm ‖C‖"}.get(metric, "Gradient norm")
     told = []
     for name in findings.pair(metrics, regime, list(part.index)):
         row = part.loc[name]
         firm = f"× {row['factor_per_10']:.2f} per 10 iterations (R² {row['r_squared']:.2f})"
-        told.append(f"{findings.name_of(metrics, name)} {firm if row['r_squared'] >= FIRM else 'no steady trend (R² ' + format(row['r_squared'], '.2f') + ')'}")
+        told.append(
+            f"{findings.name_of(metrics, name)} {firm if row['r_squared'] >= FIRM else 'no steady trend (R² ' + format(row['r_squared'], '.2f') + ')'}"
+        )
     return f"{what}: {', '.join(told)}"
 
 
@@ -559,15 +611,23 @@ def granularity(metrics: Metrics) -> Plot | None:
     families = _families(metrics, regime)
     if not families:
         return None
-    rungs = [rung for rung in ("token", "turn", "sentence", "sequence") if any(rung in family for family in families)]
-    question = "Does a coarser ratio help? Final sampled success, all else in the configs of a line being equal."
+    rungs = [
+        rung
+        for rung in ("token", "turn", "sentence", "sequence")
+        if any(rung in family for family in families)
+    ]
+    question = (
+        "Does a coarser ratio help? Final sampled success, all else in the configs of a line being equal."
+    )
     algorithms = in_order(name for family in families for name in family.values())
     title = _granularity_title(metrics, regime, families)
     rows = []
     with style():
         n_columns = min(4, len(families))
         n_rows = -(-len(families) // n_columns)
-        fig = page(title, question, source_of(metrics, [regime], algorithms), 2.6 * n_rows + 0.1, [start_handle()])
+        fig = page(
+            title, question, source_of(metrics, [regime], algorithms), 2.6 * n_rows + 0.1, [start_handle()]
+        )
         axes = list(fig.subplots(n_rows, n_columns, squeeze=False, sharey=True, sharex=True).flat)
         for ax, family in zip(axes, families, strict=False):
             middles = {}
@@ -575,16 +635,44 @@ def granularity(metrics: Metrics) -> Plot | None:
                 x, color = rungs.index(rung), metrics.look(name).color
                 arm = metrics.arm(regime, name).sort_values("seed")
                 spread = 0.3 * (np.arange(len(arm)) / max(1, len(arm) - 1) - 0.5) if len(arm) > 1 else [0.0]
-                ax.plot(x + np.asarray(spread), arm["final"], "o", color=color, ms=4.5, alpha=0.55, mec="white", mew=0.4, zorder=3)
+                ax.plot(
+                    x + np.asarray(spread),
+                    arm["final"],
+                    "o",
+                    color=color,
+                    ms=4.5,
+                    alpha=0.55,
+                    mec="white",
+                    mew=0.4,
+                    zorder=3,
+                )
                 values = by_world(arm, "final")
                 found = mean(values, n_draws=4000)
-                low, high = found.interval(LEVEL) if len(values) >= fewest_worlds(LEVEL) else (math.nan, math.nan)
+                low, high = (
+                    found.interval(LEVEL) if len(values) >= fewest_worlds(LEVEL) else (math.nan, math.nan)
+                )
                 ax.plot([x, x], np.clip([low, high], 0, 1), color="#222222", linewidth=1.8, zorder=4)
                 ax.plot([x], [found.value], "D", color=color, ms=8, mec="white", zorder=5)
-                ax.annotate(metrics.look(name).label, (x, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=7.5, color=color, fontweight="bold")
+                ax.annotate(
+                    metrics.look(name).label,
+                    (x, 0.02),
+                    xycoords=("data", "axes fraction"),
+                    ha="center",
+                    fontsize=7.5,
+                    color=color,
+                    fontweight="bold",
+                )
                 middles[x] = found.value
-                keys = {"regime": regime, "family": _family_name(metrics, family), "granularity": rung, "algorithm": name}
-                rows += [{**keys, "kind": "run", "world": r.world_seed, "seed": r.seed, "value": r.final} for r in arm.itertuples()]
+                keys = {
+                    "regime": regime,
+                    "family": _family_name(metrics, family),
+                    "granularity": rung,
+                    "algorithm": name,
+                }
+                rows += [
+                    {**keys, "kind": "run", "world": r.world_seed, "seed": r.seed, "value": r.final}
+                    for r in arm.itertuples()
+                ]
                 rows.append({**keys, "kind": "mean", "value": found.value, "low": low, "high": high})
             ax.plot(list(middles), list(middles.values()), color="#999999", linewidth=1.3, zorder=2)
             start_line(ax, metrics, regime, list(family.values()), SUCCESS)
@@ -613,13 +701,18 @@ def _families(metrics: Metrics, regime: str) -> list[dict[str, str]]:
         if not ratio or "granularity" not in ratio or name in seen:
             continue
         seen.add(name)
-        rest = {**record["objective"], "ratio": {k: v for k, v in ratio.items() if k not in ("granularity", "aggregation")}}
+        rest = {
+            **record["objective"],
+            "ratio": {k: v for k, v in ratio.items() if k not in ("granularity", "aggregation")},
+        }
         if ratio["granularity"] != "token" and ratio.get("aggregation") != "geometric":
             rest["ratio"]["aggregation"] = ratio.get("aggregation")
         key = json.dumps([rest, record.get("training")], sort_keys=True)
         found.setdefault(key, {}).setdefault(ratio["granularity"], name)
     order = ("token", "turn", "sentence", "sequence")
-    return [dict(sorted(f.items(), key=lambda item: order.index(item[0]))) for f in found.values() if len(f) > 1]
+    return [
+        dict(sorted(f.items(), key=lambda item: order.index(item[0]))) for f in found.values() if len(f) > 1
+    ]
 
 
 def _family_name(metrics: Metrics, family: Mapping[str, str]) -> str:
@@ -680,7 +773,11 @@ def run_figure(updates: pd.DataFrame, evaluations: pd.DataFrame, title: str) -> 
     panels = {
         "gradient norms": {"gradient_norm": "gradient", "clipping_bias_norm": "clipping bias"},
         "clipping": {"clip_fraction": "clip fraction", "out_of_range_fraction": "out of range"},
-        "policy": {"entropy": "entropy (nats)", "valid_format_rate": "valid format", "kl_behaviour_k3": "KL to behaviour"},
+        "policy": {
+            "entropy": "entropy (nats)",
+            "valid_format_rate": "valid format",
+            "kl_behaviour_k3": "KL to behaviour",
+        },
     }
     with style():
         fig = Figure(figsize=(10.0, 5.6), layout="constrained")

@@ -22,14 +22,21 @@ from stppo.results.style import in_order
 
 MIN_ITERATIONS = 20  # shorter runs are trials of the machinery
 HEADLINE = (BASELINE, "st_ppo", "turn_ppo", "s_ppo")  # of the first picture, those that were trained
-PARTNER = ("st_ppo", "turn_ppo", "so_grpo", "turn_grpo")  # what the baseline is compared with: the first that was trained
+PARTNER = (
+    "st_ppo",
+    "turn_ppo",
+    "so_grpo",
+    "turn_grpo",
+)  # what the baseline is compared with: the first that was trained
 DRAWS = 4000
 
 
 # ---- which runs ---------------------------------------------------------------------------------
 def main_regime(metrics: Metrics) -> str:
     """The regime that has most algorithms; ties: most runs, most iterations, first name."""
-    runs = pd.DataFrame([{key: r[key] for key in ("regime", "algorithm", "iterations")} for r in metrics.runs])
+    runs = pd.DataFrame(
+        [{key: r[key] for key in ("regime", "algorithm", "iterations")} for r in metrics.runs]
+    )
     counts = runs.groupby("regime").agg({"algorithm": ["nunique", "size"], "iterations": "max"})
     return str(counts.sort_index().sort_values(list(counts), ascending=False, kind="stable").index[0])
 
@@ -106,7 +113,9 @@ def compare(one: Mapping[int, float], other: Mapping[int, float], looks: int = 1
     return Comparison(float(np.mean(first)), float(np.mean(second)), len(worlds), level, clear)
 
 
-def compare_arms(metrics: Metrics, regime: str, names: Sequence[str], column: str, looks: int = 1) -> Comparison:
+def compare_arms(
+    metrics: Metrics, regime: str, names: Sequence[str], column: str, looks: int = 1
+) -> Comparison:
     """`compare` of a column of `Metrics.summary`."""
     return compare(*(by_world(metrics.arm(regime, name), column) for name in names), looks)
 
@@ -146,7 +155,9 @@ def learning(metrics: Metrics, regime: str, names: Sequence[str]) -> str:
     labels = [name_of(metrics, name) for name in chosen]
     arms = [metrics.arm(regime, name) for name in chosen]
     learned = [int(arm["learned"].sum()) for arm in arms]
-    counts = [f"{n} of {len(arm)} run{'s' if len(arm) > 1 else ''}" for n, arm in zip(learned, arms, strict=True)]
+    counts = [
+        f"{n} of {len(arm)} run{'s' if len(arm) > 1 else ''}" for n, arm in zip(learned, arms, strict=True)
+    ]
     if len(chosen) == 1:
         collapsed = int(arms[0]["collapsed"].sum())
         return sentence(f"{labels[0]} learns in {counts[0]} and collapses in {collapsed}")
@@ -169,11 +180,17 @@ def learning(metrics: Metrics, regime: str, names: Sequence[str]) -> str:
     elif not any(learned):
         begin = f"Neither learns (from {two(arms[0]['start'].mean())} at the start)"
         told = f"{begin}: {ends}"
-        return told if final.clear else f"{told}; {few_words(final.n_worlds) if final.few else 'no clear difference'}"
+        return (
+            told
+            if final.clear
+            else f"{told}; {few_words(final.n_worlds) if final.few else 'no clear difference'}"
+        )
     if final.clear or final.few or not area.clear:
         return sentence(final.say(_higher_first(labels, final, "ends", "at "), ends))
     along = _higher_first(labels, area, "averages")
-    return sentence(f"{along} over the run; no clear difference at the end ({two(final.one)}, {two(final.other)})")
+    return sentence(
+        f"{along} over the run; no clear difference at the end ({two(final.one)}, {two(final.other)})"
+    )
 
 
 def keeps(labels: Sequence[str], kept: Comparison) -> str:
@@ -203,25 +220,25 @@ def every_algorithm(metrics: Metrics, regime: str) -> str:
         return short
     names = in_order(metrics.algorithms(regime))
     arms = {name: metrics.arm(regime, name) for name in names}
-    learners = [name for name, arm in arms.items() if 2 * arm["learned"].sum() > len(arm)]
-    falling = []
-    for name in learners:
-        arm = arms[name][arms[name]["learned"]]
-        if 2 * arm["crash_iteration"].notna().sum() >= len(arm):
-            falling.append(name)
-    of = f"of {len(names)} algorithms" if len(names) > 1 else f"({name_of(metrics, names[0])})"
-    told = f"{len(learners)} {of} learn in most of their runs" if len(names) > 1 else ""
     if len(names) == 1:
         return learning(metrics, regime, names)
+    learners = [name for name, arm in arms.items() if 2 * arm["learned"].sum() > len(arm)]
+    crashed = {name: arms[name].loc[arms[name]["learned"], "crash_iteration"].notna() for name in learners}
+    falling = [name for name in learners if 2 * crashed[name].sum() > len(crashed[name])]
     if not learners:
         return f"None of {len(names)} algorithms learns in more than half of its runs"
+    told = f"{len(learners)} of {len(names)} algorithms learn{'s' if len(learners) == 1 else ''} in most runs"
     if len(learners) == len(names):
-        told = f"All {len(names)} algorithms learn in most of their runs"
+        told = f"All {len(names)} algorithms learn in most runs"
     if not falling:
-        return f"{told}; none of them loses half of it again in most"
-    which = _listed([name_of(metrics, name) for name in falling]) if len(falling) < 3 else f"{len(falling)} of them"
-    lose = "loses" if len(falling) == 1 else "lose"
-    return f"{told}; {which} {lose} half of it again in half of these runs or more"
+        none = "it does not crash" if len(learners) == 1 else "none of them crashes"
+        return f"{told}; {none} in most"
+    which = (
+        _listed([name_of(metrics, name) for name in falling])
+        if len(falling) < 4
+        else f"{len(falling)} of them"
+    )
+    return f"{told}; {which} then crash{'es' if len(falling) == 1 else ''} in most"
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -248,7 +265,9 @@ def stability(metrics: Metrics, regime: str) -> str:
     below = sum(one.clear and one.one < one.other for one in found)
     base = name_of(metrics, BASELINE)
     if len(others) == 1:
-        ends = f"{base} ends at {two(means[BASELINE])}, {name_of(metrics, others[0])} at {two(means[others[0]])}"
+        ends = (
+            f"{base} ends at {two(means[BASELINE])}, {name_of(metrics, others[0])} at {two(means[others[0]])}"
+        )
         labels = (name_of(metrics, others[0]), base)
         return sentence(found[0].say(_higher_first(labels, found[0], "ends", "at "), ends))
     if not above and not below:
@@ -293,7 +312,9 @@ def change(metrics: Metrics, regime: str, algorithm: str, column: str, looks: in
     return Change(found.one, found.other, found) if found.n_worlds else None
 
 
-def trend_of(metrics: Metrics, regime: str, column: str, what: str, form: str, unit: str, scale: float = 1.0) -> str:
+def trend_of(
+    metrics: Metrics, regime: str, column: str, what: str, form: str, unit: str, scale: float = 1.0
+) -> str:
     """How a quantity changes in the course of training, for the two algorithms that `pair` chooses."""
     if short := too_short(metrics, [regime]):
         return short
