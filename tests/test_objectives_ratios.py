@@ -8,7 +8,9 @@ from stppo.objectives import Ratio, RatioRule, kl_behaviour_to_policy, kl_policy
 from stppo.trajectories import Trajectories
 from tests.objectives_cases import batch_from_turns, mixed_batch, normal, sentences_of
 
-ALL = list(itertools.product(("token", "turn", "sentence", "sequence"), ("geometric", "arithmetic", "product")))
+ALL = list(
+    itertools.product(("token", "turn", "sentence", "sequence"), ("geometric", "arithmetic", "product"))
+)
 
 
 def by_hand(granularity, aggregation, log_ratio, batch):

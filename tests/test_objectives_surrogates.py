@@ -179,7 +179,9 @@ def test_padding_and_the_environment_cannot_matter(setting, surrogate):
         wide = torch.nn.functional.pad(x, (0, 3))
         return wide.masked_fill(~torch.nn.functional.pad(batch.agent_mask, (0, 3)), garbage)
 
-    state = {k: torch.nn.functional.pad(v, (0, 3)) if v.ndim == 2 else v for k, v in batch.state_dict().items()}
+    state = {
+        k: torch.nn.functional.pad(v, (0, 3)) if v.ndim == 2 else v for k, v in batch.state_dict().items()
+    }
     state |= {"sentence_ends": widen(batch.sentence_ends, True)}
     state |= {"behaviour_logprobs": widen(batch.behaviour_logprobs, math.nan)}
     dirty = objective(widen(logprobs, math.nan), type(batch)(**state), widen(advantages, math.inf))
@@ -266,7 +268,9 @@ def test_bounds_may_differ_by_token(setting):
 
 def test_what_the_caller_does_not_know_is_refused_by_name(setting):
     _, batch, logprobs, advantages = setting
-    with pytest.raises(ValueError, match="entropy: a rule of this objective reads it, but the caller gave none"):
+    with pytest.raises(
+        ValueError, match="entropy: a rule of this objective reads it, but the caller gave none"
+    ):
         make(MinClip(), clip=ByEntropy())(logprobs, batch, advantages)
 
 
@@ -281,7 +285,11 @@ def test_rules_of_the_wrong_shape_are_refused(setting):
         def terms(self, tokens, bounds):
             return Terms(tokens.ratio.sum(), tokens.ratio, tokens.ratio > 1)
 
-    with pytest.raises(ValueError, match=r"PerTurn.bounds \(high\): expected one value a token, \(34,\), got"):
+    with pytest.raises(
+        ValueError, match=r"PerTurn.bounds \(high\): expected one value a token, \(34,\), got"
+    ):
         make(MinClip(), clip=PerTurn())(logprobs, batch, advantages)
-    with pytest.raises(ValueError, match=r"OneTerm.terms \(terms\): expected one value a token, \(34,\), got"):
+    with pytest.raises(
+        ValueError, match=r"OneTerm.terms \(terms\): expected one value a token, \(34,\), got"
+    ):
         make(OneTerm())(logprobs, batch, advantages)
