@@ -229,13 +229,9 @@ def _check_target(node: Config, key: str) -> None:
             _check_target(value, f"{key}.{name}")
         rule = dataclasses.is_dataclass(kind) or inspect.isabstract(kind)
         if rule and not (nested and issubclass(get_class(value["_target_"]), kind)):
-            write = "".join(
-                f" and write its {method}" for method in sorted(getattr(kind, "__abstractmethods__", ()))
-            )
             given_class = value["_target_"] if nested else repr(value)
             raise ConfigError(
-                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is needed; for one of your own, "
-                f"subclass {kind.__module__}.{kind.__name__}{write}"
+                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is needed{_how_to_write(kind)}"
             )
 
 
@@ -252,6 +248,16 @@ def _class(target: str, key: str) -> type:
             raise cause from error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         raise ConfigError(f"{key}._target_ = {target}: no such class ({reason})") from error
+
+
+def _how_to_write(kind: type) -> str:
+    """What to subclass for a rule of one's own, and the method to write; "" for sections that are no rules."""
+    bases = [base for base in (kind, *kind.__subclasses__()) if inspect.isabstract(base)]
+    ways = [
+        f"{base.__module__}.{base.__name__} and write its {', '.join(sorted(base.__abstractmethods__))}"
+        for base in (bases[:1] if kind in bases else bases)
+    ]
+    return f"; for one of your own subclass {', or '.join(ways)}" if ways else ""
 
 
 def run_section(config: Config) -> Config:
