@@ -34,7 +34,7 @@ ALLOWED = {
     "preflight": {"agent", "config", "files", "settings", *FLOOR},
     "axes": {"algorithms", "config", "objectives", "trajectories", "results"},
     "cli": {
-        *("config_files", "provenance"),
+        "provenance",
         *(
             "axes",
             "agent",
