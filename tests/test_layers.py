@@ -34,6 +34,7 @@ ALLOWED = {
     "preflight": {"agent", "config", "files", "settings", *FLOOR},
     "axes": {"algorithms", "config", "objectives", "trajectories", "results"},
     "cli": {
+        "provenance",
         *(
             "axes",
             "agent",
