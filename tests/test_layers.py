@@ -41,6 +41,7 @@ ALLOWED = {
             "config_files",
             "plan",
             "preflight",
+            "provenance",
             "settings",
             "schema",
             "files",
