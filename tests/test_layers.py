@@ -42,6 +42,7 @@ ALLOWED = {
             "config_files",
             "plan",
             "preflight",
+            "provenance",
             "settings",
             "schema",
             "files",
