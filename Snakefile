@@ -1,18 +1,28 @@
-# `snakemake all`: warm starts -> one training run per (regime, algorithm, seed) -> metrics -> figures -> report,
+# `snakemake all`: warm starts -> one training run per (regime, algorithm, seed) -> metrics -> figure notebooks -> report,
 # and beside them, where a preset trains, the derivation notebooks, which need no run.
 #
 #   snakemake all                                  the laptop preset (cores come from profiles/default)
 #   snakemake all --config preset=smoke            the whole graph in minutes
 #   snakemake all --config overrides="training.iterations=10"
-#   snakemake all --config preset=study            rendered from the committed metrics, without training
-#   snakemake all --config preset=study retrain=true
+#   snakemake all --config config_dir=DIR overrides="pipeline.regimes.OFF_POLICY.algorithms=[my_ppo]"   with DIR/algorithm/my_ppo.yaml
+#   snakemake reference                            copies what the laptop preset measured to results/reference/laptop
+#
+# A preset with `pipeline.recorded: FOLDER` is rendered from the metrics committed there, without training; with
+# `--config preset=NAME retrain=true` it is trained.
+#
+# Your own notebook: notebooks/30-anything.ipynb (30 to 39), with a cell tagged `parameters` that sets `metrics_dir`, the
+# folder of recorded metrics to read, and `output_dir`, where `stppo.results.style.publish` puts its figures. It is executed
+# beside the other figure notebooks; the report links its page and shows its figures.
 #
 # What a run depends on is content: its composed config, and the syntax of the modules that it imports. Both
 # go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
 import json
 import os
 import shlex
+import sys
+import threading
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +31,8 @@ from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 
 from stppo import config as configs
+from stppo.results.progress import follow
+from stppo.config_files import config_dir, groups, option_files, own_config_dir, use_config_dir
 from stppo.results.runs import missing_runs
 from stppo.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.interact import NBCONVERT_OPTIONS
@@ -29,6 +41,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 PRESET = config.get("preset", "laptop")
+try:
+    if config.get("config_dir"):  # your own configs beside the shipped ones, as STPPO_CONFIG_DIR
+        use_config_dir(config["config_dir"])
+    own_config_dir()
+except configs.ConfigError as error:
+    raise WorkflowError(str(error))
 try:
     OVERRIDES = shlex.split(config.get("overrides") or "")
 except (ValueError, AttributeError) as error:
@@ -42,9 +60,10 @@ FAST = PRESET == "smoke"
 
 try:
     RUNS = {run.name: run for run in configs.planned_runs(PRESET, OVERRIDES)}
-    PIPELINE = configs.compose([f"preset={PRESET}", *OVERRIDES])["pipeline"]
+    COMPOSED = configs.compose([f"preset={PRESET}", *OVERRIDES])
 except configs.ConfigError as error:
     raise WorkflowError(str(error))
+PIPELINE = COMPOSED["pipeline"]
 # A preset may be rendered from committed metrics; `retrain=true` trains it instead.
 RETRAIN = str(config.get("retrain", False)).lower() in ("true", "1", "yes")
 RECORDED = None if RETRAIN else PIPELINE.get("recorded")
@@ -95,19 +114,25 @@ WARM_STARTS = {
     ]
     for run in TRAINED.values()
 }
-WORLDS = [run.config["world"] for run in TRAINED.values()] or [configs.compose([f"preset={PRESET}", *OVERRIDES])["world"]]
+WORLDS = [run.config["world"] for run in TRAINED.values()] or [COMPOSED["world"]]
 TARGETS = sorted({target for world in WORLDS for target in config_targets(world)})
 TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS], notebook="notebooks/10-train.ipynb")
-DERIVATIONS = [
-    "01-token-level-ppo",
-    "02-turn-level-importance-sampling",
-    "03-clipping-bias",
-    "04-stabilised-objectives",
-    "05-search-agent",
-]
-NOTEBOOKS = ["20-collapse", "21-clip-ratio", "22-ablations", "23-open-questions"]
+
+
+def own_code(run):
+    """Of classes outside the package that a run's config names: their source, or their library's version."""
+    return configs.code_of(*(name for name in config_targets(run.config) if not name.startswith("stppo.")))
+
+
+def numbered(*patterns):
+    """Names of the notebooks whose number matches any of the patterns, in order."""
+    return sorted(path.stem for pattern in patterns for path in Path("notebooks").glob(f"{pattern}-*.ipynb"))
+
+
+DERIVATIONS, NOTEBOOKS = numbered("0[0-9]"), numbered("2[0-3]", "3[0-9]")
 PAGES = NOTEBOOKS if RECORDED else [*DERIVATIONS, *NOTEBOOKS]
-PLANNED = f"{RESULTS}/planned.json"
+FIGURES = [f"{RESULTS}/figures", *(f"{RESULTS}/{name}.ipynb" for name in NOTEBOOKS)]
+CLAIMS = multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "planned.json") if "study" in COMPOSED else []
 PAPERMILL = f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
 REFERENCE = f"results/reference/{PRESET}"
 
@@ -127,9 +152,9 @@ def notebook_content(name):
         imports = notebook_imports(notebook)
     except ValueError as error:
         raise WorkflowError(str(error))
-    if "stppo.config" not in imported_files(imports):
+    if "stppo.config_files" not in imported_files(imports):
         return [content_of(notebook), code_hash(imports)]
-    files = sorted(file for file in configs.config_dir().rglob("*.yaml") if file.parent.name != "cluster")
+    files = [config_dir() / "config.yaml", *(file for group in groups() for file in option_files(group))]
     settings = {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
     return [content_of(notebook), code_hash([*imports, *TARGETS]), configs.fingerprint(settings)]
 
@@ -142,6 +167,11 @@ wildcard_constraints:
     run="|".join(TRAINED) or "-",
     start="|".join(WARM_STARTS) or "-",
     derivation="|".join(DERIVATIONS),
+
+
+onstart:  # in the terminal, a line as a run starts, passes each quarter and ends; it ends with Snakemake
+    say = partial(print, file=sys.stderr, flush=True)
+    threading.Thread(target=follow, args=(f"{RESULTS}/runs", say), daemon=True).start()
 
 
 rule all:
@@ -181,7 +211,7 @@ rule train:
         updates=f"{RESULTS}/runs/{{run}}/updates.parquet",
         evaluations=f"{RESULTS}/runs/{{run}}/evaluations.parquet",
     params:
-        code=TRAIN_CODE,
+        code=lambda wildcards: [TRAIN_CODE, own_code(RUNS[wildcards.run])],
         config=lambda wildcards: configs.fingerprint(configs.run_section(RUNS[wildcards.run].config)),
         overrides=lambda wildcards: shlex.quote(shlex.join(RUNS[wildcards.run].overrides)),
     log:
@@ -240,6 +270,7 @@ rule derivation:
     threads: 1
     retries: 1  # kernels that start at once may pick the same port, and one of them dies
     shell:
+        "mkdir -p {output[1]} && "  # not every notebook draws a figure
         "papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
 
 
@@ -260,28 +291,22 @@ rule plug_ins:
         "papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
 
 
-rule planned:  # how many runs each arm is to have, for tables that say how many it has
-    output:
-        PLANNED,
-    params:
-        counts=json.dumps(Counter(f"{run.regime}/{run.algorithm}" for run in RUNS.values()), indent=1),
-    shell:
-        "echo {params.counts:q} > {output}"
+if CLAIMS:  # a preset with a section `study`
 
-
-rule claims:
-    input:
-        METRICS,
-        PLANNED,
-    output:
-        multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "answers.csv", "coverage.csv", "sensitivity.csv", "in_short.txt"),
-    params:
-        code=code_hash("stppo.study.evaluation"),
-        ledger=content_of("src/stppo/study/claims.yaml"),
-    log:
-        f"{RESULTS}/logs/claims.log",
-    shell:
-        "stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {PLANNED} > {log} 2>&1"
+    rule claims:
+        input:
+            METRICS,
+        output:
+            CLAIMS,
+        params:
+            code=code_hash("stppo.study.claims"),
+            ledger=content_of("src/stppo/study/claims.yaml"),
+            planned=json.dumps(Counter(f"{run.regime}/{run.algorithm}" for run in RUNS.values()), indent=1),
+        log:
+            f"{RESULTS}/logs/claims.log",
+        shell:
+            "echo {params.planned:q} > {output[2]} && "  # how many runs each arm is to have
+            "stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {output[2]} > {log} 2>&1"
 
 
 # Not part of `all`: any checkpoint on any of the eight benchmarks,
@@ -318,13 +343,11 @@ rule benchmarks:
 rule figures:
     input:
         METRICS,
-        PLANNED,
     output:
-        directory(f"{RESULTS}/figures"),
-        expand(f"{RESULTS}/{{name}}.ipynb", name=NOTEBOOKS),
+        directory(FIGURES[0]),
+        FIGURES[1:],
     params:
         content=[CONTENT[name] for name in NOTEBOOKS],
-        ledger=content_of("src/stppo/study/claims.yaml"),
         options=f"{PAPERMILL} -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures",
     log:
         expand(f"{RESULTS}/logs/{{name}}.log", name=NOTEBOOKS),
@@ -333,8 +356,8 @@ rule figures:
     shell:
         "jobs=; trap 'kill $jobs 2> /dev/null || true' EXIT; "  # an interrupted job leaves none of them behind
         + "".join(
-            f"papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}}"
-            f"{f' -p planned {PLANNED}' if name > '22' else ''} > {RESULTS}/logs/{name}.log 2>&1 & jobs=\"$jobs $!\"; "
+            f"papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}} > {RESULTS}/logs/{name}.log 2>&1"
+            ' & jobs="$jobs $!"; '
             for name in NOTEBOOKS
         )
         + "failed=0; for job in $jobs; do wait $job || failed=1; done; exit $failed"
@@ -357,6 +380,7 @@ rule html:
     output:
         f"{RESULTS}/{{notebook}}.html",
     params:
+        code=code_hash("stppo.results.mathml"),
         options=shlex.join(NBCONVERT_OPTIONS),
         links=lambda wildcards: shlex.quote(relinked(wildcards.notebook)),
     log:
@@ -369,17 +393,15 @@ rule html:
 rule report:
     input:
         expand(f"{RESULTS}/{{name}}.html", name=PAGES),
-        rules.figures.output,
+        FIGURES,
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
         METRICS,
-        rules.claims.output,
+        CLAIMS,
     output:
         f"{RESULTS}/report.html",
     params:
         code=code_hash("stppo.results.report"),
-        reference=content_of(
-            *(f"{REFERENCE}/{part}metrics/runs.json" for part in ("", "tuning/stage1/", "processor/"))
-        ),
+        reference=content_of(f"{REFERENCE}/metrics/runs.json"),
     log:
         f"{RESULTS}/logs/report.log",
     shell:
@@ -392,4 +414,6 @@ rule reference:
         f"{RESULTS}/report.html",
     shell:
         "mkdir -p {REFERENCE} && rm -rf {REFERENCE}/metrics {REFERENCE}/figures {REFERENCE}/claims"
-        " && cp -r {RESULTS}/metrics {RESULTS}/figures {RESULTS}/claims {PLANNED} {REFERENCE}/"
+        " && cp -r {RESULTS}/metrics {RESULTS}/figures "
+        + (f"{RESULTS}/claims " if CLAIMS else "")
+        + "{REFERENCE}/"

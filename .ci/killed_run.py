@@ -17,7 +17,7 @@ import pandas as pd
 
 from stppo.schema import TIMING_COLUMNS
 
-RUN = Path("results/smoke/runs/A/token_ppo/seed0")
+RUN = Path("results/smoke/runs/OFF_POLICY/token_ppo/seed0")
 SECONDS = 300
 
 

@@ -56,7 +56,7 @@ def make_trainers(overrides: list[str], start: Path, scratch: Path) -> dict[str,
     quiet = ["evaluation.every=100000", "training.iterations=100000", "training.checkpoint_every=100000"]
     trainers = {}
     for name in ALGORITHMS:
-        config = configs.compose([*overrides, *quiet, "training=regime_a", f"algorithm={name}"])
+        config = configs.compose([*overrides, *quiet, "training=off_policy", f"algorithm={name}"])
         trainers[name] = trainer = Trainer(config, scratch / name, start, progress=False)
         for _ in range(trainer.settings.training.staleness_iterations + 1):
             trainer.queue.append(trainer._sample())
@@ -177,7 +177,7 @@ def bias_norms(trainer: Trainer, repeats: int) -> Table:
         part = batch.select(rows)
         scores = score(trainer.policy, part, n_chunks=training.length_chunks)
         width = part.tokens.shape[1]
-        surrogate = trainer.objective.surrogate(scores.logprobs, part, advantages[rows, :width])
+        surrogate = trainer.objective(scores.logprobs, part, advantages[rows, :width])
         norm = float("nan")
         if kind == "exact":
             norm = global_norm(gradient_of(surrogate.bias_surrogate, trainer.parameters))

@@ -14,7 +14,7 @@ def batch_from_turns(
     turns: list[list[int]], *, gap: int = 2, extra: int = 3, group_size: int = 1, seed: int = 0
 ) -> Trajectories:
     """One trajectory per list of turn lengths, `gap` environment tokens before each turn and after the last,
-    `extra` columns of padding on the longest row, rewards on every turn's last token."""
+    `extra` columns of padding on the longest row, rewards on every turn's last token, some tokens ending sentences."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([sum(row) + gap * (len(row) + 1) for row in turns])
     width = int(lengths.max()) + extra
@@ -27,15 +27,28 @@ def batch_from_turns(
             at += gap + length
             rewards[i, at - 1] = torch.randn((), generator=generator, dtype=torch.float64)
     logprobs = -torch.rand(mask.shape, generator=generator, dtype=torch.float64) - 0.1
+    tokens = torch.randint(VOCABULARY, mask.shape, generator=generator)
     return Trajectories(
-        tokens=torch.randint(VOCABULARY, mask.shape, generator=generator),
+        tokens=tokens,
         lengths=lengths,
         agent_mask=mask,
         behaviour_logprobs=logprobs * mask,
         rewards=rewards,
         group_ids=torch.arange(len(turns)) // group_size,
         policy_updates=torch.zeros(len(turns), dtype=torch.int64),
+        sentence_ends=(torch.rand(mask.shape, generator=generator) < 0.4) & mask,
     )
+
+
+def sentences_of(batch: Trajectories, row: int) -> list[list[int]]:
+    """The positions of each sentence of a row, from its turn ids and marks."""
+    found, ids = [], batch.turn_ids[row].tolist()
+    for t, turn in enumerate(ids):
+        if turn >= 0 and found and ids[t - 1] == turn and not batch.sentence_ends[row, t - 1]:
+            found[-1].append(t)
+        elif turn >= 0:
+            found.append([t])
+    return found
 
 
 def mixed_batch(**kwargs) -> Trajectories:

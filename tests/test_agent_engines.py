@@ -57,13 +57,13 @@ def test_weights_multiply_the_terms_and_the_clipping_bias_alike():
     objective = Objective(TokenGAE(), Ratio("token"), Clip(0.2, 0.2), NoStabilizer(), "trajectory_mean")
     advantages, weights = normal(batch.rewards, 2), normal(batch.rewards, 3).exp()
     logprobs = policy.logprobs(batch.tokens)
-    plain, weighed = (objective.surrogate(logprobs, batch, advantages, w) for w in (None, weights))
+    plain, weighed = (objective(logprobs, batch, advantages, w) for w in (None, weights))
     # min(w A, clip(w) A) scales with |weight|, so a positive weight may as well multiply the advantage.
-    scaled = objective.surrogate(logprobs, batch, advantages * weights)
+    scaled = objective(logprobs, batch, advantages * weights)
     for name in ("loss", "bias_surrogate"):
         torch.testing.assert_close(getattr(weighed, name), getattr(scaled, name))
         assert not torch.isclose(getattr(weighed, name), getattr(plain, name))
-    ones = objective.surrogate(logprobs, batch, advantages, torch.ones_like(weights))
+    ones = objective(logprobs, batch, advantages, torch.ones_like(weights))
     assert ones.loss == plain.loss and ones.diagnostics == plain.diagnostics
 
 

@@ -3,9 +3,11 @@
 import pytest
 
 from stppo import config as configs
+from stppo import config_files
+from stppo.algorithms import ORDER
 from stppo.config import ConfigError
 
-ALGORITHMS = configs.options("algorithm")
+ALGORITHMS = sorted([*ORDER, "so_ppo"])  # the shipped ones; a reader may have added a file
 
 
 def check(*overrides: str) -> None:
@@ -16,10 +18,14 @@ def check(*overrides: str) -> None:
 
 
 def test_the_ten_names_of_nine_algorithms_are_offered():
-    assert set(ALGORITHMS) == {
-        *("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo", "so_ppo_ctn"),
-        *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
-    }
+    assert (
+        {
+            *("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo", "so_ppo_ctn"),
+            *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
+        }
+        == set(ALGORITHMS)
+        <= set(configs.options("algorithm"))
+    )
     points = {n: configs.compose([f"algorithm={n}"])["algorithm"]["objective"] for n in ALGORITHMS}
     same = [(a, b) for a in ALGORITHMS for b in ALGORITHMS if a < b and points[a] == points[b]]
     assert same == [("so_ppo", "st_ppo")], "v2's name for st_ppo; all others differ"
@@ -86,7 +92,7 @@ def test_unknown_option_lists_the_allowed_ones(group):
         ("evaluation.foo", "questions"),
         ("warm_start.reading.foo", "target_accuracy"),
         ("algorithm.foo", "objective"),
-        ("algorithm.objective.foo", "credit, ratio, clip, stabilizer, loss_aggregation"),
+        ("algorithm.objective.foo", "credit, ratio, clip, surrogate, stabilizer, loss_aggregation"),
         ("algorithm.objective.clip.foo", "epsilon_low, epsilon_high, clip_on"),
         ("world.foo", "n_entities"),
     ],
@@ -127,7 +133,7 @@ OBJECTIVE = "algorithm.objective"
             ["algorithm=token_ppo", f"{OBJECTIVE}.clip.clip_on=turn"],
             "Clip.clip_on='turn' needs Ratio.granularity='turn', got 'token'",
         ),
-        ([f"{OBJECTIVE}.ratio.granularity=word"], "must be one of token, turn, sequence"),
+        ([f"{OBJECTIVE}.ratio.granularity=word"], "must be one of token, turn, sentence, sequence"),
         ([f"{OBJECTIVE}.loss_aggregation=sum"], "trajectory_mean, token_mean, turn_mean"),
         ([f"{OBJECTIVE}.stabilizer.c0=0"], "ClippingBiasNorm.c0=0: must be"),
         ([f"{OBJECTIVE}.credit=GAE"], f"{OBJECTIVE}.credit = 'GAE': the _target_ of a CreditRule"),
@@ -199,19 +205,24 @@ def names(preset, *overrides):
     return [run.name for run in configs.planned_runs(preset, list(overrides))]
 
 
-def test_laptop_plans_the_ablation_and_the_long_regime():
-    planned = names("laptop")
-    assert len(planned) == len(set(planned)) == 31
-    nine = set(ALGORITHMS) - {"so_ppo"}
-    assert {n for n in planned if n.startswith("A/")} == {f"A/{a}/seed{s}" for a in nine for s in range(3)}
-    assert {n for n in planned if n.startswith("LONG/")} == {
-        f"LONG/{a}/seed{s}" for a in ("token_ppo", "st_ppo") for s in range(2)
-    }
+NINE = set(ALGORITHMS) - {"so_ppo"}
 
 
-def test_smoke_plans_eleven_runs():
-    planned = names("smoke")
-    assert len(planned) == len(set(planned)) == 11
+def test_laptop_plans_the_algorithms_and_two_plain_remedies_in_three_worlds():
+    runs = configs.planned_runs("laptop")
+    arms = NINE | {"token_ppo_kl_stop", "token_ppo_grad_clip"}
+    assert {run.name for run in runs} == {f"OFF_POLICY/{a}/seed{s}" for a in arms for s in range(3)}
+    seeds = ["seed", "warm_start_seed"]
+    one = {run.algorithm: run.config for run in runs if run.seed == 2}
+    assert all([c[k] for k in seeds] == [2, 2] and c["world"]["seed"] == 2 for c in one.values())
+    plain = one["token_ppo"]["training"]
+    assert plain["target_kl"] is plain["max_grad_norm"] is None
+    assert one["token_ppo_kl_stop"]["training"] == plain | {"target_kl": 0.05}
+    assert one["token_ppo_grad_clip"]["training"] == plain | {"max_grad_norm": 1.0}
+
+
+def test_smoke_plans_every_algorithm_once():
+    assert names("smoke") and set(names("smoke")) == {f"OFF_POLICY/{a}/seed0" for a in NINE}
 
 
 def test_planned_runs_are_what_their_names_say():
@@ -240,8 +251,8 @@ def study_like(copied_configs):
 
 def test_arms_replicates_and_entries_of_one_regime(study_like):
     runs = study_like(
-        A="{training: regime_a, algorithms: [token_ppo, wide_ppo], seeds: [7, 8]}",
-        A_LATER="{regime: A, training: regime_a, algorithms: [grpo], seeds: [8], overrides: [training.epochs=2]}",
+        A="{training: off_policy, algorithms: [token_ppo, wide_ppo], seeds: [7, 8]}",
+        A_LATER="{regime: A, training: off_policy, algorithms: [grpo], seeds: [8], overrides: [training.epochs=2]}",
     )
     assert [run.name for run in runs] == [
         *("A/token_ppo/seed7", "A/wide_ppo/seed7", "A/token_ppo/seed8", "A/wide_ppo/seed8"),
@@ -261,13 +272,13 @@ def test_arms_replicates_and_entries_of_one_regime(study_like):
 
 def test_overrides_may_name_the_seed_and_the_one_after_it(study_like):
     runs = study_like(
-        A="{training: regime_a, algorithms: [token_ppo], seeds: [7, 8], overrides: ['world.cache_dir={seed}-{next_seed}']}"
+        A="{training: off_policy, algorithms: [token_ppo], seeds: [7, 8], overrides: ['world.cache_dir={seed}-{next_seed}']}"
     )
     assert [run.config["world"]["cache_dir"] for run in runs] == ["7-8", "8-7"]
 
 
 def test_run_that_is_planned_twice_is_refused(study_like):
-    entry = "{regime: A, training: regime_a, algorithms: [token_ppo], seeds: [7]}"
+    entry = "{regime: A, training: off_policy, algorithms: [token_ppo], seeds: [7]}"
     with pytest.raises(ConfigError, match="TWICE: the run A/token_ppo/seed7 is planned twice"):
         study_like(ONCE=entry, TWICE=entry)
 
@@ -277,7 +288,9 @@ def test_override_applies_to_all_runs_of_a_pipeline():
     assert {run.config["training"]["iterations"] for run in runs} == {3}
 
 
-@pytest.mark.parametrize("override", ["seed=5", "algorithm=grpo", "training=regime_long", "preset=laptop"])
+@pytest.mark.parametrize(
+    "override", ["seed=5", "algorithm=grpo", "training=nearly_on_policy", "preset=laptop"]
+)
 def test_pipeline_refuses_to_override_what_tells_its_runs_apart(override):
     with pytest.raises(ConfigError, match=r"pipeline\.regimes"):
         configs.planned_runs("smoke", [override])
@@ -298,11 +311,11 @@ def fingerprints(runs):
 @pytest.fixture
 def copied_configs(tmp_path, monkeypatch):
     """The real configs in a folder that may be edited."""
-    for source in configs.config_dir().rglob("*.yaml"):
-        target = tmp_path / source.relative_to(configs.config_dir())
+    for source in config_files.config_dir().rglob("*.yaml"):
+        target = tmp_path / source.relative_to(config_files.config_dir())
         target.parent.mkdir(exist_ok=True)
         target.write_text(source.read_text())
-    monkeypatch.setattr(configs, "config_dir", lambda: tmp_path)
+    monkeypatch.setattr(config_files, "config_dir", lambda: tmp_path)
     return tmp_path
 
 
@@ -315,19 +328,14 @@ def edit(file, old, new):
 @pytest.mark.parametrize(
     ("file", "old", "new", "changed"),
     [
-        ("algorithm/gspo.yaml", "epsilon_low: 3.0e-4", "epsilon_low: 5.0e-4", {"A/gspo/seed0"}),
-        (
-            "algorithm/st_ppo.yaml",
-            "epsilon_high: 0.2",
-            "epsilon_high: 0.3",
-            {"A/st_ppo/seed0", "LONG/st_ppo/seed0"},
-        ),
+        ("algorithm/gspo.yaml", "epsilon_low: 3.0e-4", "epsilon_low: 5.0e-4", {"OFF_POLICY/gspo/seed0"}),
+        ("algorithm/st_ppo.yaml", "epsilon_high: 0.2", "epsilon_high: 0.3", {"OFF_POLICY/st_ppo/seed0"}),
         ("algorithm/gspo.yaml", "# GSPO", "# A comment about GSPO", set()),
         (
-            "training/regime_long.yaml",
-            "learning_rate: ",
-            "learning_rate: 1",
-            {"LONG/token_ppo/seed0", "LONG/st_ppo/seed0"},
+            "training/off_policy.yaml",
+            "critic_epochs: 1",
+            "critic_epochs: 2",
+            {f"OFF_POLICY/{a}/seed0" for a in set(ALGORITHMS) - {"so_ppo"}},
         ),
     ],
 )
@@ -346,7 +354,7 @@ def test_new_file_is_a_new_algorithm_and_leaves_the_runs_alone(copied_configs):
     )
     edit(copied_configs / "preset" / "smoke.yaml", "gspo]", "gspo, wide]")
     after = fingerprints(configs.planned_runs("smoke"))
-    assert set(after) - set(before) == {"A/wide/seed0"}
+    assert set(after) - set(before) == {"OFF_POLICY/wide/seed0"}
     assert all(after[name] == before[name] for name in before)
     check("algorithm=wide")
 
@@ -364,7 +372,9 @@ def start_dir(*overrides):
 
 def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
     shared = {
-        start_dir(f"algorithm={a}", f"training={t}") for a in ALGORITHMS for t in ("regime_a", "regime_long")
+        start_dir(f"algorithm={a}", f"training={t}")
+        for a in ALGORITHMS
+        for t in ("off_policy", "nearly_on_policy")
     }
     assert len(shared) == 1
     assert shared == {start_dir("training.learning_rate=1e-5", "evaluation.every=3")}

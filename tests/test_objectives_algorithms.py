@@ -63,7 +63,15 @@ def test_there_are_no_others_but_the_alias_and_options_do_not_drift():
     seen = {}
     for name in TABLE:
         objective = OmegaConf.to_container(load(name).objective)
-        assert set(objective) == {"_target_", "credit", "ratio", "clip", "stabilizer", "loss_aggregation"}
+        assert set(objective) == {
+            "_target_",
+            "credit",
+            "ratio",
+            "clip",
+            "surrogate",
+            "stabilizer",
+            "loss_aggregation",
+        }
         for part in ("credit", "stabilizer"):
             options = {k: v for k, v in objective[part].items() if k != "returns"}
             assert seen.setdefault(options["_target_"], options) == options, name
@@ -80,7 +88,7 @@ def test_each_algorithm_gives_a_finite_gradient(name):
     policy = TabularPolicy()
     batch = off_policy(mixed_batch(group_size=2), policy, spread=objective.clip.epsilon_high)
     credit = objective.credit(batch, normal(batch.rewards, 5))
-    got = objective.surrogate(policy.logprobs(batch.tokens), batch, credit.advantages)
+    got = objective(policy.logprobs(batch.tokens), batch, credit.advantages)
     assert policy.gradient(got.loss).isfinite().all() and policy.gradient(got.loss).norm() > 0
     assert all(isinstance(value, float) for value in got.diagnostics.values())
 
@@ -90,7 +98,7 @@ def test_each_algorithm_gives_a_finite_gradient(name):
     [
         ("algorithm.objective.clip.epsilon_low=0", "Clip.epsilon_low=0"),
         ("algorithm.objective.clip.epsilon_high=-0.1", "Clip.epsilon_high=-0.1"),
-        ("algorithm.objective.ratio.granularity=sentence", "must be one of token, turn, sequence"),
+        ("algorithm.objective.ratio.granularity=word", "must be one of token, turn, sentence, sequence"),
         ("algorithm.objective.credit.pooling=turn", "must be one of token, turn_mean, turn_sum"),
     ],
 )
@@ -109,7 +117,7 @@ def test_diagnostics_are_the_schemas_columns():
     policy = TabularPolicy()
     batch = off_policy(mixed_batch(), policy, spread=0.4)
     objective = instantiate(load("st_ppo").objective)
-    got = objective.surrogate(policy.logprobs(batch.tokens), batch, torch.ones_like(batch.rewards))
+    got = objective(policy.logprobs(batch.tokens), batch, torch.ones_like(batch.rewards))
     assert set(got.diagnostics) <= set(schema.UPDATE_COLUMNS)
 
 
@@ -120,5 +128,5 @@ def test_float32_training_dtype_is_kept():
     objective = instantiate(load("st_ppo").objective)
     credit = objective.credit(batch, torch.zeros(batch.tokens.shape))
     logprobs = (batch.behaviour_logprobs + 0.3).requires_grad_()
-    got = objective.surrogate(logprobs, batch, credit.advantages)
+    got = objective(logprobs, batch, credit.advantages)
     assert credit.advantages.dtype == got.loss.dtype == got.bias_surrogate.dtype == torch.float32

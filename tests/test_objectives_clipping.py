@@ -5,8 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stppo.objectives import Clip, Ratio
+from stppo.objectives import Clip, MinClip, Ratio, Tokens
 from tests.objectives_cases import batch_from_turns, mixed_batch, normal
+
+
+def min_clip(clip, ratio, advantages, layout):
+    """PPO's terms and the bounds, from ratios alone."""
+    if clip.clip_on == "turn":
+        advantages = layout.turn_mean(advantages)[layout.turns]
+    tokens = Tokens(ratio.log(), ratio, advantages, layout)
+    bounds = clip(tokens)
+    return MinClip()(tokens, bounds), bounds
 
 
 def test_worked_example():
@@ -14,13 +23,12 @@ def test_worked_example():
     layout = batch_from_turns([[5]]).layout
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
     advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0])
-    got = Clip(epsilon_low=0.3, epsilon_high=0.2)(ratio, advantages, layout)
+    got, bounds = min_clip(Clip(epsilon_low=0.3, epsilon_high=0.2), ratio, advantages, layout)
     torch.testing.assert_close(got.terms, torch.tensor([2.4, -3.0, 1.0, -1.4, 2.2]))
-    torch.testing.assert_close(got.unclipped_terms, ratio * advantages)
+    torch.testing.assert_close(got.unrestricted, ratio * advantages)
     assert got.clipped.tolist() == [True, False, False, True, False]
-    assert got.clipped_high.tolist() == [True, False, False, False, False]
-    assert got.clipped_low.tolist() == [False, False, False, True, False]
-    assert Clip(0.3, 0.2).out_of_range(ratio).tolist() == [True, True, True, True, False]
+    assert bounds.out_of_range(ratio).tolist() == [True, True, True, True, False]
+    torch.testing.assert_close(torch.stack(bounds), torch.tensor([[0.7] * 5, [1.2] * 5]))
 
 
 @given(
@@ -36,18 +44,17 @@ def test_worked_example():
 def test_terms_are_the_pessimistic_min(pairs, low, high):
     layout = batch_from_turns([[len(pairs)]]).layout
     ratio, advantages = torch.tensor(pairs, dtype=torch.float64).unbind(1)
-    got = Clip(low, high)(ratio, advantages, layout)
+    got, _ = min_clip(Clip(low, high), ratio, advantages, layout)
     expected = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     torch.testing.assert_close(got.terms, expected, rtol=1e-14, atol=0)
-    # Clipped is where the min took the bound; the flags split it by side.
-    assert torch.equal(got.clipped, got.terms != got.unclipped_terms)
-    assert torch.equal(got.clipped, got.clipped_high ^ got.clipped_low)
+    # Clipped is where the min took the bound.
+    assert torch.equal(got.clipped, got.terms != got.unrestricted)
 
 
 def test_clipped_terms_have_no_gradient_and_others_have_the_advantage():
     layout = batch_from_turns([[3]]).layout
     ratio = torch.tensor([1.5, 1.5, 1.2], requires_grad=True)  # 1.2 is the bound itself: not clipped
-    got = Clip()(ratio, torch.tensor([2.0, -2.0, 3.0]), layout)
+    got, _ = min_clip(Clip(), ratio, torch.tensor([2.0, -2.0, 3.0]), layout)
     assert torch.autograd.grad(got.terms.sum(), ratio)[0].tolist() == [0.0, -2.0, 3.0]
 
 
@@ -56,15 +63,15 @@ def test_clip_on_turn_is_the_min_of_the_turns_summed_term():
     layout = batch.layout
     log_ratio, advantages = normal(layout.rows, 1, 0.6), normal(layout.rows, 2)
     ratio = Ratio("turn")(log_ratio, layout)
-    got = Clip(0.2, 0.2, clip_on="turn")(ratio, advantages, layout)
-    per_token = Clip(0.2, 0.2)(ratio, advantages, layout)
+    got, _ = min_clip(Clip(0.2, 0.2, clip_on="turn"), ratio, advantages, layout)
+    per_token, _ = min_clip(Clip(0.2, 0.2), ratio, advantages, layout)
     for turn in range(len(layout.turn_lengths)):
         at = layout.turns == turn
         w, total = ratio[at][0], advantages[at].sum()
         expected = torch.minimum(w * total, w.clamp(0.8, 1.2) * total)
         torch.testing.assert_close(got.terms[at].sum(), expected, rtol=1e-12, atol=1e-14)
         assert got.clipped[at].all() or not got.clipped[at].any()
-        torch.testing.assert_close(got.unclipped_terms[at].sum(), w * total, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(got.unrestricted[at].sum(), w * total, rtol=1e-12, atol=1e-14)
     # The two differ where signs mix within a turn: the token-wise min is the more pessimistic.
     mixed = layout.turn_sum(per_token.terms) - layout.turn_sum(got.terms)
     assert mixed.max() < 1e-12 and mixed.min() < -1e-3
@@ -72,9 +79,10 @@ def test_clip_on_turn_is_the_min_of_the_turns_summed_term():
 
 def test_infinite_epsilon_never_clips():
     layout = batch_from_turns([[2]]).layout
-    got = Clip(math.inf, math.inf)(torch.tensor([1e6, 1e-6]), torch.tensor([1.0, -1.0]), layout)
+    ratio, advantages = torch.tensor([1e6, 1e-6]), torch.tensor([1.0, -1.0])
+    got, _ = min_clip(Clip(math.inf, math.inf), ratio, advantages, layout)
     assert not got.clipped.any()
-    assert torch.equal(got.terms, got.unclipped_terms)
+    assert torch.equal(got.terms, got.unrestricted)
 
 
 @pytest.mark.parametrize("value", [0, -0.2, math.nan, "0.2", None, True])

@@ -18,11 +18,18 @@ from stppo.objectives import (
     loss_weights,
 )
 from stppo.trajectories import Trajectories
-from tests.objectives_cases import TabularPolicy, batch_from_turns, mixed_batch, normal, off_policy
+from tests.objectives_cases import (
+    TabularPolicy,
+    batch_from_turns,
+    mixed_batch,
+    normal,
+    off_policy,
+    sentences_of,
+)
 
 RATIOS = [
     ("token", "geometric"),
-    *itertools.product(("turn", "sequence"), ("geometric", "arithmetic", "product")),
+    *itertools.product(("turn", "sentence", "sequence"), ("geometric", "arithmetic", "product")),
 ]
 LOSS_AGGREGATIONS = ("trajectory_mean", "token_mean", "turn_mean")
 
@@ -83,7 +90,9 @@ def loss_by_hand(objective, logprobs, batch, advantages):
         for turn in turns:
             terms = []
             for t in turn:
-                segment = {"token": [t], "turn": turn, "sequence": agent}[objective.ratio.granularity]
+                (sentence,) = [s for s in sentences_of(batch, i) if t in s]
+                segments = {"token": [t], "turn": turn, "sentence": sentence, "sequence": agent}
+                segment = segments[objective.ratio.granularity]
                 logs = [l[j] for j in segment]
                 w = {
                     "geometric": math.exp(sum(logs) / len(logs)),
@@ -112,7 +121,7 @@ def loss_by_hand(objective, logprobs, batch, advantages):
 def test_loss_is_its_formula(setting, granularity, aggregation, loss_aggregation, clip_on):
     _, batch, logprobs, advantages = setting
     objective = make(granularity, aggregation, 0.2, loss_aggregation, clip_on)
-    got = objective.surrogate(logprobs, batch, advantages)
+    got = objective(logprobs, batch, advantages)
     assert got.ppo_loss.item() == pytest.approx(
         loss_by_hand(objective, logprobs, batch, advantages), rel=1e-12
     )
@@ -125,7 +134,7 @@ def test_gradient_by_finite_differences(setting, granularity, aggregation, loss_
     objective = make(granularity, aggregation, 0.2, loss_aggregation, clip_on, CtnKL(0.7))
 
     def loss(values):
-        return objective.surrogate(values, batch, advantages).loss
+        return objective(values, batch, advantages).loss
 
     # Away from the clip bounds, where the loss has kinks, the analytic gradient is the difference quotient.
     assert torch.autograd.gradcheck(loss, logprobs.detach().clone().requires_grad_(), fast_mode=True)
@@ -148,13 +157,13 @@ def test_loss_weights_sum_to_one_and_average_what_they_say(loss_aggregation):
 
 def test_penalty_enters_the_loss_alone(setting):
     policy, batch, logprobs, advantages = setting
-    plain = make("turn").surrogate(logprobs, batch, advantages)
-    with_kl = make("turn", stabilizer=CtnKL(0.3)).surrogate(logprobs, batch, advantages)
+    plain = make("turn")(logprobs, batch, advantages)
+    with_kl = make("turn", stabilizer=CtnKL(0.3))(logprobs, batch, advantages)
     close(with_kl.ppo_loss, plain.ppo_loss)
     assert with_kl.diagnostics["ctn_penalty"] > 0
     assert (with_kl.loss - plain.loss).item() == pytest.approx(with_kl.diagnostics["ctn_penalty"], rel=1e-10)
     close(policy.gradient(with_kl.bias_surrogate), policy.gradient(plain.bias_surrogate))
-    divided = make("turn", stabilizer=ClippingBiasNorm()).surrogate(logprobs, batch, advantages)
+    divided = make("turn", stabilizer=ClippingBiasNorm())(logprobs, batch, advantages)
     close(divided.loss, plain.loss)
 
 
@@ -164,12 +173,8 @@ def test_penalty_enters_the_loss_alone(setting):
 @pytest.mark.parametrize(("granularity", "aggregation", "loss_aggregation", "clip_on"), CASES)
 def test_clipping_bias_is_what_clipping_removed(setting, granularity, aggregation, loss_aggregation, clip_on):
     policy, batch, logprobs, advantages = setting
-    got = make(granularity, aggregation, 0.2, loss_aggregation, clip_on).surrogate(
-        logprobs, batch, advantages
-    )
-    free = make(granularity, aggregation, math.inf, loss_aggregation, clip_on).surrogate(
-        logprobs, batch, advantages
-    )
+    got = make(granularity, aggregation, 0.2, loss_aggregation, clip_on)(logprobs, batch, advantages)
+    free = make(granularity, aggregation, math.inf, loss_aggregation, clip_on)(logprobs, batch, advantages)
     bias = policy.gradient(got.bias_surrogate)
     assert got.any_clipped and bias.norm() > 1e-3
     assert not free.any_clipped and free.bias_surrogate.item() == 0
@@ -183,9 +188,9 @@ def test_lemma_4_2_decomposition(setting, granularity, aggregation, loss_aggrega
     exact = normal(batch.rewards, 22) * batch.agent_mask
     clipped = make(granularity, aggregation, 0.2, loss_aggregation, clip_on)
     free = make(granularity, aggregation, math.inf, loss_aggregation, clip_on)
-    got = clipped.surrogate(logprobs, batch, advantages)
-    first = policy.gradient(-free.surrogate(logprobs, batch, exact).ppo_loss)
-    second = policy.gradient(-free.surrogate(logprobs, batch, advantages - exact).ppo_loss)
+    got = clipped(logprobs, batch, advantages)
+    first = policy.gradient(-free(logprobs, batch, exact).ppo_loss)
+    second = policy.gradient(-free(logprobs, batch, advantages - exact).ppo_loss)
     close(policy.gradient(-got.ppo_loss), first + second - policy.gradient(got.bias_surrogate))
 
 
@@ -214,7 +219,7 @@ def test_lemma_4_1(setting):
     expected = weighted_score(
         policy, logprobs, batch, weights * turn_ratio * pooled(batch, advantages, "turn", mean=True)
     )
-    close(policy.gradient(-free.surrogate(logprobs, batch, advantages).ppo_loss), expected)
+    close(policy.gradient(-free(logprobs, batch, advantages).ppo_loss), expected)
 
 
 @pytest.mark.parametrize("loss_aggregation", LOSS_AGGREGATIONS)
@@ -226,7 +231,7 @@ def test_on_policy_the_gradient_is_reinforce_with_the_pooled_advantage(
     batch = off_policy(mixed_batch(), policy, spread=0.0)
     logprobs = policy.logprobs(batch.tokens)
     advantages = normal(batch.rewards, 21) * batch.agent_mask
-    got = make(granularity, aggregation, 1e-3, loss_aggregation).surrogate(logprobs, batch, advantages)
+    got = make(granularity, aggregation, 1e-3, loss_aggregation)(logprobs, batch, advantages)
     assert not got.any_clipped and got.bias_surrogate.item() == 0
     assert (policy.gradient(got.bias_surrogate) == 0).all()
     for level in ("token", "turn", "sequence"):
@@ -255,8 +260,8 @@ def test_one_token_turns_are_token_ppo(aggregation, loss_aggregation, clip_on):
     policy = TabularPolicy()
     batch = off_policy(batch_from_turns([[1, 1, 1], [1], [1, 1]]), policy, 0.6)
     logprobs, advantages = policy.logprobs(batch.tokens), normal(batch.rewards, 3)
-    turn = make("turn", aggregation, 0.2, loss_aggregation, clip_on).surrogate(logprobs, batch, advantages)
-    token = make("token", "geometric", 0.2, loss_aggregation).surrogate(logprobs, batch, advantages)
+    turn = make("turn", aggregation, 0.2, loss_aggregation, clip_on)(logprobs, batch, advantages)
+    token = make("token", "geometric", 0.2, loss_aggregation)(logprobs, batch, advantages)
     assert turn.any_clipped
     close(policy.gradient(turn.loss), policy.gradient(token.loss))
     close(policy.gradient(turn.bias_surrogate), policy.gradient(token.bias_surrogate))
@@ -270,8 +275,7 @@ def test_one_turn_is_the_sequence(aggregation, loss_aggregation):
     batch = off_policy(batch_from_turns([[4], [3], [6]]), policy, 0.9)
     logprobs, advantages = policy.logprobs(batch.tokens), normal(batch.rewards, 3)
     turn, sequence = (
-        make(g, aggregation, 0.1, loss_aggregation).surrogate(logprobs, batch, advantages)
-        for g in ("turn", "sequence")
+        make(g, aggregation, 0.1, loss_aggregation)(logprobs, batch, advantages) for g in ("turn", "sequence")
     )
     assert turn.any_clipped
     close(policy.gradient(turn.loss), policy.gradient(sequence.loss))
@@ -284,12 +288,12 @@ def test_unclipped_an_arithmetic_turn_ratio_is_a_token_ratio_with_turn_mean_adva
     setting, loss_aggregation
 ):
     policy, batch, logprobs, advantages = setting
-    turn = make("turn", "arithmetic", math.inf, loss_aggregation).surrogate(logprobs, batch, advantages)
+    turn = make("turn", "arithmetic", math.inf, loss_aggregation)(logprobs, batch, advantages)
     mean = pooled(batch, advantages, "turn", mean=True)
-    token = make("token", "geometric", math.inf, loss_aggregation).surrogate(logprobs, batch, mean)
+    token = make("token", "geometric", math.inf, loss_aggregation)(logprobs, batch, mean)
     close(turn.loss, token.loss)
     close(policy.gradient(turn.loss), policy.gradient(token.loss))
-    geometric = make("turn", "geometric", math.inf, loss_aggregation).surrogate(logprobs, batch, advantages)
+    geometric = make("turn", "geometric", math.inf, loss_aggregation)(logprobs, batch, advantages)
     assert (policy.gradient(turn.loss) - policy.gradient(geometric.loss)).norm() > 1e-3
 
 
@@ -299,7 +303,7 @@ def test_unclipped_an_arithmetic_turn_ratio_is_a_token_ratio_with_turn_mean_adva
 def outcome(objective, batch, logprobs, advantages):
     """Loss, gradient at agent tokens (in row-major order), bias gradient there, diagnostics."""
     logprobs = logprobs.detach().clone().requires_grad_()
-    got = objective.surrogate(logprobs, batch, advantages)
+    got = objective(logprobs, batch, advantages)
     (gradient,) = torch.autograd.grad(got.loss, logprobs, retain_graph=True)
     (bias,) = torch.autograd.grad(got.bias_surrogate, logprobs, retain_graph=True)
     assert (gradient[~batch.agent_mask] == 0).all() and (bias[~batch.agent_mask] == 0).all()
@@ -324,6 +328,7 @@ def test_environment_positions_cannot_matter(setting, granularity, aggregation, 
             **batch.state_dict(),
             "tokens": batch.tokens.masked_fill(off, 0),
             "behaviour_logprobs": batch.behaviour_logprobs.masked_fill(off, garbage),
+            "sentence_ends": batch.sentence_ends | off,
         }
     )
     clean = outcome(objective, batch, logprobs, advantages)
@@ -365,7 +370,7 @@ def test_estimated_norms_on_a_policy_whose_logits_are_its_parameters(granularity
     logprobs = log_table.gather(-1, batch.tokens[..., None]).squeeze(-1)
     behaviour = (logprobs.detach() + normal(batch.rewards, 32, 0.5)) * batch.agent_mask
     batch = Trajectories(**{**batch.state_dict(), "behaviour_logprobs": behaviour})
-    got = make(granularity, aggregation, 0.1).surrogate(logprobs, batch, normal(batch.rewards, 33))
+    got = make(granularity, aggregation, 0.1)(logprobs, batch, normal(batch.rewards, 33))
     norms = estimated_bias_norms(got, logprobs, log_table.detach().exp().square().sum(-1))
     (exact,) = torch.autograd.grad(got.bias_surrogate, logits, retain_graph=True)
     (c,) = torch.autograd.grad(got.bias_surrogate, logprobs, retain_graph=True)
@@ -378,10 +383,10 @@ def test_estimated_norms_on_a_policy_whose_logits_are_its_parameters(granularity
 def test_estimated_norms_without_clipping_or_probabilities(setting):
     _, batch, logprobs, advantages = setting
     ones = torch.ones_like(advantages)
-    free = make("turn", epsilon=math.inf).surrogate(logprobs, batch, advantages)
+    free = make("turn", epsilon=math.inf)(logprobs, batch, advantages)
     zero = {"clipping_bias_norm_logprob": 0.0, "clipping_bias_norm_logit": 0.0}
     assert estimated_bias_norms(free, logprobs, ones) == zero
-    got = estimated_bias_norms(make("turn").surrogate(logprobs, batch, advantages), logprobs)
+    got = estimated_bias_norms(make("turn")(logprobs, batch, advantages), logprobs)
     assert got["clipping_bias_norm_logprob"] > 0 and math.isnan(got["clipping_bias_norm_logit"])
 
 
@@ -394,7 +399,7 @@ def test_logit_norm_of_a_nearly_certain_token_is_small_not_nan():
         "rewards": batch.rewards.float(),
     }
     batch = Trajectories(**state)
-    got = make().surrogate(logprobs, batch, torch.ones(batch.tokens.shape))
+    got = make()(logprobs, batch, torch.ones(batch.tokens.shape))
     assert got.any_clipped
     norms = estimated_bias_norms(got, logprobs, torch.full(batch.tokens.shape, 1.0 - 1e-7))
     assert 0 <= norms["clipping_bias_norm_logit"] < 1e-3
@@ -419,7 +424,7 @@ def worked():
 
 def test_token_diagnostics_by_hand(worked):
     batch, logprobs, advantages = worked
-    got = make("token", epsilon=0.2).surrogate(logprobs, batch, advantages).diagnostics
+    got = make("token", epsilon=0.2)(logprobs, batch, advantages).diagnostics
     weights = [1 / 6] * 3 + [1 / 4] * 2
     kept = [0, weights[1] * 1.5, 0, 0, 0]  # |c_t| of the unclipped terms; the fourth has advantage 0
     sequence = [(1.5 * 1.5 * 0.5) ** (1 / 3), 2.0]
@@ -428,6 +433,8 @@ def test_token_diagnostics_by_hand(worked):
         "clip_fraction": 3 / 5,
         "clip_fraction_high": 2 / 5,
         "clip_fraction_low": 1 / 5,
+        "clip_low": 0.8,
+        "clip_high": 1.2,
         "out_of_range_fraction": 4 / 5,
         "out_of_range_fraction_token": 4 / 5,
         "turn_fully_clipped_fraction": 1 / 3,
@@ -458,7 +465,7 @@ def test_token_diagnostics_by_hand(worked):
 
 def test_turn_diagnostics_by_hand(worked):
     batch, logprobs, advantages = worked
-    got = make("turn", epsilon=0.2).surrogate(logprobs, batch, advantages).diagnostics
+    got = make("turn", epsilon=0.2)(logprobs, batch, advantages).diagnostics
     # Turn ratios 1.5, 0.5, 2: clipped are A = 1 (high), A = -2 (low), A = 3 (high); A = 0 never is.
     assert got["clip_fraction"] == pytest.approx(3 / 5)
     assert got["clip_fraction_high"] == pytest.approx(2 / 5)
@@ -473,7 +480,7 @@ def test_turn_diagnostics_by_hand(worked):
 def test_negative_share_agrees_with_autograd(setting, granularity, aggregation):
     _, batch, logprobs, advantages = setting
     logprobs = logprobs.detach().requires_grad_()
-    got = make(granularity, aggregation).surrogate(logprobs, batch, advantages)
+    got = make(granularity, aggregation)(logprobs, batch, advantages)
     (c,) = torch.autograd.grad(got.ppo_loss, logprobs)
     expected = c.abs()[advantages < 0].sum() / c.abs().sum()
     assert got.diagnostics["negative_advantage_gradient_share"] == pytest.approx(expected.item(), rel=1e-10)
@@ -483,13 +490,13 @@ def test_p99_is_the_nearest_rank():
     batch = batch_from_turns([[200]], gap=1)
     logprobs = batch.behaviour_logprobs.clone()
     logprobs[batch.agent_mask] += torch.arange(1, 201, dtype=torch.float64).log()
-    got = make().surrogate(logprobs, batch, torch.zeros_like(logprobs)).diagnostics
+    got = make()(logprobs, batch, torch.zeros_like(logprobs)).diagnostics
     assert got["ratio_p99_token"] == pytest.approx(198.0)
 
 
 def test_no_gradient_at_all_has_no_negative_share(worked):
     batch, logprobs, _ = worked
-    got = make().surrogate(logprobs, batch, torch.zeros_like(logprobs)).diagnostics
+    got = make()(logprobs, batch, torch.zeros_like(logprobs)).diagnostics
     assert got["negative_advantage_gradient_share"] == 0.0
 
 
@@ -500,11 +507,11 @@ def test_overflow_and_nan_are_visible(setting, granularity, aggregation):
     first = batch.agent_mask.nonzero()[0]
     far = logprobs.detach().clone()
     far[first[0], first[1]] = 1e4  # overflows in every aggregation: exp(1e4 / 8) is inf too
-    got = make(granularity, aggregation).surrogate(far, batch, advantages)
+    got = make(granularity, aggregation)(far, batch, advantages)
     assert got.loss.item() == math.inf
     assert got.diagnostics["ratio_max_token"] == math.inf
     far[first[0], first[1]] = math.nan
-    got = make(granularity, aggregation).surrogate(far, batch, advantages)
+    got = make(granularity, aggregation)(far, batch, advantages)
     assert math.isnan(got.loss.item()) and math.isnan(got.diagnostics["kl_behaviour_k1"])
 
 

@@ -4,17 +4,23 @@ import math
 import pytest
 import torch
 
-from stppo.objectives import Ratio, kl_behaviour_to_policy, kl_policy_to_behaviour
-from tests.objectives_cases import batch_from_turns, mixed_batch, normal
+from stppo.objectives import Ratio, RatioRule, kl_behaviour_to_policy, kl_policy_to_behaviour
+from stppo.trajectories import Trajectories
+from tests.objectives_cases import batch_from_turns, mixed_batch, normal, sentences_of
 
-ALL = list(itertools.product(("token", "turn", "sequence"), ("geometric", "arithmetic", "product")))
+ALL = list(
+    itertools.product(("token", "turn", "sentence", "sequence"), ("geometric", "arithmetic", "product"))
+)
 
 
-def by_hand(granularity, aggregation, log_ratio, layout):
+def by_hand(granularity, aggregation, log_ratio, batch):
     """Python loops over segments, straight from the definition."""
+    layout = batch.layout
+    sentences = [s for row in range(len(batch)) for s in sentences_of(batch, row)]
     keys = {
         "token": range(len(log_ratio)),
         "turn": layout.turns.tolist(),
+        "sentence": [i for i, sentence in enumerate(sentences) for _ in sentence],
         "sequence": layout.rows.tolist(),
     }[granularity]
     segments = {}
@@ -30,10 +36,46 @@ def by_hand(granularity, aggregation, log_ratio, layout):
 
 @pytest.mark.parametrize(("granularity", "aggregation"), ALL)
 def test_ratio_is_its_definition(granularity, aggregation):
+    batch = mixed_batch()
+    log_ratio = normal(batch.layout.rows, 3, 0.4)
+    got = Ratio(granularity, aggregation)(log_ratio, batch.layout)
+    torch.testing.assert_close(got, by_hand(granularity, aggregation, log_ratio, batch), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("aggregation", ["geometric", "arithmetic", "product"])
+def test_a_turn_of_one_sentence_is_its_turn(aggregation):
+    batch = mixed_batch()
+    unmarked = Trajectories(**{**batch.state_dict(), "sentence_ends": None}).layout
+    log_ratio = normal(unmarked.rows, 3, 0.4)
+    turn, sentence = (Ratio(g, aggregation)(log_ratio, unmarked) for g in ("turn", "sentence"))
+    assert torch.equal(turn, sentence)
+    assert (Ratio("sentence", aggregation)(log_ratio, batch.layout) - turn).abs().max() > 0.1
+
+
+class Doubled(RatioRule):
+    """A ratio of one's own, which gives no pullback."""
+
+    def ratio(self, log_ratio, layout):
+        return layout.row_mean(2 * log_ratio).exp()[layout.rows]
+
+
+def test_the_pullback_of_a_ratio_of_ones_own_is_found_by_autograd():
+    layout, rule = mixed_batch().layout, Doubled()
+    log_ratio, weights = normal(layout.rows, 3, 0.4), normal(layout.rows, 4)
+    ratio = rule(log_ratio, layout)
+    got = rule.pullback(log_ratio, ratio, weights, layout)
+    expected = 2 * (layout.row_sum(weights) / layout.row_lengths)[layout.rows] * ratio
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_ratio_of_the_wrong_shape_is_refused():
+    class PerTurn(RatioRule):
+        def ratio(self, log_ratio, layout):
+            return layout.turn_mean(log_ratio).exp()
+
     layout = mixed_batch().layout
-    log_ratio = normal(layout.rows, 3, 0.4)
-    got = Ratio(granularity, aggregation)(log_ratio, layout)
-    torch.testing.assert_close(got, by_hand(granularity, aggregation, log_ratio, layout), rtol=1e-13, atol=0)
+    with pytest.raises(ValueError, match=r"PerTurn.ratio: expected one value a token, \(34,\), got"):
+        PerTurn()(normal(layout.rows, 3), layout)
 
 
 def test_a_worked_turn():
@@ -89,7 +131,7 @@ def test_overflow_is_visible():
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("granularity", "word", "token, turn, sequence"),
+        ("granularity", "word", "token, turn, sentence, sequence"),
         ("aggregation", "median", "geometric, arithmetic, product"),
     ],
 )

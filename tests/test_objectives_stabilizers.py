@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from stppo.objectives import ClippingBiasNorm, CtnKL, NoStabilizer
+from stppo.objectives import Bounds, ClippingBiasNorm, CtnKL, NoStabilizer, Tokens
 from tests.objectives_cases import mixed_batch, normal
 
 
@@ -37,8 +37,15 @@ def test_which_norm_each_wants():
     assert NoStabilizer().estimator is None and NoStabilizer().divisor(9.0) == 1.0
     assert CtnKL().estimator is None and CtnKL().divisor(9.0) == 1.0
     assert ClippingBiasNorm(estimator="logit").estimator == "logit"
-    assert NoStabilizer().penalty(torch.zeros(1), torch.zeros(1, dtype=torch.bool), None) is None
-    assert ClippingBiasNorm().penalty(torch.zeros(1), torch.zeros(1, dtype=torch.bool), None) is None
+    assert NoStabilizer().penalty(None, None) is None and ClippingBiasNorm().penalty(None, None) is None
+
+
+RANGE = Bounds(0.8, 1.2)
+
+
+def tokens(log_ratio, layout):
+    """What a penalty sees; the objective's ratio and the advantages do not matter to this one."""
+    return Tokens(log_ratio, torch.full_like(log_ratio, 9.0), torch.zeros_like(log_ratio), layout)
 
 
 def shares_and_kls(log_ratio, out, layout, kl):
@@ -62,8 +69,8 @@ def test_ctn_formulas(kl):
     out = (log_ratio.exp() - 1).abs() > 0.2
     shares, kls = shares_and_kls(log_ratio, out, layout, kl)
     n = len(shares)
-    inside = CtnKL(coefficient=0.5, formula="inside", kl=kl).penalty(log_ratio, out, layout)
-    outside = CtnKL(coefficient=0.5, formula="outside", kl=kl).penalty(log_ratio, out, layout)
+    inside = CtnKL(coefficient=0.5, formula="inside", kl=kl).penalty(tokens(log_ratio, layout), RANGE)
+    outside = CtnKL(coefficient=0.5, formula="outside", kl=kl).penalty(tokens(log_ratio, layout), RANGE)
     assert inside.item() == pytest.approx(
         0.5 * sum(s * k for s, k in zip(shares, kls, strict=True)) / n, rel=1e-10
     )
@@ -79,7 +86,7 @@ def test_ctn_gradient_is_the_kls_alone(formula):
     layout = mixed_batch().layout
     log_ratio = normal(layout.rows, 1, 0.5).requires_grad_()
     out = (log_ratio.detach().exp() - 1).abs() > 0.2
-    (got,) = torch.autograd.grad(CtnKL(2.0, formula).penalty(log_ratio, out, layout), log_ratio)
+    (got,) = torch.autograd.grad(CtnKL(2.0, formula).penalty(tokens(log_ratio, layout), RANGE), log_ratio)
     share = layout.row_mean(out.double())
     weight = share if formula == "inside" else share.mean().expand_as(share)
     l = log_ratio.detach()
@@ -90,7 +97,7 @@ def test_ctn_gradient_is_the_kls_alone(formula):
 def test_ctn_vanishes_on_policy():
     layout = mixed_batch().layout
     log_ratio = torch.zeros(len(layout.rows), dtype=torch.float64, requires_grad=True)
-    penalty = CtnKL().penalty(log_ratio, torch.ones(len(layout.rows), dtype=torch.bool), layout)
+    penalty = CtnKL().penalty(tokens(log_ratio, layout), Bounds(2.0, 3.0))  # all out of range
     assert penalty.item() == 0.0
     assert (torch.autograd.grad(penalty, log_ratio)[0] == 0).all()
 

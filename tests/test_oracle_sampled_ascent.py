@@ -20,7 +20,7 @@ def test_surrogate_of_a_batch_is_that_of_the_production_loss(ratio, aggregation,
     logprobs, credit = (oracle.layout.scatter(x)[rows] for x in (oracle.token_logprobs(theta), advantages))
     batch = oracle.trajectories.select(rows)
     width = batch.tokens.shape[1]
-    loss = its.surrogate(logprobs[:, :width], batch, credit[:, :width])
+    loss = its(logprobs[:, :width], batch, credit[:, :width])
     close(ours.surrogate, -loss.ppo_loss)
     close(ours.bias, loss.bias_surrogate)
     close(ours.penalty, loss.loss - loss.ppo_loss)

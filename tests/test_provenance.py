@@ -126,12 +126,62 @@ def test_hash_of_the_real_package_is_stable_and_covers_schema():
     assert "stppo.schema" in imported_files(["stppo.results.runs"])
 
 
-def test_targets_are_found_at_any_depth_and_only_ours():
+def test_targets_are_found_at_any_depth():
     config = {
         "a": {"_target_": "stppo.objectives.Clip"},
         "b": [{"_target_": "torch.optim.Adam"}, {"_target_": "stppo.x.Y"}],
     }
-    assert config_targets(config) == ["stppo.objectives.Clip", "stppo.x.Y"]
+    assert config_targets(config) == ["stppo.objectives.Clip", "stppo.x.Y", "torch.optim.Adam"]
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """A reader's folder on Python's path: a module that imports its neighbour, and another that nothing imports."""
+    files = {
+        "own_ratio.py": "import numpy\nfrom own_helper import f\nfrom own_package.part import g\n\n\nclass Mine:\n    x = 1\n",
+        "own_helper.py": "def f():\n    return 1\n",
+        "own_apart.py": "X = 1\n",
+        "own_package/__init__.py": "",
+        "own_package/part.py": "from . import other\n\n\ndef g():\n    return 1\n",
+        "own_package/other.py": "Y = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "own"))
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "counts"),
+    [
+        ("own_ratio.py", "x = 1", "x = 2", True),
+        ("own_ratio.py", "x = 1", "x = 1  # why", False),
+        ("own_helper.py", "1", "2", True),
+        ("own_package/other.py", "1", "2", True),
+        ("own_apart.py", "1", "2", False),
+    ],
+)
+def test_code_of_an_own_class_counts_with_what_it_imports_from_its_folder(own_folder, file, old, new, counts):
+    before = code_hash(["stppo.schema", "own_ratio.Mine"])
+    edit(own_folder / file, old, new)
+    assert (code_hash(["stppo.schema", "own_ratio.Mine"]) != before) == counts
+
+
+def test_own_class_brings_what_it_imports_of_the_package(own_folder, package):
+    edit(own_folder / "own_helper.py", "def f", "from stppo.base import EPSILON\n\n\ndef f")
+    before = code_hash("own_ratio.Mine", package_dir=package)
+    edit(package / "base.py", "0.2", "0.3")
+    assert code_hash("own_ratio.Mine", package_dir=package) != before
+
+
+def test_class_of_an_installed_library_counts_by_its_version(monkeypatch):
+    before = code_hash(["stppo.schema", "yaml.Loader"])
+    assert before != code_hash("stppo.schema")
+    provenance._libraries.cache_clear()
+    monkeypatch.setattr(provenance.metadata, "version", lambda name: "0.0.0")
+    assert code_hash(["stppo.schema", "yaml.Loader"]) != before
+    provenance._libraries.cache_clear()
 
 
 def test_environment_names_versions_hardware_and_git():

@@ -2,14 +2,19 @@
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import rattler
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 CONDA_TO_PYPI = {"pytorch": "torch", "matplotlib-base": "matplotlib", "snakemake-minimal": "snakemake"}
@@ -32,15 +37,26 @@ ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
 CONDA_LINES = [line for line in ENVIRONMENT["dependencies"] if isinstance(line, str)]
 (PIP_LINES,) = (line["pip"] for line in ENVIRONMENT["dependencies"] if isinstance(line, dict))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+ENGINES = {"vllm", "verl", "trl"}
+LOCK_LINES = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if line[:1] != "#"]
+LOCK = {canonicalize_name(r.name): r for r in map(Requirement, LOCK_LINES)}
 
 
 def pypi_requirements() -> dict[str, Requirement]:
-    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
-    return {r.name: r for group in groups for r in map(Requirement, group)}
+    groups = [PROJECT["dependencies"], *EXTRAS.values()]
+    return {r.name: r for group in groups for r in map(Requirement, group) if r.name != "stppo"}
+
+
+def brought_by(extra: str | None) -> set[str]:
+    """Names that the core (None) or an extra asks for, through the extras that it names."""
+    asked = [Requirement(line) for line in (PROJECT["dependencies"] if extra is None else EXTRAS[extra])]
+    inner = {name for r in asked if r.name == "stppo" for name in r.extras}
+    return {r.name for r in asked if r.name != "stppo"}.union(*(brought_by(name) for name in inner))
 
 
 def pip_requirements() -> dict[str, Requirement]:
-    return {r.name: r for r in (Requirement(line) for line in PIP_LINES if not line.startswith("-e"))}
+    return {r.name: r for r in (Requirement(line) for line in PIP_LINES if not line.startswith("-"))}
 
 
 def conda_specs() -> dict[str, rattler.MatchSpec]:
@@ -53,11 +69,11 @@ def test_conda_line_is_a_match_spec(line):
     assert rattler.MatchSpec(line, strict=True).name is not None
 
 
-def test_conda_pins_are_those_of_pyproject():
-    shared = {name: spec for name, spec in conda_specs().items() if name in pypi_requirements()}
+def test_conda_pins_are_those_of_the_lock():
+    shared = {name: spec for name, spec in conda_specs().items() if name in LOCK}
     assert {"jupyterlab", "papermill", "hydra-core", "snakemake"} <= set(shared)
     for name, spec in shared.items():
-        assert str(spec.version) == str(pypi_requirements()[name].specifier), name
+        assert str(spec.version) == str(LOCK[name].specifier), name
 
 
 def test_conda_python_is_one_that_pyproject_allows():
@@ -65,9 +81,11 @@ def test_conda_python_is_one_that_pyproject_allows():
     assert lowest and PROJECT["requires-python"] == f">={lowest[1]}"
 
 
-def test_pip_pins_are_those_of_pyproject():
+def test_pip_pins_are_those_of_the_lock_and_engines_those_of_pyproject():
     for name, requirement in pip_requirements().items():
-        assert requirement.specifier == pypi_requirements()[name].specifier, name
+        pinned = LOCK.get(name) or pypi_requirements()[name]
+        assert name in LOCK or name in ENGINES | {"peft", "bitsandbytes"}, name
+        assert pinned.specifier.contains(str(requirement.specifier).removeprefix("==")), name
 
 
 @pytest.mark.parametrize("name", WANTED)
@@ -91,20 +109,104 @@ def test_engine_is_for_linux_alone(name):
 def test_pip_section_installs_the_package_with_extras_that_exist():
     (editable,) = (line for line in PIP_LINES if line.startswith("-e"))
     extras = re.fullmatch(r"-e \.\[([\w,]+)\]", editable)
-    assert extras and set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
+    assert extras and set(extras[1].split(",")) <= set(EXTRAS)
 
 
 def test_extras_and_command_of_the_package():
-    assert {"notebooks", "vllm", "verl", "trl", "dev"} <= set(PROJECT["optional-dependencies"])
+    assert {"train", "reproduce", "dev", *ENGINES} <= set(EXTRAS)
     assert PROJECT["scripts"]["stppo"] == "stppo.cli:main"
 
 
-def test_core_and_extras_pin_a_package_alike():
-    seen: dict[str, set[str]] = {}
-    for group in [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]:
-        for requirement in map(Requirement, group):
-            seen.setdefault(requirement.name, set()).add(str(requirement.specifier))
-    assert not {name: pins for name, pins in seen.items() if len(pins) > 1}
+def test_the_core_is_light():
+    assert brought_by(None) <= {"torch", "numpy", "hydra-core", "packaging", "pydantic", "pyyaml", "typer"}
+    drawing = {"matplotlib", "seaborn", "snakemake", "papermill", "jupyterlab", "rliable", "datasets"}
+    assert {"transformers", "pandas", "bm25s"} <= brought_by("train") and not drawing & brought_by("train")
+    assert drawing | brought_by("train") <= brought_by("reproduce") <= brought_by("dev")
+
+
+def test_only_engines_and_the_formatter_are_pinned():
+    pinned = {name for name, r in pypi_requirements().items() if "==" in str(r.specifier)}
+    assert pinned == {*ENGINES, "ruff"}
+
+
+def test_lock_pins_one_version_of_everything_and_nothing_of_one_platform():
+    for line in LOCK_LINES:
+        assert re.fullmatch(r"[\w.-]+==[\w.]+", line), f"{line}: exactly one version, no local tag, no URL"
+    assert not [name for name in LOCK if re.match("nvidia|cuda|triton", name)]
+    assert str(LOCK["torch"].specifier) == "==2.13.0"
+
+
+def test_lock_has_what_setup_installs_and_fits_its_bounds():
+    wanted = brought_by(None) | brought_by("dev") | brought_by("slurm")
+    assert {canonicalize_name(name) for name in wanted} <= set(LOCK)
+    for name, requirement in pypi_requirements().items():
+        if locked := LOCK.get(canonicalize_name(name)):
+            assert requirement.specifier.contains(str(locked.specifier).removeprefix("==")), name
+
+
+def test_lock_is_whole():
+    """What each locked package asks for is locked too, as far as this environment has it."""
+    for name in LOCK:
+        try:
+            asked = map(Requirement, metadata.requires(name) or [])
+        except metadata.PackageNotFoundError:
+            continue
+        here = {r.name for r in asked if r.marker is None or r.marker.evaluate({"extra": ""})}
+        missing = {canonicalize_name(n) for n in here} - set(LOCK)
+        assert not {m for m in missing if not re.match("nvidia|cuda|triton|setuptools|pip$", m)}, name
+
+
+def test_setup_installs_by_the_lock():
+    (install,) = re.findall(r"^.*pip install.*\[dev,slurm\].*$", (ROOT / "Makefile").read_text(), re.M)
+    assert "-c requirements.lock" in install
+
+
+BLOCKED = """
+import sys
+
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name in {heavy!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Blocked())
+sys.argv = ["stppo", *{arguments!r}]
+import stppo.objectives, stppo.plugins
+from stppo import cli
+cli.main()
+"""
+HEAVY = {
+    *("transformers", "safetensors", "bm25s", "pandas", "pyarrow", "tqdm", "requests", "tenacity", "scipy"),
+    *("datasets", "matplotlib", "seaborn", "rliable", "jinja2", "tokenizers", "IPython", "fastapi", "faiss"),
+}
+
+
+def with_the_core_alone(*arguments: str) -> subprocess.CompletedProcess:
+    code = BLOCKED.format(heavy=HEAVY, arguments=arguments)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "preset=smoke"]])
+def test_command_needs_the_core_alone(arguments):
+    done = with_the_core_alone(*arguments)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+@pytest.mark.skipif(
+    not any("extra == 'train'" in line for line in metadata.requires("stppo") or []),
+    reason="the installed metadata is older than the extras",
+)
+def test_command_whose_library_is_missing_names_the_extra():
+    done = with_the_core_alone("train", "preset=smoke")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert re.fullmatch(r"error: this needs \w+, .* pip install 'stppo\[train\]'\n", done.stderr)
+
+
+def test_changelog_has_the_version_and_what_is_unreleased():
+    titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert titles[0] == "Unreleased" and titles[1].startswith(PROJECT["version"])
 
 
 def test_citation_names_the_paper_and_this_software():
@@ -145,6 +247,7 @@ DERIVATIONS = (
     "04-stabilised-objectives",
     "05-search-agent",
 )
+ONE_PAGE = "00-st-ppo-on-one-page"  # defines everything it uses: no package behind it
 PARAMETERS = {"fast": False, "seed": 0, "output_dir": "results/scratch/derivations"}
 
 
@@ -169,7 +272,8 @@ def test_notebook_is_committed_clean_and_short(notebook):
     for cell in cells:
         assert len(cell["source"].splitlines()) <= 30
         for node in ast.walk(ast.parse(cell["source"])):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if definition and notebook.stem != ONE_PAGE:
                 assert node.end_lineno - node.lineno < 10, f"{node.name} belongs in the package"
 
 

@@ -159,6 +159,28 @@ def test_state_dict_round_trip_and_mismatch(tmp_path):
         Trajectories.from_state_dict(state)
 
 
+def test_a_batch_saved_without_sentences_has_one_a_turn():
+    batch = mixed_batch()
+    assert len(batch.layout.segments("sentence").lengths) > len(batch.layout.turn_lengths)
+    state = batch.state_dict()
+    del state["sentence_ends"]
+    loaded = Trajectories.from_state_dict(state)
+    assert torch.equal(loaded.layout.segments("sentence").index, loaded.layout.turns)
+
+
+def test_sentences_follow_the_marks_and_stay_within_turns():
+    batch = batch_from_turns([[4, 2], [3]])
+    ends = torch.zeros_like(batch.agent_mask)
+    first, second = ((batch.turn_ids[0] == k).nonzero().flatten().tolist() for k in (0, 1))
+    ends[0, first[1]] = ends[0, second[1]] = True  # the second mark is at a turn's last token: nothing new
+    state = batch.state_dict() | {"sentence_ends": ends}
+    sentences = Trajectories(**state).layout.segments("sentence")
+    assert sentences.index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 3]
+    assert sentences.lengths.tolist() == [2, 2, 2, 3] and sentences.starts.tolist() == [0, 2, 4, 6]
+    with pytest.raises(ValueError, match="segments='word': must be one of token, turn, sentence, sequence"):
+        batch.layout.segments("word")
+
+
 def test_moved_batches_keep_their_content():
     batch = mixed_batch()
     assert torch.equal(batch.to("cpu").rewards, batch.rewards)

@@ -5,39 +5,39 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
 
+from stppo import algorithms as registry
 from stppo import config
-from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, NoStabilizer, Objective, Stabilizer
+from stppo.objectives import (
+    Clip,
+    ClippingBiasNorm,
+    ClipRule,
+    CtnKL,
+    MinClip,
+    NoStabilizer,
+    Objective,
+    Ratio,
+    Stabilizer,
+)
 from stppo.results import schematic
-from stppo.results.style import Plot, in_order, look
+from stppo.results.style import Plot
 from stppo.trajectories import Layout
 
-
-class Names(NamedTuple):
-    """What an algorithm is called in the paper's two versions, and where its definition here comes from."""
-
-    v1: str = ""
-    v2: str = ""
-    source: str = ""
-
-
-# The only place where the names stand; README, report and notebooks show or are tested against this.
-NAMES = {
-    "token_ppo": Names("PPO", "token-level PPO", "arXiv 1707.06347"),
-    "turn_ppo": Names("Turn-PPO", "", "v1 Eq. 4"),
-    "s_ppo": Names("S-PPO", "", "v1 Eq. 7"),
-    "st_ppo": Names("ST-PPO", "SO-PPO, reading A", "v1 Eq. 8"),
-    "so_ppo_ctn": Names("", "SO-PPO, reading B", "a note on v2"),
-    "grpo": Names("", "GRPO", "arXiv 2402.03300"),
-    "so_grpo": Names("", "SO-GRPO, reading A", "our inference from v2's abstract"),
-    "so_grpo_ctn": Names("", "SO-GRPO, reading B", "a note on v2"),
-    "gspo": Names("", "", "arXiv 2507.18071; asked for by reviewers"),
-}
-AXES = ("credit", "pooling", "whiten", "ratio", "aggregation", "clip", "stabiliser", "loss aggregation")
+AXES = (
+    "credit",
+    "pooling",
+    "whiten",
+    "ratio",
+    "aggregation",
+    "clip",
+    "surrogate",
+    "stabiliser",
+    "loss aggregation",
+)
 
 # The worked example of figure 1, made up: one trajectory of three turns, each token's ratio pi / pi_old and the
 # sign of its advantage. E stands for an environment token.
@@ -69,28 +69,20 @@ TURN_ADVANTAGES = (1.0, -1.0, 1.0)
 
 
 def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
-    """One row per algorithm of `configs/algorithm` (or of those given), indexed by config name, in figures' order.
+    """One row per algorithm with a file (or of those given), indexed by config name, in figures' order.
 
     Columns, all text: `label` (name in figures), `v1`, `v2` (names in the paper's versions, empty where it has
-    none), the axes (`AXES`: credit, pooling, whiten, ratio, aggregation, clip, stabiliser, loss aggregation) as
-    the composed YAML has them, and `source`. A file that only renames another algorithm has no row of its own.
+    none), the axes (`AXES`: credit, pooling, whiten, ratio, aggregation, clip, surrogate, stabiliser, loss aggregation)
+    as the composed YAML has them, and `source`. A file that only renames another algorithm has no row of its own.
     Raises ConfigError for an unknown algorithm or an invalid config.
     """
-    names = in_order(config.options("algorithm") if algorithms is None else algorithms)
+    order = [row.name for row in registry.algorithms()]
+    given = order if algorithms is None else set(algorithms)
     rows = {}
-    for name in names:
-        composed = config.compose([f"algorithm={name}"])["algorithm"]
-        if algorithms is None and composed["name"] != name:
-            continue
-        point = _point(_objective(composed))
-        named = NAMES.get(name, Names())
-        rows[name] = {
-            "label": look(name).label,
-            "v1": named.v1,
-            "v2": named.v2,
-            **point,
-            "source": named.source,
-        }
+    for name in sorted(given, key=lambda name: (order.index(name) if name in order else len(order), name)):
+        point = _point(_objective(config.compose([f"algorithm={name}"])["algorithm"]))
+        its = registry.look(name)
+        rows[name] = {"label": its.label, "v1": its.v1, "v2": its.v2, **point, "source": its.source}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("algorithm")
 
 
@@ -121,19 +113,20 @@ def worked_example(algorithm: str) -> pd.DataFrame:
     surrogate = objective.evaluate(log_ratio, advantages, layout)
     (bias,) = torch.autograd.grad(surrogate.bias_surrogate, log_ratio, retain_graph=True)
     (gradient,) = torch.autograd.grad(-surrogate.loss, log_ratio)
-    used = objective.ratio(log_ratio.detach(), layout)
+    tokens = objective.tokens(log_ratio.detach(), advantages, layout)
+    terms, bounds = objective.terms(tokens)
     frame = pd.DataFrame({"position": range(agent.shape[1]), "turn": -1})
     at = layout.positions.numpy()
     frame.loc[at, "turn"] = layout.turns.numpy()
     for column, values in {
         "token_ratio": ratios,
         "advantage": advantages,
-        "ratio": used,
-        "clipped": objective.clip(used, advantages, layout).clipped.double(),
+        "ratio": tokens.ratio,
+        "clipped": terms.clipped.double(),
         "gradient": gradient * len(at),
     }.items():
         frame.loc[at, column] = values.numpy()
-    frame["low"], frame["high"] = 1 - objective.clip.epsilon_low, 1 + objective.clip.epsilon_high
+    frame["low"], frame["high"] = float(bounds.low.mean()), float(bounds.high.mean())
     frame["divisor"] = objective.stabilizer.divisor(bias.norm().item())
     frame["step"] = frame["gradient"] / frame["divisor"]
     return frame
@@ -146,13 +139,16 @@ def _objective(composed: config.Config) -> Objective:
 def _point(objective: Objective) -> dict[str, str]:
     """The objective's value on each of `AXES`, in words."""
     credit, ratio = objective.credit, objective.ratio
+    # A mean over one token is the token's; a ratio of another kind says by its name what it does.
+    aggregation = getattr(ratio, "aggregation", _words(ratio))
     return {
         "credit": _words(credit, leave_out=("pooling", "whiten", "center", "eps")),
         "pooling": credit.pooling.replace("_", " "),
         "whiten": "yes" if credit.whiten else "centred" if credit.center else "no",
         "ratio": ratio.granularity,
-        "aggregation": "–" if ratio.granularity == "token" else ratio.aggregation,  # a mean over one token
+        "aggregation": "–" if type(ratio) is Ratio and ratio.granularity == "token" else aggregation,
         "clip": _clip(objective.clip),
+        "surrogate": "min" if objective.surrogate == MinClip() else _words(objective.surrogate),
         "stabiliser": _stabiliser(objective.stabilizer),
         "loss aggregation": objective.loss_aggregation.replace("_", " "),
     }
@@ -167,7 +163,7 @@ def _words(rule: Any, leave_out: tuple[str, ...] = ()) -> str:
         known.get(field.name, f"{field.name.replace('_', ' ')} {{}}").format(
             _value(getattr(rule, field.name))
         )
-        for field in dataclasses.fields(rule)
+        for field in (dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ())
         if field.name not in leave_out
     ]
     return f"{name} ({', '.join(options)})" if options else name
@@ -177,7 +173,9 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).replace("_", " ")
 
 
-def _clip(clip: Clip) -> str:
+def _clip(clip: ClipRule) -> str:
+    if type(clip) is not Clip:
+        return _words(clip)
     text = f"[{1 - clip.epsilon_low:g}, {1 + clip.epsilon_high:g}]"
     return text if clip.clip_on == "token" else f"{text} on {clip.clip_on} sums"
 

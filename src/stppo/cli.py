@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -14,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from stppo.config_files import VARIABLE, use_config_dir
 from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
 
@@ -32,9 +34,43 @@ Overrides = Annotated[
 ]
 
 
+def _own_configs(folder: Path | None) -> Path | None:
+    if folder is not None:
+        use_config_dir(folder)
+    return folder
+
+
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(
+        callback=_own_configs,
+        show_default=False,
+        help=f"Your folder with `algorithm/my_ppo.yaml` and the like, beside the shipped ones (or {VARIABLE}).",
+    ),
+]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        from stppo.provenance import git_state
+
+        git = git_state()
+        commit = (
+            f" (git {git['git_commit'][:12]}{', changed' * git['git_dirty']})" if git["git_commit"] else ""
+        )
+        typer.echo(f"stppo {version('stppo')}{commit}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version.")
+    ] = False,
+    config_dir: ConfigDir = None,
 ) -> None:
     if debug:
         os.environ["STPPO_DEBUG"] = "1"
@@ -48,6 +84,7 @@ def train(
     resume: Annotated[
         str, typer.Option(help="auto | never | set_aside (a checkpoint that does not fit).")
     ] = "auto",
+    config_dir: ConfigDir = None,
 ) -> None:
     """Train one run, or several with Hydra's multirun syntax.
 
@@ -57,25 +94,32 @@ def train(
 
     * `stppo train algorithm=token_ppo,st_ppo seed=0,1 training=nearly_on_policy`
 
+    * `stppo train algorithm=my_ppo preset=smoke --config-dir my_configs`, with `my_configs/algorithm/my_ppo.yaml`
+
     A warm start is made first where none is cached. An interrupted run goes on from its checkpoint.
     """
     from stppo import config
 
     if resume not in ("auto", "never", "set_aside"):
         raise ValueError(f"--resume {resume}: allowed are auto, never, set_aside")
-    jobs = [config.compose(chosen) for chosen in config.expand_sweep(overrides or [])]
+    sweep = config.expand_sweep(overrides or [])
+    jobs = [config.compose(chosen) for chosen in sweep]
     if out is not None and len(jobs) > 1:
         raise ValueError(f"--out names one folder but the sweep has {len(jobs)} runs; leave it out")
     for job in jobs:
         config.validate(job)
     try:
-        for job in jobs:
+        for job, chosen in zip(jobs, sweep, strict=True):
+            names = (
+                config.variant(chosen),
+                config.variant(o for o in chosen if any(o not in c for c in sweep)),
+            )
             # Several vLLM engines in one process, one after the other, can break CUDA's memory pool.
             apart = len(jobs) > 1 and job["rollout"]["engine"] == "vllm"
             done = (
-                in_own_process("stppo.cli:train_one", job, out, resume)
+                in_own_process("stppo.cli:train_one", job, out, resume, *names)
                 if apart
-                else train_one(job, out, resume)
+                else train_one(job, out, resume, *names)
             )
             typer.echo(done)
     except KeyboardInterrupt:
@@ -120,18 +164,28 @@ def train_planned_command(
         )
 
 
-def train_one(job: dict, out: Path | None, resume: str) -> str:
-    """Train the run of one composed config, its warm start first where none is cached; returns the line that says so."""
+def train_one(job: dict, out: Path | None, resume: str, variant: str = "", differs: str = "") -> str:
+    """Train the run of one composed config, its warm start first where none is cached; returns the line that says so.
+
+    variant: its overrides (`config.variant`), for the record; differs: those that not all members of its sweep share,
+    for the names of progress bar and folder.
+    """
     from stppo import config
     from stppo.files import repository_path
     from stppo.training.trainer import Trainer
     from stppo.training.warm_start import ensure_warm_start
 
     start = ensure_warm_start(job)
+    algorithm, seed = job["algorithm"]["name"], job["seed"]
     point = config.fingerprint(config.identity_section(job))  # so that no run overwrites another
-    name = f"{job['training']['regime']}/{job['algorithm']['name']}/seed{job['seed']}-{point}"
+    words = re.sub(r"[^\w.=,+-]+", "_", differs)[:100]
+    name = f"{job['training']['regime']}/{algorithm}/seed{seed}-{words}-{point}".replace("--", "-")
     folder = out or repository_path("results") / job["preset"] / "manual" / name
-    record = Trainer(job, folder, start).train(resume)
+    title = f"algorithm={algorithm} seed={seed} {differs}".strip()
+    trainer = Trainer(job, folder, start, variant=variant, title=title)
+    record = trainer.train(resume)
+    if trainer.taken_up == trainer.settings.training.iterations:
+        return f"already complete: nothing trained (same config, code and start); --out elsewhere to repeat, {folder}"
     seconds = f"{record['wall_seconds']:.0f} s"
     return f"{record['status']}: {record['iterations']} iterations, {record['updates']} updates in {seconds}, {folder}"
 
@@ -140,6 +194,7 @@ def train_one(job: dict, out: Path | None, resume: str) -> str:
 def warm_start_command(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Folder (default: results/PRESET/warm_start/...).")] = None,
+    config_dir: ConfigDir = None,
 ) -> None:
     """Make the supervised warm start that runs begin with.
 
@@ -155,7 +210,7 @@ def warm_start_command(
 
 
 @app.command("plan")
-def plan_command(overrides: Overrides = None) -> None:
+def plan_command(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
     """Say which runs a preset's pipeline has and about what they cost, without training any.
 
     Example: `stppo plan preset=study`
@@ -182,6 +237,7 @@ def preflight(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything to this file too.")
     ] = None,
+    config_dir: ConfigDir = None,
 ) -> None:
     """Check a run before anything is trained: memory, disk, time, software, model, data, retriever.
 
@@ -212,6 +268,7 @@ def play(
         int | None, typer.Option(min=1, help="Play only the first N test questions.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the scripted agent.")] = 0,
+    config_dir: ConfigDir = None,
 ) -> None:
     """Let the scripted agent play a world, without any learning; the last line printed is JSON.
 
@@ -247,12 +304,13 @@ def evaluate(
         str | None, typer.Option(help="Folder or hub name, where the checkpoint brings none.")
     ] = None,
     trajectories: Annotated[int, typer.Option(min=0, help="Kept per benchmark, for the viewer.")] = 3,
+    config_dir: ConfigDir = None,
 ) -> None:
     """Evaluate a checkpoint on the test questions of a world: any of the eight benchmarks, or a synthetic one.
 
     Examples:
 
-    * `stppo evaluate results/smoke/runs/A/st_ppo/seed0 preset=smoke --out results/smoke/evaluation`
+    * `stppo evaluate results/smoke/runs/OFF_POLICY/st_ppo/seed0 preset=smoke --out results/smoke/evaluation`
 
     * `stppo evaluate Qwen/Qwen2.5-1.5B-Instruct world=benchmark 'world.benchmark=[nq,hotpotqa]' world.corpus=FILE
     rollout.max_tokens=4096 --questions 500 --out results/evaluation/base`
@@ -313,6 +371,32 @@ def tiny_model(
 
 
 @app.command()
+def progress(
+    results: Annotated[Path, typer.Argument(help="Folder with runs anywhere below it, e.g. results/laptop.")],
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again every few seconds; Ctrl-C ends it.")
+    ] = False,
+) -> None:
+    """Say how far the runs of a folder are, running or not, and how long they still need.
+
+    Example: `stppo progress results/laptop --watch`, beside `snakemake all`
+    """
+    from stppo.results.progress import all_progress, table
+
+    try:
+        while True:
+            shown = table(all_progress(results))
+            if not watch:
+                typer.echo(shown)
+                return
+            typer.clear()
+            typer.echo(shown)
+            time.sleep(5)
+    except KeyboardInterrupt:
+        typer.echo()
+
+
+@app.command()
 def collect(
     out: Annotated[Path, typer.Argument(help="Folder of the metrics tables, e.g. results/smoke/metrics.")],
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or metrics folders made before.")],
@@ -321,13 +405,37 @@ def collect(
 
     Examples:
 
-    * `stppo collect results/smoke/metrics results/smoke/runs/A/*/*`
+    * `stppo collect results/smoke/metrics results/smoke/runs/OFF_POLICY/*/*`
 
-    * `stppo collect /tmp/both results/reference/study/metrics results/study/runs/MAIN/*/*`
+    * `stppo collect results/both results/reference/laptop/metrics results/laptop/runs/OFF_POLICY/*/seed3`
     """
     from stppo.results.runs import collect as collect_runs
 
-    typer.echo(collect_runs(runs, out).table.to_string(index=False))
+    summary = collect_runs(runs, out).summary
+    shown = ["regime", "algorithm", "seed", "start", "peak", "final", "greedy_final", "outcome"]
+    typer.echo(summary[shown].to_string(index=False, float_format="%.3f"))
+
+
+@app.command()
+def compare(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Run folders, metrics folders, or folders above runs.")
+    ],
+    csv: Annotated[Path | None, typer.Option(help="Write every number to this file too.")] = None,
+) -> None:
+    """Print how finished runs started, learned and ended: mean over seeds, range, sampled and greedy.
+
+    Example: `stppo compare results/smoke/manual --csv comparison.csv`
+    """
+    from stppo.files import write_atomically
+    from stppo.results.compare import compare_runs, text
+
+    table = compare_runs(folders)
+    for run in table.attrs["unfinished"]:
+        typer.echo(f"left out, unfinished: {run}", err=True)
+    typer.echo(text(table))
+    if csv is not None:
+        write_atomically(csv, lambda part: table.to_csv(part, index=False, float_format="%.6g"))
 
 
 @app.command()
@@ -340,13 +448,15 @@ def claims(
         Path | None, typer.Option(help="JSON file {REGIME/algorithm: planned runs}; the pipeline writes it.")
     ] = None,
 ) -> None:
-    """Evaluate the claims ledger and the open questions on recorded metrics.
+    """Say which claims of the study its recorded runs support; a preset without claims gets an empty table.
 
-    Example: `stppo claims results/study/metrics results/study/claims --planned results/study/planned.json`
+    Example: `stppo claims results/study/metrics results/study/claims --planned results/study/claims/planned.json`
     """
-    from stppo.study.evaluation import write_evaluation
+    from stppo.results.runs import load_metrics
+    from stppo.study.claims import write_claims
 
-    for path in write_evaluation(metrics, out, planned):
+    plan = None if planned is None else json.loads(planned.read_text(encoding="utf-8"))
+    for path in write_claims(load_metrics(metrics), out, plan):
         typer.echo(path)
 
 
@@ -397,6 +507,27 @@ def verl_data(
     typer.echo(f"{write_dataset(benchmark, records, out)} questions, {out}")
 
 
+_DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "matplotlib", "IPython": "ipykernel", "faiss": "faiss-cpu"}
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """What to install for a library that is not there: the smallest extra of this package that brings it."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    module = (error.name or "").split(".")[0]
+    wanted = _DISTRIBUTIONS.get(module, module).replace("_", "-").lower()
+    try:
+        lines = requires("stppo") or []
+    except PackageNotFoundError:
+        lines = []
+    found = [re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)", line) for line in lines]
+    extras = {f[2] for f in found if f and f[1].replace("_", "-").lower() == wanted}
+    for extra in ("train", "reproduce", *sorted(extras)):
+        if extra in extras:
+            return f"this needs {module}, which is not installed: pip install 'stppo[{extra}]'"
+    return str(error)
+
+
 def main() -> None:
     """Run the command; errors become one line on stderr and exit code 1. --debug shows where they come from."""
     try:
@@ -404,5 +535,6 @@ def main() -> None:
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("STPPO_DEBUG"):
             traceback.print_exc()
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        message = _missing(error) if isinstance(error, ModuleNotFoundError) else str(error)
+        typer.echo(f"error: {' '.join(message.split())}", err=True)
         raise SystemExit(1) from None

@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 import logging
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,6 +28,8 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from stppo import config_files
+from stppo.config_files import ConfigError, Presentation, options
 from stppo.files import repository_path
 from stppo.provenance import code_hash, config_targets
 
@@ -36,35 +41,33 @@ Config = dict[str, Any]
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # what goes wrong is raised, not printed as well
 
 
-class ConfigError(ValueError):
-    """A config that cannot be composed or is invalid; the message names the key and the allowed values."""
+class UnknownKeyError(ConfigError):
+    """Keys of a section that its class does not take."""
 
-
-def config_dir() -> Path:
-    """The folder of YAML files: beside the package in a wheel, at the repository root in a checkout."""
-    packaged = Path(__file__).parent / "configs"
-    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "configs"
-
-
-def options(group: str) -> list[str]:
-    """Names that a config group offers, e.g. options("algorithm")."""
-    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+    def __init__(self, section: str, unknown: list[str], allowed: Iterable[str]) -> None:
+        self.keys = [f"{section}.{name}" for name in unknown]
+        keys = "key" if len(unknown) == 1 else "keys"
+        super().__init__(f"{', '.join(self.keys)}: unknown {keys}; allowed: {', '.join(allowed)}")
 
 
 def compose(overrides: list[str] | None = None) -> Config:
     """Compose `configs/config.yaml` with Hydra overrides into a plain, resolved dict.
 
-    Raises ConfigError for an unknown group option, key or malformed override.
+    Groups also have the options of your own folder (`config_files.own_config_dir`). Raises ConfigError for an unknown
+    group option, key or malformed override, and for a YAML file that cannot be read.
     """
-    overrides = list(overrides or [])
+    overrides, own = list(overrides or []), config_files.own_config_dir()
     for override in overrides:
         group, _, value = override.partition("=")
         if _is_group(group) and value and value not in options(group):
             raise ConfigError(f"{group}={value}: unknown {group}; allowed: {', '.join(options(group))}")
     try:
-        with initialize_config_dir(version_base=None, config_dir=str(config_dir())):
-            composed = hydra_compose("config", overrides=overrides)
-        return OmegaConf.to_container(composed, resolve=True)
+        with initialize_config_dir(version_base=None, config_dir=str(config_files.config_dir())):
+            composed = hydra_compose("config", overrides=[*overrides, *_search_path(own)])
+        return _without_inherited_presentation(OmegaConf.to_container(composed, resolve=True))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise ConfigError(f"{mark.name if mark else own}: {config_files.problem(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
         if unknown := re.match(r"Could not override '([\w.]+)'", str(error)):
             _refuse_unknown_key(unknown[1], overrides)
@@ -74,9 +77,26 @@ def compose(overrides: list[str] | None = None) -> Config:
         raise ConfigError(" | ".join(dict.fromkeys(lines[:2] + cause))) from error
 
 
+def _search_path(own: Path | None) -> list[str]:
+    if own is None:
+        return []
+    path = str(own).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.searchpath=['file://{path}']"]
+
+
+def _without_inherited_presentation(config: Config) -> Config:
+    """The config without label, colour and other names that are those of the algorithm it was made from."""
+    algorithm = config.get("algorithm")
+    if isinstance(algorithm, dict):
+        of = config_files.lineage("algorithm", str(algorithm.get("name")))
+        stated = of[0][1] if of else {}
+        kept = {k: v for k, v in algorithm.items() if k not in Presentation.model_fields or k in stated}
+        config["algorithm"] = kept
+    return config
+
+
 def _is_group(name: str) -> bool:
-    # configs/cluster holds verl's configs, not a group of ours.
-    return name.isidentifier() and name != "cluster" and (config_dir() / name).is_dir()
+    return name in config_files.groups()
 
 
 def _refuse_unknown_key(key: str, overrides: list[str]) -> None:
@@ -110,6 +130,11 @@ def expand_sweep(overrides: list[str]) -> list[list[str]]:
     return [list(combination) for combination in itertools.product(*choices)]
 
 
+def variant(overrides: Iterable[str]) -> str:
+    """The overrides that tell a run from others of its algorithm and seed, as one text that `shlex.split` takes apart."""
+    return shlex.join(o for o in overrides if o.partition("=")[0].lstrip("+") not in ("algorithm", "seed"))
+
+
 def validate(config: Config) -> RunConfig:
     """Check types, ranges and combinations; raises ConfigError naming every offending key."""
     from pydantic import ValidationError
@@ -117,12 +142,31 @@ def validate(config: Config) -> RunConfig:
     from stppo.settings import RunConfig
 
     try:
-        run = RunConfig.model_validate(run_section(config))
+        run = RunConfig.model_validate(
+            run_section(config) | {"algorithm": config.get("algorithm"), "loggers": config.get("loggers", [])}
+        )
     except ValidationError as error:
         raise ConfigError("; ".join(_problem(RunConfig, item) for item in error.errors())) from error
-    build(config["algorithm"]["objective"], "algorithm.objective")
+    try:
+        build(config["algorithm"]["objective"], "algorithm.objective")
+    except UnknownKeyError as error:
+        raise ConfigError(f"{error}{_origin(run.algorithm.name, error.keys)}") from error
     build(config["world"], "world")
     return run
+
+
+def _origin(algorithm: str, keys: list[str]) -> str:
+    """Which file an unfitting key of an algorithm is inherited from, and how to be rid of it; "" where it is not."""
+    chain = config_files.lineage("algorithm", algorithm)
+    file = config_files.origin("algorithm", algorithm, keys[0].split(".")[1:])
+    if file is None or file == chain[0][0]:
+        return ""
+    drop = " ".join(f"'~{key}'" for key in keys)
+    them = "it" if len(keys) == 1 else "them"
+    return (
+        f"; inherited from {file.name} through the defaults of {chain[0][0].name}: write the section out there without "
+        f"these defaults, or drop {them} with the {'override' if len(keys) == 1 else 'overrides'} {drop}"
+    )
 
 
 # Where pydantic puts the form of a section that has several: rollout's is its engine.
@@ -166,28 +210,63 @@ def _check_target(node: Config, key: str) -> None:
     """Raise ConfigError for a missing or unknown `_target_`, an unknown key, or a section of the wrong class."""
     if not isinstance(node, dict) or "_target_" not in node:
         raise ConfigError(f"{key}: a mapping with _target_ is needed, got {node!r}")
-    try:
-        target = get_class(node["_target_"])
-    except Exception as error:  # whatever importing it raised
-        raise ConfigError(f"{key}._target_ = {node['_target_']}: no such class") from error
+    target = _class(node["_target_"], key)
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise ConfigError(
+            f"{key}._target_ = {node['_target_']}: {target.__name__} must define {', '.join(missing)}"
+        )
     given = {name: value for name, value in node.items() if not name.startswith("_")}
-    if dataclasses.is_dataclass(target):
-        allowed = [field.name for field in dataclasses.fields(target) if field.init]
-        if unknown := sorted(set(given) - set(allowed)):
-            raise ConfigError(f"{key}.{unknown[0]}: unknown key; allowed: {', '.join(allowed)}")
+    parameters = inspect.signature(target).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and (
+        unknown := set(given) - set(parameters)
+    ):
+        raise UnknownKeyError(key, [name for name in given if name in unknown], parameters)
     kinds = get_type_hints(target)
     for name, value in given.items():
         kind = kinds.get(name)
         nested = isinstance(value, dict) and "_target_" in value
         if nested:
             _check_target(value, f"{key}.{name}")
-        if dataclasses.is_dataclass(kind) and not (nested and issubclass(get_class(value["_target_"]), kind)):
-            raise ConfigError(f"{key}.{name} = {value!r}: the _target_ of a {kind.__name__} is needed")
+        rule = dataclasses.is_dataclass(kind) or inspect.isabstract(kind)
+        if rule and not (nested and issubclass(get_class(value["_target_"]), kind)):
+            given_class = value["_target_"] if nested else repr(value)
+            raise ConfigError(
+                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is needed{_how_to_write(kind)}"
+            )
+
+
+def _class(target: str, key: str) -> type:
+    """The class that a `_target_` names. ModuleNotFoundError where a library that its module imports is missing."""
+    try:
+        return get_class(target)
+    except Exception as error:  # whatever importing it raised
+        cause: BaseException = error
+        while cause.__cause__ or cause.__context__:
+            cause = cause.__cause__ or cause.__context__
+        missing = (getattr(cause, "name", None) or "") if isinstance(cause, ModuleNotFoundError) else ""
+        if missing and missing.split(".")[0] != str(target).split(".")[0]:
+            raise cause from error
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        raise ConfigError(f"{key}._target_ = {target}: no such class ({reason})") from error
+
+
+def _how_to_write(kind: type) -> str:
+    """What to subclass for a rule of one's own, and the method to write; "" for sections that are no rules."""
+    bases = [base for base in (kind, *kind.__subclasses__()) if inspect.isabstract(base)]
+    ways = [
+        f"{base.__module__}.{base.__name__} and write its {', '.join(sorted(base.__abstractmethods__))}"
+        for base in (bases[:1] if kind in bases else bases)
+    ]
+    return f"; for one of your own subclass {', or '.join(ways)}" if ways else ""
 
 
 def run_section(config: Config) -> Config:
-    """One run's settings: the config without the pipeline's list of runs, the study's groups and the preset's name."""
-    return {name: value for name, value in config.items() if name not in ("pipeline", "study", "preset")}
+    """What one run depends on: the config without the pipeline's list of runs, the study's groups, the preset's name, the
+    loggers, and how figures show the algorithm."""
+    section = {k: v for k, v in config.items() if k not in ("pipeline", "study", "preset", "loggers")}
+    if isinstance(algorithm := section.get("algorithm"), dict):
+        section["algorithm"] = {k: v for k, v in algorithm.items() if k not in Presentation.model_fields}
+    return section
 
 
 # Settings that change no result but for rounding: a run goes on from its checkpoint under others.

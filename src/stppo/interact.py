@@ -12,11 +12,12 @@ from IPython.display import clear_output, display
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
-# How executed notebooks become HTML. papermill stores the widgets' state in the notebook's metadata, and a page
-# made from that state loads scripts from the network; without it nbconvert shows a bundle's next kind: the picture.
+# How executed notebooks become HTML that needs no network. papermill stores the widgets' state in the notebook's
+# metadata, and a page made from that state loads scripts from elsewhere; without it nbconvert shows a bundle's next
+# kind: the picture.
 NBCONVERT_OPTIONS = (
     "--to",
-    "html",
+    "stppo.results.mathml.OfflineHTMLExporter",
     "--ClearMetadataPreprocessor.enabled=True",
     "--ClearMetadataPreprocessor.clear_cell_metadata=False",
 )

@@ -9,8 +9,11 @@ import json
 import os
 import platform
 import subprocess
+import sysconfig
 from collections.abc import Iterable, Mapping
 from importlib import metadata
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,7 @@ def _module_name(file: Path, package_dir: Path) -> str:
 
 @functools.cache
 def _imports(source: str, module: str, is_package: bool) -> set[str]:
-    return imported_modules(ast.parse(source, module), module, is_package)
+    return _imported(ast.parse(source, module), module, is_package)
 
 
 def imported_modules(tree: ast.AST, module: str, is_package: bool) -> set[str]:
@@ -60,6 +63,10 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> set[str]:
 
     `from a import b` yields both `a` and `a.b`: whether b is a module is for the caller to find out.
     """
+    return {name for name in _imported(tree, module, is_package) if name.split(".")[0] == PACKAGE}
+
+
+def _imported(tree: ast.AST, module: str, is_package: bool) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -72,14 +79,24 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> set[str]:
                 base = ".".join([*parents, *([base] if base else [])])
             found.add(base)
             found.update(f"{base}.{alias.name}" for alias in node.names)
-    return {name for name in found if name.split(".")[0] == PACKAGE}
+    return found
 
 
-def _with_parents(name: str, package_dir: Path) -> list[str]:
-    """The modules that importing a dotted name runs: every parent package, then the module itself."""
+def _with_parents(name: str, package_dir: Path, folders: Iterable[Path] = ()) -> dict[str, Path]:
+    """The modules that importing a dotted name runs, with their files: every parent package, then the module itself.
+
+    folders: where modules outside the package are looked for.
+    """
     parts = name.split(".")
-    prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return [prefix for prefix in prefixes if module_file(prefix, package_dir)]
+    ours = parts[0] == PACKAGE
+    found: dict[str, Path] = {}
+    for folder in [package_dir] if ours else folders:
+        for end in range(1, len(parts) + 1):
+            base = folder.joinpath(*parts[ours:end])
+            for file in (base / "__init__.py", base.with_suffix(".py")):
+                if file.is_file():
+                    found.setdefault(".".join(parts[:end]), file)
+    return found
 
 
 def imported_files(entries: Iterable[str | Path], package_dir: Path = PACKAGE_DIR) -> dict[str, Path]:
@@ -87,28 +104,75 @@ def imported_files(entries: Iterable[str | Path], package_dir: Path = PACKAGE_DI
 
     An entry is a dotted name (`stppo.training.trainer`; a name inside a module such as a `_target_`
     counts as its module) or the path of a Python file. ValueError names an entry that is neither.
+
+    An entry outside the package (`my_module.MyRatio`) brings its file, what that imports from its own folder, and
+    what it imports from the package; of an installed library nothing is read.
     """
-    pending: list[str] = []
+    pending: dict[str, Path] = {}
+    folders: list[Path] = []
     found: dict[str, Path] = {}
     for entry in entries:
         if isinstance(entry, Path) or str(entry).endswith(".py"):
             if not Path(entry).is_file():
                 raise ValueError(f"no such source file: {entry}")
             entry = _module_name(Path(entry), package_dir)
+        if str(entry).split(".")[0] != PACKAGE:
+            if folder := _own_folder(str(entry)):
+                folders.append(folder)
+                pending |= _with_parents(str(entry), package_dir, [folder])
+            continue
         modules = _with_parents(str(entry), package_dir)
         if not modules or (len(modules) == 1 and str(entry) != PACKAGE):
             raise ValueError(f"no module of {PACKAGE} is named {entry}")
-        pending += modules
+        pending |= modules
     while pending:
-        module = pending.pop()
+        module, file = pending.popitem()
         if module in found:
             continue
-        file = module_file(module, package_dir)
-        assert file is not None  # pending holds existing modules only
         found[module] = file
         for name in _imports(file.read_text(encoding="utf-8"), module, file.name == "__init__.py"):
-            pending += _with_parents(name, package_dir)
+            pending |= _with_parents(name, package_dir, folders)
     return dict(sorted(found.items()))
+
+
+def _spec(target: str) -> ModuleSpec | None:
+    """Where Python would find a dotted name's outermost module, without importing it."""
+    try:
+        return find_spec(target.split(".")[0])
+    except (ImportError, ValueError):
+        return None
+
+
+def _own_folder(target: str) -> Path | None:
+    """The folder that holds the source of a class outside the package; None where a library or Python brings it."""
+    spec = _spec(target)
+    if spec is None:
+        return None
+    places = [spec.origin] if spec.has_location else []
+    places += spec.submodule_search_locations or []
+    place = next((Path(p).resolve() for p in places if p), None)
+    if place is None or _installed(place):
+        return None
+    return place.parents[1] if place.name == "__init__.py" else place.parent
+
+
+def _installed(place: Path) -> bool:
+    paths = sysconfig.get_paths()
+    libraries = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return {"site-packages", "dist-packages"} & set(place.parts) != set() or any(
+        library in place.parents for library in libraries
+    )
+
+
+@functools.cache
+def _libraries(entries: tuple[str, ...]) -> list[str]:
+    """`name==version` of the installed distributions that entries outside the package and own folders come from."""
+    outside = {entry.split(".")[0] for entry in entries if entry.split(".")[0] != PACKAGE}
+    outside = {name for name in outside if _own_folder(name) is None}
+    if not outside:
+        return []
+    brought = metadata.packages_distributions()
+    return sorted({f"{d}=={metadata.version(d)}" for name in outside for d in brought.get(name, ())})
 
 
 @functools.cache
@@ -173,11 +237,13 @@ def code_hash(
 
     Comments, docstrings and layout do not count, so editing them re-trains nothing; a template beside
     a module (`report.html.j2` of `report.py`) counts as its text. The hash depends on the minor version
-    of Python, whose syntax trees differ. See `imported_files` for what an entry is.
+    of Python, whose syntax trees differ. See `imported_files` for what an entry is; one that an installed library
+    brings counts as that library's name and version.
     """
-    if isinstance(entries, (str, Path)):
-        entries = [entries]
+    entries = [entries] if isinstance(entries, (str, Path)) else list(entries)
     digest = hashlib.sha256()
+    for library in _libraries(tuple(str(entry) for entry in entries if not str(entry).endswith(".py"))):
+        digest.update(f"{library}\0".encode())
     for module, file in imported_files(entries, package_dir).items():
         digest.update(f"{module}\0{_syntax(file.read_text(encoding='utf-8'), str(file))}\0".encode())
         for template in sorted(file.parent.glob(f"{file.stem}.*.j2")):
@@ -188,9 +254,9 @@ def code_hash(
 
 
 def config_targets(config: Any) -> list[str]:
-    """Every `_target_` of the package in a composed config, sorted: code that no import statement names."""
+    """Every `_target_` in a composed config, sorted: code that no import statement names."""
     if isinstance(config, Mapping):
-        own = [config["_target_"]] if str(config.get("_target_", "")).startswith(f"{PACKAGE}.") else []
+        own = [str(config["_target_"])] if "_target_" in config else []
         return sorted({*own, *(name for value in config.values() for name in config_targets(value))})
     if isinstance(config, (list, tuple)):
         return sorted({name for value in config for name in config_targets(value)})

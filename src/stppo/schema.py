@@ -19,7 +19,7 @@ BY_BENCHMARK_FILE = "evaluations_by_benchmark.json"  # where questions of severa
 BENCHMARKS_FILE, BENCHMARKS_TABLE_FILE = "benchmarks.json", "benchmarks.csv"
 RESULT_FILE = "result.json"
 
-# --- files of a metrics folder, made from many runs by `analysis.runs.collect` ---------------
+# --- files of a metrics folder, made from many runs by `results.runs.collect` ---------------
 RUNS_FILE = "runs.json"
 ITERATIONS_FILE = "iterations.parquet"
 COLLECTED_EVALUATIONS_FILE = "evaluations.parquet"
@@ -30,7 +30,7 @@ COMPLETED, NON_FINITE, RUNNING = "completed", "non_finite", "running"
 
 # What identifies a run; `collect` puts these columns before all others.
 KEY_COLUMNS: dict[str, str] = {
-    "regime": "off-policy setting (learning rate, epochs, staleness, iterations), e.g. A or LONG",
+    "regime": "off-policy setting (learning rate, epochs, staleness, iterations), e.g. OFF_POLICY",
     "algorithm": "name of the objective, e.g. st_ppo",
     "seed": "seed of roll-outs and minibatches; the warm start has its own seed",
 }
@@ -59,6 +59,7 @@ class RunRecord(TypedDict):
     algorithm: str
     label: str | None
     seed: int
+    variant: str  # overrides but for algorithm and seed, as typed; "" for runs of a pipeline
     preset: str
     policy: str
     policy_parameters: int
@@ -150,10 +151,15 @@ UPDATE_COLUMNS: dict[str, str] = {
     "clipping_bias_norm_logit": "estimate of the same in logit space, no second backward pass",
     "stabilizer_divisor": "number the gradient was divided by; 1 where nothing divides it",
     "update_norm": "L2 norm of the parameter change that the optimiser made",
-    "clip_fraction": "clipped agent tokens / agent tokens, sign-aware: the term takes the clipped branch",
-    "clip_fraction_high": "share of agent tokens clipped above: advantage > 0 and ratio > 1 + epsilon_high",
-    "clip_fraction_low": "share of agent tokens clipped below: advantage < 0 and ratio < 1 - epsilon_low",
-    "out_of_range_fraction": "share of agent tokens whose ratio leaves the clip range, whatever the advantage",
+    "clip_low": "lower clip bound of the ratio that was used, mean over agent tokens",
+    "clip_high": "upper clip bound of the ratio that was used, mean over agent tokens",
+    "clip_fraction": "clipped agent tokens / agent tokens; with PPO's min sign-aware: the term takes the clipped branch; "
+    "for other surrogates see stppo.objectives.surrogates",
+    "clip_fraction_high": "share of agent tokens clipped with a ratio above 1; with PPO's min: advantage > 0 and ratio "
+    "above its bound",
+    "clip_fraction_low": "share of agent tokens clipped with a ratio below 1; with PPO's min: advantage < 0 and ratio "
+    "below its bound",
+    "out_of_range_fraction": "share of agent tokens whose ratio leaves the bounds that were used, whatever the advantage",
     "out_of_range_fraction_token": "the same for the token-level ratio, whatever ratio the objective uses",
     "turn_fully_clipped_fraction": "share of turns of which every token is clipped",
     **_ratio_columns(),

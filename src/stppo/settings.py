@@ -8,9 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from stppo.agent.compute import Precision
 from stppo.agent.policy import PolicyConfig
 from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig
+from stppo.config_files import Presentation
 from stppo.world.scripted import DemonstrationNoise
 
 OptimizerName = Literal["adam", "sgd", "adam8bit"]
+LoggerName = Literal["tensorboard", "wandb"]
 
 
 class Section(BaseModel):
@@ -19,8 +21,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class AlgorithmConfig(Section):
-    """A named point in credit × ratio × clip × stabiliser × loss aggregation."""
+class AlgorithmConfig(Section, Presentation):
+    """A named point in credit × ratio × clip × stabiliser × loss aggregation, and how figures show it."""
 
     name: str
     objective: dict[str, Any]
@@ -66,10 +68,10 @@ class WarmStartConfig(Section):
 
     @model_validator(mode="after")
     def _is_evaluated(self) -> "WarmStartConfig":
-        if self.evaluate_every > self.max_steps > 0:
+        if 0 < self.max_steps < self.evaluate_every:
             raise ValueError(
-                f"warm_start.evaluate_every={self.evaluate_every} must be at most "
-                f"warm_start.max_steps={self.max_steps}"
+                f"warm_start.max_steps={self.max_steps} ends before the first evaluation: raise it, or lower "
+                f"warm_start.evaluate_every={self.evaluate_every}"
             )
         return self
 
@@ -165,6 +167,7 @@ class RunConfig(Section):
     warm_start: WarmStartConfig
     training: TrainingConfig
     evaluation: EvaluationConfig
+    loggers: list[LoggerName]  # see copies of what is recorded, so no part of a run's identity
 
     @model_validator(mode="after")
     def _attention_fits(self) -> "RunConfig":

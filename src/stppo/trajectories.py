@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 
 import torch
@@ -19,6 +19,37 @@ def turn_ids(agent_mask: Tensor) -> Tensor:
     starts = agent_mask.clone()
     starts[:, 1:] &= ~agent_mask[:, :-1]
     return torch.where(agent_mask, starts.cumsum(1) - 1, -1)
+
+
+SEGMENTS = ("token", "turn", "sentence", "sequence")
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """One way to cut the N agent tokens into S runs, each within one trajectory, in the tokens' order.
+
+    index (N,): the segment of each token; lengths (S,): its number of agent tokens.
+    """
+
+    index: Tensor
+    lengths: Tensor
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(N,) -> (S,)"""
+        return values.new_zeros(len(self.lengths)).index_add(0, self.index, values)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """(N,) -> (S,)"""
+        return self.sum(values) / self.lengths
+
+    def share(self, values: Tensor) -> Tensor:
+        """(S,) -> (N,): gives every token what its segment has"""
+        return values[self.index]
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """(S,) index, among the N agent tokens, of each segment's first token"""
+        return self.lengths.cumsum(0) - self.lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +68,11 @@ class Layout:
     turn_lengths: Tensor  # (K,) agent tokens per turn
     turn_rows: Tensor  # (K,) trajectory of each turn
     row_turns: Tensor  # (B,) turns per trajectory
+    sentence_ends: Tensor | None = None  # (N,) bool, see `Trajectories`; None: each turn is one sentence
 
     @classmethod
-    def of(cls, agent_mask: Tensor) -> Layout:
+    def of(cls, agent_mask: Tensor, sentence_ends: Tensor | None = None) -> Layout:
+        """From (B, T) bool; `sentence_ends`, of the same shape, is read at agent tokens alone."""
         flat = agent_mask.reshape(-1)
         positions = flat.nonzero().squeeze(1)
         n_rows, width = agent_mask.shape
@@ -58,7 +91,29 @@ class Layout:
             turn_lengths=torch.bincount(turns),
             turn_rows=turn_rows,
             row_turns=torch.bincount(turn_rows, minlength=n_rows),
+            sentence_ends=None if sentence_ends is None else sentence_ends.reshape(-1)[positions],
         )
+
+    def segments(self, name: str) -> Segments:
+        """The segments of one kind of `SEGMENTS`: each token by itself, turns, sentences, whole trajectories."""
+        if name not in SEGMENTS:
+            raise ValueError(f"segments={name!r}: must be one of {', '.join(SEGMENTS)}")
+        if name == "token":
+            return Segments(torch.arange(len(self.rows), device=self.rows.device), torch.ones_like(self.rows))
+        if name == "sequence":
+            return Segments(self.rows, self.row_lengths)
+        return Segments(self.turns, self.turn_lengths) if name == "turn" else self._sentences
+
+    @cached_property
+    def _sentences(self) -> Segments:
+        """A sentence begins where a turn does and behind every marked end."""
+        if self.sentence_ends is None:
+            return self.segments("turn")
+        begins = torch.zeros_like(self.sentence_ends)
+        begins[1:] = self.sentence_ends[:-1]
+        begins[self.turn_starts] = True
+        index = begins.long().cumsum(0) - 1
+        return Segments(index, torch.bincount(index))
 
     def gather(self, values: Tensor) -> Tensor:
         """(B, T) -> (N,): the entries at agent tokens; differentiable."""
@@ -72,24 +127,24 @@ class Layout:
 
     def row_sum(self, values: Tensor) -> Tensor:
         """(N,) -> (B,)"""
-        return values.new_zeros(self.shape[0]).index_add(0, self.rows, values)
+        return self.segments("sequence").sum(values)
 
     def row_mean(self, values: Tensor) -> Tensor:
         """(N,) -> (B,), mean over each trajectory's agent tokens"""
-        return self.row_sum(values) / self.row_lengths
+        return self.segments("sequence").mean(values)
 
     def turn_sum(self, values: Tensor) -> Tensor:
         """(N,) -> (K,)"""
-        return values.new_zeros(len(self.turn_lengths)).index_add(0, self.turns, values)
+        return self.segments("turn").sum(values)
 
     def turn_mean(self, values: Tensor) -> Tensor:
         """(N,) -> (K,)"""
-        return self.turn_sum(values) / self.turn_lengths
+        return self.segments("turn").mean(values)
 
     @cached_property
     def turn_starts(self) -> Tensor:
         """(K,) index, among the N agent tokens, of each turn's first token"""
-        return self.turn_lengths.cumsum(0) - self.turn_lengths
+        return self.segments("turn").starts
 
 
 @dataclass(eq=False)
@@ -103,6 +158,8 @@ class Trajectories:
     rewards             (B, T) float, reward received on emitting token t; 0 off the mask
     group_ids           (B,)   int64, shared by the trajectories of one question in one batch
     policy_updates      (B,)   int64, optimiser updates that the behaviour policy had seen
+    sentence_ends       (B, T) bool, True on agent tokens that end a sentence; the last token of a turn ends one in
+                        any case, and entries off the mask are not read. Left out: each turn is one sentence
 
     Raises ValueError, naming field and row, for anything that contradicts this: a row without agent tokens
     has no turns, and a token at position 0 has no context to be sampled from.
@@ -115,8 +172,11 @@ class Trajectories:
     rewards: Tensor
     group_ids: Tensor
     policy_updates: Tensor
+    sentence_ends: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.sentence_ends is None:
+            self.sentence_ends = torch.zeros_like(self.agent_mask, dtype=torch.bool)
         if self.tokens.ndim != 2 or 0 in self.tokens.shape:
             raise ValueError(f"tokens: expected a non-empty (B, T) tensor, got {tuple(self.tokens.shape)}")
         n_rows, width = self.tokens.shape
@@ -152,7 +212,7 @@ class Trajectories:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout.of(self.agent_mask)
+        return Layout.of(self.agent_mask, self.sentence_ends)
 
     @property
     def n_agent_tokens(self) -> Tensor:
@@ -197,11 +257,13 @@ class Trajectories:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> Trajectories:
-        expected = {field.name for field in fields(cls)}
-        if set(state) != expected:
+        """Undo `state_dict`; what an older version did not save (`sentence_ends`) has its default."""
+        known = {field.name for field in fields(cls)}
+        needed = {field.name for field in fields(cls) if field.default is MISSING}
+        if not needed <= set(state) <= known:
             raise ValueError(
-                f"trajectories: missing fields {sorted(expected - set(state))}, "
-                f"unknown fields {sorted(set(state) - expected)}"
+                f"trajectories: missing fields {sorted(needed - set(state))}, "
+                f"unknown fields {sorted(set(state) - known)}"
             )
         return cls(**state)
 
@@ -214,6 +276,7 @@ _FIELDS = (
     ("rewards", 2, "float"),
     ("group_ids", 1, "int64"),
     ("policy_updates", 1, "int64"),
+    ("sentence_ends", 2, "bool"),
 )
 _KINDS = {
     "int64": lambda dtype: dtype == torch.int64,

@@ -43,7 +43,7 @@ def objective(
 
 
 def our_loss(rule: Objective, case: Case) -> Callable[[Tensor], Tensor]:
-    return lambda logprobs: rule.surrogate(logprobs, case.batch, case.advantages).loss
+    return lambda logprobs: rule(logprobs, case.batch, case.advantages).loss
 
 
 def verl_loss(

@@ -18,7 +18,7 @@ def test_batches_reach_the_corners(granularity):
     @referee_settings
     @given(case=cases())
     def look(case):
-        diagnostics = rule.surrogate(case.logprobs, case.batch, case.advantages).diagnostics
+        diagnostics = rule(case.logprobs, case.batch, case.advantages).diagnostics
         gradient = value_and_gradient(our_loss(rule, case), case.logprobs)[1]
         clipped, advantages = diagnostics["clip_fraction"], case.layout.gather(case.advantages)
         both_signs = advantages.min() < 0 < advantages.max()

@@ -53,7 +53,7 @@ def test_kl_policy_to_behaviour_is_verls_k3_reweighted_to_our_samples(referees, 
 @given(case=cases(), name=st.sampled_from(["kl", "k1"]))
 def test_reported_k1_is_verls(referees, case, name):
     rule = objective(Ratio("token"), 0.2, 0.2)
-    diagnostics = rule.surrogate(case.logprobs, case.batch, case.advantages).diagnostics
+    diagnostics = rule(case.logprobs, case.batch, case.advantages).diagnostics
     theirs, _ = mean_over_agent_tokens(case, lambda new, old: verl_kl(old, new, name))
     mine = torch.tensor(diagnostics["kl_behaviour_k1"], dtype=torch.float64)
     referees.compare("kl_behaviour_k1 / verl k1(old, new)", value=(mine, theirs))
@@ -63,7 +63,7 @@ def test_reported_k1_is_verls(referees, case, name):
 @given(case=cases(log_ratios=BEHAVIOUR_TO_POLICY))
 def test_reported_k3_is_verls(referees, case):
     rule = objective(Ratio("token"), 0.2, 0.2)
-    diagnostics = rule.surrogate(case.logprobs, case.batch, case.advantages).diagnostics
+    diagnostics = rule(case.logprobs, case.batch, case.advantages).diagnostics
     theirs, _ = mean_over_agent_tokens(case, lambda new, old: verl_kl(old, new, "k3"))
     mine = torch.tensor(diagnostics["kl_behaviour_k3"], dtype=torch.float64)
     referees.compare("kl_behaviour_k3 / verl k3(old, new)", value=(mine, theirs))

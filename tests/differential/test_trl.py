@@ -41,7 +41,7 @@ def test_losses_are_trls(referees, level, mode, case, low, high):
     referees.compare(f"{name}, {TRL_LOSS_TYPES[mode]}", **pairs(ours(level, case, low, high, mode), theirs))
     if level == "token":
         rule = objective(RATIOS[level], low, high, mode)
-        diagnostics = rule.surrogate(case.logprobs, case.batch, case.advantages).diagnostics
+        diagnostics = rule(case.logprobs, case.batch, case.advantages).diagnostics
         for side, key in {"": "region_mean", "_low": "low_mean", "_high": "high_mean"}.items():
             mine = torch.tensor(diagnostics[f"clip_fraction{side}"])
             referees.compare(
@@ -72,7 +72,7 @@ def test_trl_counts_clipped_sequences_and_we_their_tokens():
     metrics = {}
     trl_case(case.with_advantages(torch.tensor([1.0, -1.0])), 0.2, 0.2, "sequence", "grpo", metrics)
     rule = objective(RATIOS["sequence"], 0.2, 0.2)
-    mine = rule.surrogate(case.logprobs, case.batch, case.advantages).diagnostics["clip_fraction"]
+    mine = rule(case.logprobs, case.batch, case.advantages).diagnostics["clip_fraction"]
     assert (metrics["clip_ratio/region_mean"], mine) == (0.5, 0.75)
 
 

@@ -48,7 +48,7 @@ def test_token_ppo_is_verls_vanilla(referees, mode, case, low, high):
     theirs = verl_case(
         "vanilla", case, low, high, VERL_AGGREGATIONS[mode], metrics, clip_ratio_c=NO_DUAL_CLIP
     )
-    diagnostics = rule.surrogate(case.logprobs, case.batch, case.advantages).diagnostics
+    diagnostics = rule(case.logprobs, case.batch, case.advantages).diagnostics
     referees.compare(
         f"token PPO / verl vanilla, {VERL_AGGREGATIONS[mode]}",
         **pairs(ours(rule, case), theirs),
@@ -98,7 +98,7 @@ def test_clipping_bias_is_verls_clipped_gradient_minus_its_unclipped_one(referee
     clipped = verl_case("vanilla", case, low, high, aggregation, clip_ratio_c=NO_DUAL_CLIP)[1]
     free = verl_case("vanilla", case, UNCLIPPED, UNCLIPPED, aggregation, clip_ratio_c=NO_DUAL_CLIP)[1]
     _, bias = value_and_gradient(
-        lambda x: rule.surrogate(x, case.batch, case.advantages).bias_surrogate + 0.0 * x.sum(), case.logprobs
+        lambda x: rule(x, case.batch, case.advantages).bias_surrogate + 0.0 * x.sum(), case.logprobs
     )
     # J's sign: grad J = grad J_unclipped - C, and the losses are -J.
     referees.compare("clipping bias / verl vanilla", gradient=(bias, clipped - free))
@@ -112,7 +112,7 @@ def test_clipping_bias_is_verls_clipped_gradient_minus_its_unclipped_one(referee
 def test_sequence_ratio_is_verls_gspo(referees, mode, case, low, high):
     rule, metrics = objective(SEQUENCE, low, high, mode), {}
     theirs = verl_case("gspo", case, low, high, VERL_AGGREGATIONS[mode], metrics)
-    fraction = rule.surrogate(case.logprobs, case.batch, case.advantages).diagnostics["clip_fraction"]
+    fraction = rule(case.logprobs, case.batch, case.advantages).diagnostics["clip_fraction"]
     referees.compare(
         f"GSPO / verl gspo, {VERL_AGGREGATIONS[mode]}",
         **pairs(ours(rule, case), theirs),

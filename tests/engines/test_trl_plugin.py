@@ -272,7 +272,7 @@ def ours_on(objective, logprobs, inputs):
     """(loss, gradient with respect to the (B, T) log-probs, surrogate, its log-probs)"""
     batch = as_trajectories(inputs)
     padded = torch.nn.functional.pad(logprobs, (1, 0)).requires_grad_()
-    surrogate = objective.surrogate(padded, batch, inputs["advantages"][:, None].expand(padded.shape))
+    surrogate = objective(padded, batch, inputs["advantages"][:, None].expand(padded.shape))
     (gradient,) = torch.autograd.grad(surrogate.loss, padded, retain_graph=True)
     return surrogate.loss.detach(), gradient[:, 1:], surrogate, padded
 
@@ -442,7 +442,7 @@ def test_the_exact_norm_is_that_of_the_parameter_gradient(world, tmp_path):
         logprobs = logprobs.gather(2, tokens[:, 1:, None]).squeeze(2)
         inputs["old_per_token_logps"] = logprobs.detach() - normal(ids.shape, seed + 4, 0.4)
         batch = as_trajectories(inputs)
-        surrogate = objective_of("turn", "geometric", "grpo", low=0.2, high=0.2).surrogate(
+        surrogate = objective_of("turn", "geometric", "grpo", low=0.2, high=0.2)(
             torch.nn.functional.pad(logprobs, (1, 0)),
             batch,
             inputs["advantages"][:, None].expand(batch.tokens.shape),

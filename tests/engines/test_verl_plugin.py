@@ -114,7 +114,7 @@ def ours(batch, ratio, stabilizer, aggregation):
     log_prob = batch["log_prob"].clone().requires_grad_()
     padded = torch.nn.functional.pad(log_prob, (1, 0))
     advantages = torch.nn.functional.pad(batch["advantages"], (1, 0))
-    got = objective.surrogate(padded, trajectories(batch), advantages)
+    got = objective(padded, trajectories(batch), advantages)
     norm = estimated_bias_norms(got, padded)["clipping_bias_norm_logprob"]
     (gradient,) = torch.autograd.grad(got.loss, log_prob)
     divisor = objective.stabilizer.divisor(norm)
@@ -177,7 +177,7 @@ def test_the_penalty_multiplies_means_where_asked():
         CtnKL(formula="outside"),
         "trajectory_mean",
     )
-    expected = spec.surrogate(
+    expected = spec(
         torch.nn.functional.pad(batch["log_prob"], (1, 0)),
         trajectories(batch),
         torch.nn.functional.pad(batch["advantages"], (1, 0)),

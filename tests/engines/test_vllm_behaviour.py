@@ -153,7 +153,7 @@ def test_engine_and_trainer_agree_on_every_token(policy, played):
 @pytest.mark.parametrize("granularity", ["token", "turn", "sequence"])
 def test_at_equal_weights_ratios_are_one_and_nothing_is_clipped(policy, played, granularity):
     logprobs = scored(policy, played)
-    got = objective(granularity).surrogate(logprobs, played, advantages_of(played))
+    got = objective(granularity)(logprobs, played, advantages_of(played))
     for name in ("ratio_max_", "ratio_min_", "ratio_mean_"):
         assert got.diagnostics[name + granularity] == pytest.approx(1, abs=1e-4)
     assert got.diagnostics["clip_fraction"] == 0 and not got.any_clipped
@@ -170,7 +170,7 @@ def test_other_weights_are_noticed(policy, played):
         moved.lm_head.weight.mul_(1.2)
     logprobs = scored(moved, played)
     assert (logprobs - played.behaviour_logprobs)[played.agent_mask].abs().max() > 0.1
-    got = objective("turn").surrogate(logprobs, played, advantages_of(played))
+    got = objective("turn")(logprobs, played, advantages_of(played))
     assert got.any_clipped and got.diagnostics["clip_fraction"] > 0
 
 
@@ -195,7 +195,7 @@ def test_verl_with_our_loss_says_the_same(policy, played):
     assert metrics["actor/ratio_mean_turn"] == pytest.approx(1, abs=1e-4)
     assert metrics["actor/pg_clipfrac"] == metrics["actor/clipping_bias_norm_logprob"] == 0  # the norm of C
     assert metrics["actor/stabilizer_divisor"] == 1
-    ours = objective("turn").surrogate(logprobs, played, advantages_of(played)).loss
+    ours = objective("turn")(logprobs, played, advantages_of(played)).loss
     gradients = [torch.autograd.grad(value, logprobs)[0] for value in (loss, ours)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
     with torch.no_grad():

@@ -192,7 +192,7 @@ class Sampler(ABC):
 class Board:
     """Trajectories while they are played, one lane (row) each, on the CPU.
 
-    tokens, agent_mask, logprobs: (n, max_tokens); lengths: (n,); episodes: n. Raises ValueError where the room is too
+    tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths: (n,); episodes: n. Raises ValueError where the room is too
     small for the longest prompt and a turn.
     """
 
@@ -209,6 +209,7 @@ class Board:
             )
         self.tokens = torch.full((n, limit), sampler.tokenizer.pad_token_id or 0)
         self.agent_mask = torch.zeros(n, limit, dtype=torch.bool)
+        self.sentence_ends = torch.zeros_like(self.agent_mask)
         self.logprobs = torch.zeros(n, limit)
         self.lengths = torch.tensor([len(prompt) for prompt in prompts])
         for lane, prompt in enumerate(prompts):
@@ -241,6 +242,9 @@ class Board:
             self.tokens[lane, begin : self.lengths[lane]]
             for lane, begin in zip(ids, start.tolist(), strict=True)
         ]
+        for lane, begin, turn in zip(ids, start.tolist(), turns, strict=True):
+            ends = encoder.sentence_ends(turn.tolist())
+            self.sentence_ends[lane, begin : begin + len(ends)] = torch.tensor(ends)
         texts = [through_first(encoder.turn(turn), stops) for turn in turns]
         observations = environment.step([self.episodes[lane] for lane in ids], texts)
         keep = []
@@ -270,6 +274,7 @@ class Board:
             rewards=rewards[:, :width],
             group_ids=torch.tensor(group_ids),
             policy_updates=torch.full((n,), policy_updates),
+            sentence_ends=self.sentence_ends[:, :width],
         )
 
 

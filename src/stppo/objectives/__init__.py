@@ -1,9 +1,26 @@
-"""Policy-gradient objectives for multi-turn agents; needs torch and `stppo.trajectories` only."""
+"""Policy-gradient objectives for multi-turn agents; needs torch and `stppo.trajectories` only.
+
+An `Objective` is credit x ratio x clip x surrogate x stabiliser x loss aggregation. Each part is a rule: a class with
+one method to write, in any module, named by `_target_` in an algorithm's YAML.
+
+| part | base | method | shipped |
+| --- | --- | --- | --- |
+| credit: advantages from rewards | CreditRule | estimate | TokenGAE, TurnGAE, GroupNormalised, ... |
+| ratio: one a token, turn, sentence or sequence | RatioRule | ratio | Ratio |
+| clip: the range in which a ratio is trusted | ClipRule | bounds | Clip |
+| surrogate: each token's term, and what the clip does to it | SurrogateRule | terms | MinClip, Gate |
+| the same, of the form sg(f) A log pi | Weight | factor | ClippedWeight, Mask |
+| stabiliser: divides the gradient | Divisor | divisor | ClippingBiasNorm |
+| stabiliser: adds to the loss | Penalty | penalty | CtnKL |
+
+Clip, surrogate and penalty see `Tokens`: everything known of all agent tokens of the minibatch.
+"""
 
 from stppo.objectives.advantages import (
     BatchBaseline,
     Credit,
     CreditRule,
+    Estimate,
     GroupCentred,
     GroupNormalised,
     LeaveOneOut,
@@ -11,30 +28,45 @@ from stppo.objectives.advantages import (
     TurnGAE,
     TurnReturnMinusValue,
 )
-from stppo.objectives.clipping import Clip, ClippedTerms
+from stppo.objectives.clipping import Bounds, Clip, ClipRule
 from stppo.objectives.objective import Objective, Surrogate, estimated_bias_norms, loss_weights
-from stppo.objectives.ratios import Ratio, kl_behaviour_to_policy, kl_policy_to_behaviour
-from stppo.objectives.stabilizers import ClippingBiasNorm, CtnKL, NoStabilizer, Stabilizer
+from stppo.objectives.ratios import Ratio, RatioRule, kl_behaviour_to_policy, kl_policy_to_behaviour
+from stppo.objectives.stabilizers import ClippingBiasNorm, CtnKL, Divisor, NoStabilizer, Penalty, Stabilizer
+from stppo.objectives.surrogates import ClippedWeight, Gate, Mask, MinClip, SurrogateRule, Terms, Weight
+from stppo.objectives.tokens import Tokens
 
 __all__ = [
     "BatchBaseline",
+    "Bounds",
     "Clip",
-    "ClippedTerms",
+    "ClipRule",
+    "ClippedWeight",
     "ClippingBiasNorm",
     "Credit",
     "CreditRule",
     "CtnKL",
+    "Divisor",
+    "Estimate",
+    "Gate",
     "GroupCentred",
     "GroupNormalised",
     "LeaveOneOut",
+    "Mask",
+    "MinClip",
     "NoStabilizer",
     "Objective",
+    "Penalty",
     "Ratio",
+    "RatioRule",
     "Stabilizer",
     "Surrogate",
+    "SurrogateRule",
+    "Terms",
     "TokenGAE",
+    "Tokens",
     "TurnGAE",
     "TurnReturnMinusValue",
+    "Weight",
     "estimated_bias_norms",
     "kl_behaviour_to_policy",
     "kl_policy_to_behaviour",

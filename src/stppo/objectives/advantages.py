@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,19 @@ class Credit:
     raw_std: float
 
 
+class Estimate(NamedTuple):
+    """What a credit rule says of the N agent tokens, (N,) each: advantages, and where it reads a critic the
+    regression targets of its values and which positions have one (bool)."""
+
+    advantages: Tensor
+    targets: Tensor | None = None
+    trained: Tensor | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class CreditRule(ABC):
-    """Base of all credits: subclasses give `_raw`, and set `needs_critic` where they read a critic's values.
+    """Base of all credits: write `estimate`; set `needs_critic` where it reads a critic's values, and `group_size`
+    where it compares trajectories of one question.
 
     whiten: shift and scale advantages to mean 0, variance 1 over all agent tokens of the iteration, before
     pooling (verl's masked_whiten, the baseline stack's choice). center: shift alone; `whiten` includes it.
@@ -64,7 +74,7 @@ class CreditRule(ABC):
                 expected, got = tuple(trajectories.rewards.shape), tuple(values.shape)
                 raise ValueError(f"{type(self).__name__}: values must have shape {expected}, got {got}")
             values = layout.gather(values.detach())
-        advantages, targets, trained = self._raw(trajectories, layout, values)
+        advantages, targets, trained = self.estimate(trajectories, layout, values)
         spread = advantages.std(correction=min(1, len(advantages) - 1))
         if self.center or self.whiten:
             advantages = advantages - advantages.mean()
@@ -82,10 +92,9 @@ class CreditRule(ABC):
         )
 
     @abstractmethod
-    def _raw(
-        self, trajectories: Trajectories, layout: Layout, values: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(N,) advantages, value targets and trained positions."""
+    def estimate(self, trajectories: Trajectories, layout: Layout, values: Tensor | None) -> Estimate:
+        """Advantages before whitening and pooling, of a whole iteration; `values` (N,) of the critic, None without.
+        Called without graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +120,10 @@ class TokenGAE(_GAECredit):
     token, across the environment's tokens between turns. Value targets: A_t + V_t on every agent token.
     """
 
-    def _raw(self, trajectories, layout, values):
+    def estimate(self, trajectories, layout, values):
         rewards = layout.gather(trajectories.rewards)
         advantages = _gae(rewards, values, layout.rows, layout.row_lengths, self.gamma, self.lam)
-        return advantages, advantages + values, torch.ones_like(layout.rows, dtype=torch.bool)
+        return Estimate(advantages, advantages + values, torch.ones_like(layout.rows, dtype=torch.bool))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +131,7 @@ class TurnGAE(_GAECredit):
     """GAE with one step per turn: the turn's reward is the sum of its tokens', its state the one before its
     first token, whose value alone is read and trained. Every token of a turn gets the turn's advantage."""
 
-    def _raw(self, trajectories, layout, values):
+    def estimate(self, trajectories, layout, values):
         return _turn_credit(trajectories, layout, values, self.gamma, self.lam)
 
 
@@ -139,7 +148,7 @@ class TurnReturnMinusValue(CreditRule):
         super().__post_init__()
         in_range(self, "gamma", 0.0, 1.0)
 
-    def _raw(self, trajectories, layout, values):
+    def estimate(self, trajectories, layout, values):
         return _turn_credit(trajectories, layout, values, self.gamma, 1.0)
 
 
@@ -158,9 +167,9 @@ class _GroupCredit(CreditRule):
                 f"{type(self).__name__}.group_size={size!r}: a group needs at least 2 trajectories"
             )
 
-    def _raw(self, trajectories, layout, values):
+    def estimate(self, trajectories, layout, values):
         baseline, scale = self._statistics(trajectories)
-        return ((trajectories.returns - baseline) * scale)[layout.rows], None, None
+        return Estimate(((trajectories.returns - baseline) * scale)[layout.rows])
 
     def _statistics(self, trajectories: Trajectories) -> tuple[Tensor, Tensor]:
         """(B,) mean of the trajectory's group and the factor that its advantages carry."""
@@ -207,14 +216,14 @@ class GroupNormalised(_GroupCredit):
     def _scale(self, returns):
         return 1.0 / (returns.std(1, keepdim=True) + self.eps)
 
-    def _raw(self, trajectories, layout, values):
+    def estimate(self, trajectories, layout, values):
         if self.returns == "trajectory":
-            return super()._raw(trajectories, layout, values)
+            return super().estimate(trajectories, layout, values)
         baseline, scale = self._statistics(trajectories)
         turn_rewards = layout.turn_sum(layout.gather(trajectories.rewards))
         to_go = _discounted_sum(turn_rewards, layout.turn_rows, layout.row_turns, 1.0)
         scores = (to_go - baseline[layout.turn_rows]) * scale[layout.turn_rows]
-        return scores[layout.turns], None, None
+        return Estimate(scores[layout.turns])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,9 +245,9 @@ class BatchBaseline(CreditRule):
 
     whiten: bool = False
 
-    def _raw(self, trajectories, layout, values):
+    def estimate(self, trajectories, layout, values):
         returns = trajectories.returns
-        return (returns - returns.mean())[layout.rows], None, None
+        return Estimate((returns - returns.mean())[layout.rows])
 
 
 def _turn_credit(trajectories, layout, values, gamma, lam):
@@ -248,7 +257,7 @@ def _turn_credit(trajectories, layout, values, gamma, lam):
     first = torch.zeros_like(layout.rows, dtype=torch.bool)
     first[layout.turn_starts] = True
     targets = (advantages + state_values)[layout.turns] * first
-    return advantages[layout.turns], targets, first
+    return Estimate(advantages[layout.turns], targets, first)
 
 
 def _gae(rewards: Tensor, values: Tensor, rows: Tensor, counts: Tensor, gamma: float, lam: float) -> Tensor:

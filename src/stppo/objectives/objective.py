@@ -1,19 +1,21 @@
-"""An objective: credit x ratio x clip x stabiliser x loss aggregation. An algorithm is one point of it."""
+"""An objective: credit x ratio x clip x surrogate x stabiliser x loss aggregation. An algorithm is one point of it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from stppo.checks import one_of
 from stppo.objectives.advantages import CreditRule
-from stppo.objectives.clipping import Clip
+from stppo.objectives.clipping import Bounds, ClipRule
 from stppo.objectives.diagnostics import diagnose
-from stppo.objectives.ratios import Ratio
+from stppo.objectives.ratios import RatioRule
 from stppo.objectives.stabilizers import Stabilizer
+from stppo.objectives.surrogates import MinClip, SurrogateRule, Terms
+from stppo.objectives.tokens import Tokens
 from stppo.trajectories import Layout, Trajectories
 
 LOSS_AGGREGATIONS = ("trajectory_mean", "token_mean", "turn_mean")
@@ -25,9 +27,9 @@ class Surrogate:
 
     ppo_loss        -J, to minimise; loss = ppo_loss + the stabiliser's penalty
     bias_surrogate  its parameter gradient is C(theta), the clipping bias, with J's sign: the part of the
-                    unclipped ascent direction that clipping removed, so
-                    grad J = grad J_unclipped - C, and grad ppo_loss = -(grad J_unclipped - C)
-    any_clipped     False: C is exactly 0 and its backward pass can be skipped
+                    unrestricted ascent direction that clipping (masking, gating) removed, so
+                    grad J = grad J_unrestricted - C, and grad ppo_loss = -(grad J_unrestricted - C)
+    any_clipped     False: no term is restricted, C is exactly 0 and its backward pass can be skipped
     diagnostics     plain floats, columns of the metrics row
     """
 
@@ -40,7 +42,8 @@ class Surrogate:
 
 @dataclass(frozen=True)
 class Objective:
-    """J = sum_t weight_t min(w_t A_t, clip(w_t) A_t) over agent tokens, weights by `loss_aggregation`.
+    """J = sum_t weight_t term_t over agent tokens, weights by `loss_aggregation`; with the default surrogate
+    term_t = min(w_t A_t, clip(w_t) A_t).
 
     trajectory_mean  mean over trajectories of the mean over their agent tokens   (1/|y|, v1)
     token_mean       mean over all agent tokens of the batch
@@ -49,10 +52,11 @@ class Objective:
     """
 
     credit: CreditRule
-    ratio: Ratio
-    clip: Clip
+    ratio: RatioRule
+    clip: ClipRule
     stabilizer: Stabilizer
     loss_aggregation: str = "trajectory_mean"
+    surrogate: SurrogateRule = MinClip()
 
     def __post_init__(self) -> None:
         one_of(self, "loss_aggregation", LOSS_AGGREGATIONS)
@@ -62,50 +66,86 @@ class Objective:
                 "use clip_on='token'"
             )
 
-    def surrogate(
-        self, logprobs: Tensor, batch: Trajectories, advantages: Tensor, weights: Tensor | None = None
+    def __call__(
+        self,
+        logprobs: Tensor,
+        batch: Trajectories,
+        advantages: Tensor,
+        weights: Tensor | None = None,
+        entropy: Tensor | None = None,
     ) -> Surrogate:
         """Surrogate of a minibatch.
 
         logprobs (B, T): log pi_theta(token t | tokens before t) in nats, with graph; advantages (B, T) from
         `credit`; weights (B, T): constant factors of the terms, such as truncated importance weights against the
-        engine that sampled. Only entries at agent tokens are read. Overflow and NaN are passed on, never masked.
+        engine that sampled; entropy (B, T) of the distribution that token t is drawn from under pi_theta, for rules
+        that read it. Only entries at agent tokens are read. Overflow and NaN are passed on, never masked.
         """
         layout = batch.layout
         behaviour = layout.gather(batch.behaviour_logprobs)
         log_ratio = layout.gather(logprobs) - behaviour
-        factors = None if weights is None else layout.gather(weights)
-        return self.evaluate(log_ratio, layout.gather(advantages), layout, factors)
+        weights, entropy = (None if x is None else layout.gather(x.detach()) for x in (weights, entropy))
+        known = {"behaviour_logprobs": behaviour, "entropy": entropy}
+        return self.evaluate(log_ratio, layout.gather(advantages), layout, weights, **known)
 
     def evaluate(
-        self, log_ratio: Tensor, advantages: Tensor, layout: Layout, factors: Tensor | None = None
+        self,
+        log_ratio: Tensor,
+        advantages: Tensor,
+        layout: Layout,
+        factors: Tensor | None = None,
+        behaviour_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
     ) -> Surrogate:
         """The same from (N,) token log-ratios (with graph), advantages and weights, for callers with a mask alone."""
-        advantages = advantages.detach().to(log_ratio.dtype)
+        if not log_ratio.requires_grad:  # the diagnostics look at a gradient
+            log_ratio = log_ratio.detach().requires_grad_()
         weights = _weights(layout, self.loss_aggregation, log_ratio.dtype)
         if factors is not None:
             weights = weights * factors.detach().to(log_ratio.dtype)
-        ratio = self.ratio(log_ratio, layout)
-        clipped = self.clip(ratio, advantages, layout)
-        ppo_loss = -(weights * clipped.terms).sum()
-        bias_surrogate = (weights * clipped.unclipped_terms)[clipped.clipped].sum()
+        with torch.enable_grad():
+            tokens = self.tokens(log_ratio, advantages, layout, behaviour_logprobs, entropy)
+            terms, bounds = self.terms(tokens)
+            ppo_loss = -(weights * terms.terms).sum()
+            bias_surrogate = (weights * (terms.unrestricted - terms.terms)).sum()
+            penalty = self.stabilizer.penalty(tokens, bounds)
+            (gradient,) = torch.autograd.grad(ppo_loss, log_ratio, retain_graph=True)
 
-        values = diagnose(
-            log_ratio.detach(), ratio.detach(), advantages, weights, clipped, layout, self.ratio, self.clip
-        )
-        out_of_range = self.clip.out_of_range(log_ratio.detach().exp())
-        penalty = self.stabilizer.penalty(log_ratio, out_of_range, layout)
+        given = replace(tokens, advantages=advantages.detach().to(log_ratio.dtype))
+        values = diagnose(given, bounds, terms, gradient)
         values["ctn_penalty"] = torch.zeros(()) if penalty is None else penalty.detach()
+        values["any_clipped"] = (terms.terms != terms.unrestricted).any()
         # One host transfer for all of them: per-key .item() calls would cost more than the loss itself.
         host = torch.stack([value.to(torch.float64) for value in values.values()]).tolist()
         diagnostics = dict(zip(values, host, strict=True))
+        any_clipped = bool(diagnostics.pop("any_clipped"))
         return Surrogate(
             loss=ppo_loss if penalty is None else ppo_loss + penalty,
             ppo_loss=ppo_loss,
             bias_surrogate=bias_surrogate,
-            any_clipped=diagnostics["clip_fraction"] > 0,
+            any_clipped=any_clipped,
             diagnostics=diagnostics,
         )
+
+    def tokens(
+        self,
+        log_ratio: Tensor,
+        advantages: Tensor,
+        layout: Layout,
+        behaviour_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ) -> Tokens:
+        """What the clip, the surrogate and the stabiliser see of (N,) log-ratios and advantages."""
+        advantages = advantages.detach().to(log_ratio.dtype)
+        if self.clip.clip_on == "turn":
+            advantages = layout.turn_mean(advantages)[layout.turns]
+        ratio = self.ratio(log_ratio, layout)
+        return Tokens(log_ratio, ratio, advantages, layout, behaviour_logprobs, entropy)
+
+    def terms(self, tokens: Tokens) -> tuple[Terms, Bounds]:
+        """The surrogate's terms and the (N,) bounds of the clip that they were made with."""
+        bounds = self.clip(tokens)
+        return self.surrogate(tokens, bounds), bounds
 
 
 def loss_weights(agent_mask: Tensor, loss_aggregation: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,22 +1,55 @@
-"""Importance ratios at token, turn and sequence level, and the KL estimators built on token log-ratios."""
+"""Importance ratios over tokens, turns, sentences and sequences; KL estimators built on token log-ratios."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from stppo.checks import one_of
-from stppo.trajectories import Layout
+from stppo.trajectories import SEGMENTS, Layout
 
-GRANULARITIES = ("token", "turn", "sequence")
 AGGREGATIONS = ("geometric", "arithmetic", "product")
 
 
+class RatioRule(ABC):
+    """Base of all importance ratios: write `ratio`.
+
+    granularity: the kind of segment (`stppo.trajectories.SEGMENTS`) whose tokens share a ratio.
+    sees_batch: declare it where a ratio depends on other trajectories; the oracle, whose tree is no batch, then
+    refuses the rule.
+    """
+
+    granularity: ClassVar[str] = "token"
+    sees_batch: ClassVar[bool] = False
+
+    @abstractmethod
+    def ratio(self, log_ratio: Tensor, layout: Layout) -> Tensor:
+        """(N,) token log-ratios, nats, with graph -> (N,) ratios w"""
+
+    def __call__(self, log_ratio: Tensor, layout: Layout) -> Tensor:
+        """`ratio`; ValueError unless there is one for each agent token. Overflow stays visible as inf."""
+        found = self.ratio(log_ratio, layout)
+        if getattr(found, "shape", None) != log_ratio.shape:
+            name, wanted = f"{type(self).__name__}.ratio", tuple(log_ratio.shape)
+            raise ValueError(
+                f"{name}: expected one value a token, {wanted}, got {getattr(found, 'shape', found)}"
+            )
+        return found
+
+    def pullback(self, log_ratio: Tensor, ratio: Tensor, weights: Tensor, layout: Layout) -> Tensor:
+        """(N,): sum_t weights_t * dw_t/dl_s for each agent token s; `ratio` is what the log-ratios gave."""
+        with torch.enable_grad():
+            leaf = log_ratio.detach().requires_grad_()
+            return torch.autograd.grad((weights.detach() * self(leaf, layout)).sum(), leaf)[0]
+
+
 @dataclass(frozen=True)
-class Ratio:
-    """Importance ratio w_t shared by the segment (token, turn, whole trajectory) that holds agent token t.
+class Ratio(RatioRule):
+    """Importance ratio w_t shared by the segment (token, turn, sentence, whole trajectory) that holds agent token t.
 
     With the token log-ratio l = log pi_theta - log pi_old (nats) over a segment of n agent tokens:
 
@@ -31,36 +64,31 @@ class Ratio:
     aggregation: str = "geometric"
 
     def __post_init__(self) -> None:
-        one_of(self, "granularity", GRANULARITIES)
+        one_of(self, "granularity", SEGMENTS)
         one_of(self, "aggregation", AGGREGATIONS)
 
-    def __call__(self, log_ratio: Tensor, layout: Layout) -> Tensor:
-        """(N,) token log-ratios -> (N,) ratios; overflow stays visible as inf."""
+    def ratio(self, log_ratio: Tensor, layout: Layout) -> Tensor:
         if self.granularity == "token":
             return log_ratio.exp()
+        segments = layout.segments(self.granularity)
+        total = segments.share(
+            segments.sum(log_ratio.exp() if self.aggregation == "arithmetic" else log_ratio)
+        )
+        mean = total / segments.share(segments.lengths)
         if self.aggregation == "arithmetic":
-            return self._sum(log_ratio.exp(), layout) / self._lengths(layout)
-        total = self._sum(log_ratio, layout)
-        return (total if self.aggregation == "product" else total / self._lengths(layout)).exp()
+            return mean
+        return (total if self.aggregation == "product" else mean).exp()
 
     def pullback(self, log_ratio: Tensor, ratio: Tensor, weights: Tensor, layout: Layout) -> Tensor:
-        """(N,): sum_t weights_t * dw_t/dl_s for each agent token s, in closed form (no graph needed)."""
+        """In closed form (no graph needed)."""
         if self.granularity == "token":
             return weights * ratio
-        total = self._sum(weights, layout)
+        segments = layout.segments(self.granularity)
+        total = segments.share(segments.sum(weights))
         if self.aggregation == "product":
             return total * ratio
-        return total * (ratio if self.aggregation == "geometric" else log_ratio.exp()) / self._lengths(layout)
-
-    def _sum(self, values: Tensor, layout: Layout) -> Tensor:
-        if self.granularity == "turn":
-            return layout.turn_sum(values)[layout.turns]
-        return layout.row_sum(values)[layout.rows]
-
-    def _lengths(self, layout: Layout) -> Tensor:
-        if self.granularity == "turn":
-            return layout.turn_lengths[layout.turns]
-        return layout.row_lengths[layout.rows]
+        slope = ratio if self.aggregation == "geometric" else log_ratio.exp()
+        return total * slope / segments.share(segments.lengths)
 
 
 def kl_behaviour_to_policy(log_ratio: Tensor) -> Tensor:

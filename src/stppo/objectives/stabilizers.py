@@ -3,30 +3,58 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from stppo.checks import in_range, one_of
+from stppo.objectives.clipping import Bounds
 from stppo.objectives.ratios import kl_behaviour_to_policy, kl_policy_to_behaviour
-from stppo.trajectories import Layout
+from stppo.objectives.tokens import Tokens
 
 
 @dataclass(frozen=True)
 class Stabilizer:
-    """Interface: a divisor of the gradient and a penalty added to the loss; this one does neither."""
+    """A divisor of the gradient and a penalty added to the loss; this one does neither. To write one, start from
+    `Divisor` or `Penalty`."""
 
-    # Which norm of the clipping bias `divisor` wants: exact, logprob or logit; None where it wants none.
+    # The number of an update that `divisor` wants, see `Divisor`; None where it wants none.
     estimator: ClassVar[str | None] = None
 
-    def divisor(self, bias_norm: float) -> float:
-        """What to divide the (already norm-clipped) gradient by, given ||C||_2 of this update."""
+    def divisor(self, value: float) -> float:
+        """What to divide the (already norm-clipped) gradient by."""
         return 1.0
 
-    def penalty(self, log_ratio: Tensor, out_of_range: Tensor, layout: Layout) -> Tensor | None:
-        """Scalar added to the loss, from (N,) token log-ratios and token-level out-of-range flags."""
+    def penalty(self, tokens: Tokens, bounds: Bounds) -> Tensor | None:
+        """Scalar added to the loss, with graph."""
         return None
+
+
+@dataclass(frozen=True)
+class Divisor(Stabilizer, ABC):
+    """Base of stabilisers that divide the gradient: write `divisor` and name what it reads.
+
+    estimator: exact, logprob or logit, for that norm of the clipping bias, or a key of the surrogate's diagnostics,
+    such as effective_sample_size.
+    """
+
+    estimator: ClassVar[str | None] = "exact"
+
+    @abstractmethod
+    def divisor(self, value: float) -> float:
+        """Divisor of the (already norm-clipped) gradient from this update's value of `estimator`; a non-finite value
+        must not be hidden, and ends the run."""
+
+
+@dataclass(frozen=True)
+class Penalty(Stabilizer, ABC):
+    """Base of stabilisers that add to the loss: write `penalty`."""
+
+    @abstractmethod
+    def penalty(self, tokens: Tokens, bounds: Bounds) -> Tensor:
+        """Scalar to add to the loss, with graph, from all that is known of the tokens and the clip's (N,) bounds."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +63,7 @@ class NoStabilizer(Stabilizer):
 
 
 @dataclass(frozen=True, kw_only=True)  # by position, `estimator` would come first: the base class names it
-class ClippingBiasNorm(Stabilizer):
+class ClippingBiasNorm(Divisor):
     """Divide the gradient by a function of the clipping bias' norm n = ||C||_2 (v1 Eq. 7 token, Eq. 8 turn).
 
         max      max(1, n / c0)   an update whose bias is below c0 is left alone
@@ -58,18 +86,18 @@ class ClippingBiasNorm(Stabilizer):
         one_of(self, "form", ("max", "one_plus", "floor"))
         one_of(self, "estimator", ("exact", "logprob", "logit"))
 
-    def divisor(self, bias_norm: float) -> float:
-        if math.isnan(bias_norm):
+    def divisor(self, value: float) -> float:
+        if math.isnan(value):
             return math.nan  # max() would hide it
         if self.form == "max":
-            return max(1.0, bias_norm / self.c0)
+            return max(1.0, value / self.c0)
         if self.form == "one_plus":
-            return 1.0 + bias_norm / self.c0
-        return max(bias_norm, self.c0)
+            return 1.0 + value / self.c0
+        return max(value, self.c0)
 
 
 @dataclass(frozen=True)
-class CtnKL(Stabilizer):
+class CtnKL(Penalty):
     """Clipping-triggered KL penalty (the other reading of v2): coefficient * E[share * KL].
 
     share_i is the detached share of trajectory i's agent tokens whose token-level ratio is out of the clip
@@ -92,13 +120,15 @@ class CtnKL(Stabilizer):
         one_of(self, "formula", ("inside", "outside"))
         one_of(self, "kl", ("policy_to_behaviour", "behaviour_to_policy"))
 
-    def penalty(self, log_ratio: Tensor, out_of_range: Tensor, layout: Layout) -> Tensor:
-        share, kl = self.parts(log_ratio, out_of_range, layout)
+    def penalty(self, tokens: Tokens, bounds: Bounds) -> Tensor:
+        share, kl = self.parts(tokens, bounds)
         if self.formula == "inside":
             return self.coefficient * (share * kl).mean()
         return self.coefficient * share.mean() * kl.mean()
 
-    def parts(self, log_ratio: Tensor, out_of_range: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    def parts(self, tokens: Tokens, bounds: Bounds) -> tuple[Tensor, Tensor]:
         """(B,) detached out-of-range share and (B,) mean KL estimate of each trajectory."""
+        log_ratio, layout = tokens.log_ratio, tokens.layout
+        out_of_range = bounds.out_of_range(log_ratio.detach().exp()).to(log_ratio.dtype)
         estimate = kl_policy_to_behaviour if self.kl == "policy_to_behaviour" else kl_behaviour_to_policy
-        return layout.row_mean(out_of_range.to(log_ratio.dtype)), layout.row_mean(estimate(log_ratio))
+        return layout.row_mean(out_of_range), layout.row_mean(estimate(log_ratio))

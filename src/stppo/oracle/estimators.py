@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stppo.objectives import Clip, CtnKL, Objective, loss_weights
-from stppo.objectives.clipping import ClippedTerms
+from stppo.objectives import Clip, CtnKL, MinClip, Objective, Penalty, Terms, Tokens, loss_weights
+from stppo.objectives.clipping import Bounds
 from stppo.oracle.exact import Oracle
 
 UNCLIPPED = Clip(epsilon_low=math.inf, epsilon_high=math.inf)
@@ -24,7 +24,7 @@ CHUNK = 4_000_000  # numbers gathered at a time
 class ExpectedSurrogate:
     """Expectations over the behaviour policy's trajectories; the tensors are scalars that carry theta's graph.
 
-    surrogate      J(theta) = E[sum_t weight_t min(w_t A_t, clip(w_t) A_t)], to maximise
+    surrogate      J(theta) = E[sum_t weight_t term_t], to maximise; by default term_t = min(w_t A_t, clip(w_t) A_t)
     bias           its gradient is the clipping bias C(theta)
     penalty        what the stabiliser subtracts from J; 0 for those without a penalty
     clip_fraction  share of agent tokens whose term is clipped (expected clipped over expected tokens)
@@ -48,38 +48,48 @@ def expected_surrogate(
     theta (P,); advantages (M,), one for each agent token of the tree. Loss weights are those of one trajectory
     among infinitely many, so token_mean divides by the expected number of agent tokens. probabilities (N,) of the
     trajectories: default the behaviour policy's; the shares of a sampled batch's trajectories give that batch's own
-    surrogate. ValueError for advantages of another shape or not finite.
+    surrogate. ValueError for advantages of another shape or not finite, and for rules that have no expectation over a
+    tree: those that look at a whole batch (`sees_batch`), and penalties other than CtnKL.
     """
     layout = oracle.layout
     p = oracle.probabilities if probabilities is None else probabilities
     log_ratio = oracle.log_ratio(theta)
-    _, clipped = _terms(oracle, objective, log_ratio, advantages)
+    tokens, terms, bounds = _terms(oracle, objective, log_ratio, advantages)
     weights = p[layout.rows] * _trajectory_weights(oracle, objective, p)
     penalty = log_ratio.new_zeros(())
     if isinstance(objective.stabilizer, CtnKL):
-        share, kl = _ctn_parts(oracle, objective, log_ratio)
+        share, kl = objective.stabilizer.parts(tokens, bounds)
         inside = objective.stabilizer.formula == "inside"
         penalty = (p * share * kl).sum() if inside else (p * share).sum() * (p * kl).sum()
         penalty = objective.stabilizer.coefficient * penalty
-    tokens = p[layout.rows]
+    chance = p[layout.rows]
     return ExpectedSurrogate(
-        surrogate=(weights * clipped.terms).sum(),
-        bias=(weights * clipped.unclipped_terms)[clipped.clipped].sum(),
+        surrogate=(weights * terms.terms).sum(),
+        bias=(weights * (terms.unrestricted - terms.terms)).sum(),
         penalty=penalty,
-        clip_fraction=float((tokens * clipped.clipped).sum() / tokens.sum()),
+        clip_fraction=float((chance * terms.clipped).sum() / chance.sum()),
     )
 
 
 def _terms(
     oracle: Oracle, objective: Objective, log_ratio: Tensor, advantages: Tensor
-) -> tuple[Tensor, ClippedTerms]:
+) -> tuple[Tokens, Terms, Bounds]:
+    for rule in (objective.ratio, objective.clip, objective.surrogate):
+        if rule.sees_batch:
+            raise ValueError(f"{type(rule).__name__}: looks at a whole batch, which the tree is not")
+    if isinstance(objective.stabilizer, Penalty) and not isinstance(objective.stabilizer, CtnKL):
+        raise ValueError(
+            f"{type(objective.stabilizer).__name__}: its expectation over the tree is not known; of "
+            "penalties the oracle knows CtnKL alone"
+        )
     expected = (len(oracle.tree.edges),)
     if tuple(advantages.shape) != expected:
         raise ValueError(f"advantages: expected shape {expected}, got {tuple(advantages.shape)}")
     if not advantages.isfinite().all():
         raise ValueError("advantages: must be finite")
-    ratio = objective.ratio(log_ratio, oracle.layout)
-    return ratio, objective.clip(ratio, advantages.detach(), oracle.layout)
+    behaviour = oracle.behaviour_log_probs.reshape(-1)[oracle.tree.edges]
+    tokens = objective.tokens(log_ratio, advantages, oracle.layout, behaviour)
+    return tokens, *objective.terms(tokens)
 
 
 def _trajectory_weights(oracle: Oracle, objective: Objective, probabilities: Tensor) -> Tensor:
@@ -89,11 +99,6 @@ def _trajectory_weights(oracle: Oracle, objective: Objective, probabilities: Ten
         return torch.ones(len(oracle.tree.edges), dtype=torch.float64) / expected_length
     weights = loss_weights(oracle.tree.agent_mask, objective.loss_aggregation, torch.float64)
     return oracle.layout.gather(weights) * len(oracle.tree)
-
-
-def _ctn_parts(oracle: Oracle, objective: Objective, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    out_of_range = objective.clip.out_of_range(log_ratio.detach().exp())
-    return objective.stabilizer.parts(log_ratio, out_of_range, oracle.layout)
 
 
 # --- the estimator: one gradient per trajectory --------------------------------------------------
@@ -116,7 +121,7 @@ class SurrogateGradient:
     objective: Objective
     probabilities: Tensor  # (N,)
     gradients: Tensor  # (N, P) of the clipped surrogate of one trajectory (CtnKL inside: minus its penalty)
-    biases: Tensor  # (N, P) of its clipped terms: the clipping bias
+    biases: Tensor  # (N, P) of what clipping took from its terms: the clipping bias
     squared_logprob: Tensor  # (N,) squared norm of the bias in log-probability space
     squared_logit: Tensor  # (N,) and in logit space
     shares: Tensor  # (N,) out-of-range share, for CtnKL outside; else 0
@@ -246,22 +251,23 @@ def surrogate_gradient(
             f"surrogate_gradient: {len(tree):,} trajectories x {oracle.policy.n_parameters:,} parameters is beyond "
             f"{TABLE_LIMIT:,} numbers; use a smaller TokenMDP or policy, or `expected_surrogate`"
         )
+    _check_is_norm(objective)
     scores = oracle.policy.jacobian(theta)
     log_ratio = oracle.log_ratio(theta.detach()).detach().requires_grad_()
-    _, clipped = _terms(oracle, objective, log_ratio, advantages)
+    tokens, terms, bounds = _terms(oracle, objective, log_ratio, advantages)
     weights = _trajectory_weights(oracle, objective, oracle.probabilities)
-    value = (weights * clipped.terms).sum()
-    bias = (weights * clipped.unclipped_terms)[clipped.clipped].sum()
+    value = (weights * terms.terms).sum()
+    bias = (weights * (terms.unrestricted - terms.terms)).sum()
     shares = torch.zeros(len(tree), dtype=torch.float64)
     kl_gradients = torch.zeros(len(tree), 0, dtype=torch.float64)
     if isinstance(objective.stabilizer, CtnKL):
-        shares, kl = _ctn_parts(oracle, objective, log_ratio)
+        shares, kl = objective.stabilizer.parts(tokens, bounds)
         if objective.stabilizer.formula == "inside":
             value = value - objective.stabilizer.coefficient * (shares * kl).sum()
         else:
             kl_gradients = _by_trajectory(oracle, _gradient(kl.sum(), log_ratio), scores)
     bias_coefficients = _gradient(bias, log_ratio)
-    tokens = oracle.probabilities[layout.rows]
+    chance = oracle.probabilities[layout.rows]
     squared = bias_coefficients.square()
     return SurrogateGradient(
         objective=objective,
@@ -272,7 +278,7 @@ def surrogate_gradient(
         squared_logit=layout.row_sum(squared * _logit_factor(oracle, theta)),
         shares=shares,
         kl_gradients=kl_gradients,
-        clip_fraction=float((tokens * clipped.clipped).sum() / tokens.sum()),
+        clip_fraction=float((chance * terms.clipped).sum() / chance.sum()),
     )
 
 
@@ -306,11 +312,22 @@ def _variance(probabilities: Tensor, rows: Tensor) -> float:
 
 
 def check_has_limit(objective: Objective) -> None:
-    """ValueError for the norm estimators `logprob` and `logit`, which vanish in an infinite batch."""
+    """ValueError for the norm estimators `logprob` and `logit`, which vanish in an infinite batch, and for divisors
+    by anything else than a norm of the clipping bias."""
+    _check_is_norm(objective)
     if objective.stabilizer.estimator in ("logprob", "logit"):
         raise ValueError(
             f"estimator={objective.stabilizer.estimator!r}: its norm goes to 0 as the batch grows, so there is no "
             "limit; use estimator='exact', or SurrogateGradient.batch_moments or minibatches"
+        )
+
+
+def _check_is_norm(objective: Objective) -> None:
+    stabilizer = objective.stabilizer
+    if stabilizer.estimator not in (None, "exact", "logprob", "logit"):
+        raise ValueError(
+            f"{type(stabilizer).__name__}.estimator={stabilizer.estimator!r}: the oracle divides by functions of the "
+            "clipping bias' norm alone"
         )
 
 
@@ -349,17 +366,19 @@ def decompose(oracle: Oracle, objective: Objective, theta: Tensor, advantages: T
     """The terms of Lemma 4.2 at theta (P,) for estimated advantages (M,), without any stabiliser.
 
     The right-hand terms come from the closed form of grad w and the scores, the left from autograd. Errors as in
-    `expected_surrogate`.
+    `expected_surrogate`; ValueError for surrogates other than MinClip, of which the lemma does not speak.
     """
+    if objective.surrogate != MinClip():
+        name = type(objective.surrogate).__name__
+        raise ValueError(f"decompose: Lemma 4.2 is about MinClip, got the surrogate {name}")
     theta = theta.detach().requires_grad_()
     left = expected_surrogate(oracle, objective, theta, advantages).surrogate
     scores = oracle.policy.jacobian(theta)
     log_ratio = oracle.log_ratio(theta).detach()
-    ratio, clipped = _terms(oracle, objective, log_ratio, advantages)
+    tokens, terms, _ = _terms(oracle, objective, log_ratio, advantages)
+    ratio = tokens.ratio
     weights = oracle.probabilities[oracle.layout.rows]
     weights = weights * _trajectory_weights(oracle, objective, oracle.probabilities)
-    # What the clip saw: `advantages`, or their turn mean. A ratio that underflows has no gradient, whatever it was.
-    used = torch.where(ratio == 0, 0.0, clipped.unclipped_terms / ratio)
 
     def term(credit: Tensor) -> Tensor:
         coefficients = objective.ratio.pullback(log_ratio, ratio, weights * credit, oracle.layout)
@@ -371,5 +390,5 @@ def decompose(oracle: Oracle, objective: Objective, theta: Tensor, advantages: T
         gradient=torch.autograd.grad(left, theta)[0],
         exact_advantage=term(exact),
         advantage_error=term(advantages - exact),
-        clipping_bias=term(used * clipped.clipped),
+        clipping_bias=term(tokens.advantages * terms.clipped),
     )

@@ -21,7 +21,7 @@ class HostError(ImportError):
 
 def require_host(host: str) -> str:
     """The installed version of `host`; raises HostError naming the extra or the supported versions."""
-    extra = f"in a checkout of stppo: pip install -e '.[{host}]'"
+    extra = f"pip install 'stppo[{host}]' (in a checkout: -e '.[{host}]')"
     try:
         installed = version(host)
     except PackageNotFoundError:

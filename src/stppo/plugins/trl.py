@@ -62,7 +62,17 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, NoStabilizer, Ratio, Stabilizer, loss_weights
+from stppo.objectives import (
+    Clip,
+    ClippingBiasNorm,
+    CtnKL,
+    MinClip,
+    NoStabilizer,
+    Ratio,
+    Stabilizer,
+    Tokens,
+    loss_weights,
+)
 from stppo.plugins import require_host
 from stppo.trajectories import Layout
 
@@ -76,6 +86,7 @@ from stppo.plugins.trl_rollout import search_dataset, search_reward, search_roll
 __all__ = ["TurnGRPOConfig", "TurnGRPOTrainer", "search_dataset", "search_reward", "search_rollout"]
 
 CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "turn_mean")
+LEVELS = ("token", "turn", "sequence")
 _STABILIZERS = ("none", "clipping_bias_norm", "ctn_kl")
 
 
@@ -165,6 +176,10 @@ class TurnGRPOConfig(GRPOConfig):
 
     def _refuse_what_cannot_work(self) -> None:
         level, loss = self.importance_sampling_level, self.loss_type
+        if level not in LEVELS:  # Ratio's fourth, sentences, needs marks that TRL's batches do not have
+            raise ValueError(
+                f"TurnGRPOConfig.importance_sampling_level={level!r}: must be one of {', '.join(LEVELS)}"
+            )
         if loss == "vespo" and (level != "token" or self.ratio_aggregation != "geometric"):
             raise ValueError(
                 f"TurnGRPOConfig.loss_type='vespo' has a ratio of its own, so importance_sampling_level={level!r} "
@@ -320,10 +335,16 @@ class TurnGRPOTrainer(GRPOTrainer):
         if len(batch.layout.rows):
             # Rows that TRL has masked out altogether take no part in the mean.
             layout = Layout.of(batch.mask[batch.mask.any(1)])
-            out_of_range = self.clip.out_of_range(batch.log_ratio.detach().exp())
-            penalty = self.stabilizer.penalty(batch.log_ratio, out_of_range, layout)
+            tokens = Tokens(batch.log_ratio, batch.ratio, self._advantages(batch), layout)
+            penalty = self.stabilizer.penalty(tokens, self.clip(tokens))
         self._log("stabilizer/ctn_penalty", self.accelerator.reduce(penalty.detach(), "mean").item())
         return penalty / (self.current_gradient_accumulation_steps if self.model.training else 1)
+
+    def _advantages(self, batch: _Minibatch) -> Tensor:
+        """(N,)"""
+        advantages = batch.inputs["advantages"]
+        advantages = (advantages if advantages.dim() > 1 else advantages[:, None]).expand(batch.layout.shape)
+        return batch.layout.gather(advantages)
 
     def _add_clipping_bias(self, batch: _Minibatch) -> None:
         """Collect this micro-batch's part of C, for `_divide_gradient`."""
@@ -371,24 +392,20 @@ class TurnGRPOTrainer(GRPOTrainer):
     @torch.no_grad()
     def _log_ratios(self, batch: _Minibatch) -> None:
         layout, ratio = batch.layout, batch.ratio.detach()
+        tokens = Tokens(batch.log_ratio, ratio, self._advantages(batch), layout)
+        bounds = self.clip(tokens)
         extremes = ratio.aminmax() if len(ratio) else (ratio.new_tensor(math.nan),) * 2
         self._log_mean("importance_ratio/mean", ratio)
         self._log("importance_ratio/min", nanmin(self.accelerator.gather(extremes[0])).item())
         self._log("importance_ratio/max", nanmax(self.accelerator.gather(extremes[1])).item())
         self._log_mean("completions/mean_turns", layout.row_turns.to(ratio.dtype))
-        self._log_mean(
-            "clip_ratio/out_of_range_token", self.clip.out_of_range(batch.log_ratio.detach().exp()).float()
-        )
+        out_of_range = bounds.out_of_range(batch.log_ratio.detach().exp())
+        self._log_mean("clip_ratio/out_of_range_token", out_of_range.float())
         if not self._clips:
             return
-        advantages = batch.inputs["advantages"]
-        advantages = (advantages if advantages.dim() > 1 else advantages[:, None]).expand(layout.shape)
-        terms = self.clip(ratio, layout.gather(advantages), layout)
-        for name, clipped in (
-            ("low", terms.clipped_low),
-            ("high", terms.clipped_high),
-            ("region", terms.clipped),
-        ):
+        clipped = MinClip()(tokens, bounds).clipped
+        sides = {"low": clipped & (ratio < 1), "high": clipped & (ratio > 1), "region": clipped}
+        for name, clipped in sides.items():
             self._log_mean(f"clip_ratio/turn_{name}_mean", layout.turn_mean(clipped.to(ratio.dtype)))
 
     def _log_mean(self, name: str, values: Tensor) -> None:

@@ -83,7 +83,17 @@ import torch
 from torch import Tensor
 
 from stppo.checks import one_of
-from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, GroupNormalised, NoStabilizer, Ratio, loss_weights
+from stppo.objectives import (
+    Clip,
+    ClippingBiasNorm,
+    CtnKL,
+    GroupNormalised,
+    MinClip,
+    NoStabilizer,
+    Ratio,
+    Tokens,
+    loss_weights,
+)
 from stppo.objectives.diagnostics import diagnose
 from stppo.objectives.stabilizers import Stabilizer
 from stppo.plugins import VERL_LOSSES, require_host
@@ -237,29 +247,30 @@ def policy_loss(
 
     log_ratio = layout.gather(log_prob) - layout.gather(old_log_prob)
     advantages = layout.gather(advantages.detach()).to(log_ratio.dtype)
-    clip = _clip(config)
-    ratio = parts.ratio(log_ratio, layout)
-    clipped = clip(ratio, advantages, layout)
+    tokens = Tokens(log_ratio, parts.ratio(log_ratio, layout), advantages, layout)
+    bounds = _clip(config)(tokens)
+    clipped = MinClip()(tokens, bounds)
     info = dict(config.get("global_batch_info") or {})
     loss = agg_loss(-layout.scatter(clipped.terms * factor), mask, loss_agg_mode, **info)
 
     weights = layout.gather(_weights(mask, loss_agg_mode, info, log_ratio.dtype)) * factor
+
+    def gradient(credit: Tensor) -> Tensor:
+        """(N,) of sum(credit * ratio) by each token's log-prob"""
+        return parts.ratio.pullback(log_ratio.detach(), tokens.ratio.detach(), credit, layout)
+
     lost = (weights * advantages).masked_fill(~clipped.clipped, 0.0)
-    coefficients = parts.ratio.pullback(log_ratio.detach(), ratio.detach(), lost, layout)
-    norm = float(coefficients.norm()) / info.get("dp_size", 1)  # the ranks' gradients are averaged
+    norm = float(gradient(lost).norm()) / info.get("dp_size", 1)  # the ranks' gradients are averaged
     norm *= math.sqrt(_micro_batches(loss_agg_mode, info, n_rows, len(layout.rows)))
     divisor = parts.stabilizer.divisor(norm)
     loss = loss / divisor
 
-    out_of_range = clip.out_of_range(log_ratio.detach().exp())
-    penalty = parts.stabilizer.penalty(log_ratio, out_of_range, layout)
+    penalty = parts.stabilizer.penalty(tokens, bounds)
     if penalty is not None:  # a mean over trajectories, whatever the mode
         each = penalty.expand(len(mask), 1)
         loss = loss + agg_loss(each, torch.ones_like(each, dtype=torch.bool), "seq-mean-token-sum", **info)
 
-    found = diagnose(
-        log_ratio.detach(), ratio.detach(), advantages, weights, clipped, layout, parts.ratio, clip
-    )
+    found = diagnose(tokens, bounds, clipped, gradient(weights * advantages - lost))
     values = torch.stack([found[source].to(torch.float64) for source in _METRICS.values()]).tolist()
     metrics = dict(zip(_METRICS, values, strict=True))
     metrics["actor/turns_per_trajectory"] = len(layout.turn_lengths) / len(mask)

@@ -59,7 +59,7 @@ def software(run: RunConfig, given: bool) -> Iterator[Row]:
         "Jupyter kernel",
         "python3 (for snakemake)",
         _kernel,
-        "pip install 'stppo[notebooks]'; python -m ipykernel install --sys-prefix --name python3",
+        "pip install 'stppo[reproduce]'; python -m ipykernel install --sys-prefix --name python3",
     )
     yield _gpu_row(run, given)
     if run.rollout.engine == "vllm":

@@ -130,18 +130,20 @@ def _keyed(frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
 def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
 
-    sources: run folders, and metrics folders that this made before. Writes iterations.parquet, evaluations.parquet,
-    runs.json and summary.csv into `out_dir`. A record in runs.json is that of run.json and, where the run's config.yaml
-    lies beside it, the config's `objective` and `training`. Reads everything before it writes anything, so a broken run
-    leaves an earlier collection untouched.
+    sources: run folders, and metrics folders that this made before. Runs of one algorithm in other settings are told
+    apart by `told_apart`. Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. A
+    record in runs.json is that of run.json and, where the run's config.yaml lies beside it, the config's `objective`
+    and `training`. Reads everything before it writes anything, so a broken run leaves an earlier collection untouched.
     """
     if not sources:
         raise ValueError("no runs to collect: give at least one run folder")
-    runs = [
-        (tuple(record[name] for name in KEYS), str(source), record, iterations, evaluations)
-        for source in sources
-        for record, iterations, evaluations in _recorded(Path(source))
-    ]
+    read = [(source, *run) for source in sources for run in recorded(Path(source))]
+    names = told_apart([record for _, record, _, _ in read])
+    runs = []
+    for (source, record, iterations, evaluations), (algorithm, variant) in zip(read, names, strict=True):
+        if variant:
+            record = record | {"algorithm": f"{algorithm} ({variant})"}
+        runs.append((tuple(record[name] for name in KEYS), str(source), record, iterations, evaluations))
     runs.sort(key=lambda run: run[:2])
     for (key, one, *_), (other_key, other, *_) in zip(runs, runs[1:], strict=False):
         if key == other_key:
@@ -160,7 +162,23 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     return metrics
 
 
-def _recorded(source: Path) -> Iterator[tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]]:
+def told_apart(records: Sequence[schema.RunRecord]) -> list[tuple[str, str]]:
+    """(algorithm, variant) of each run: of its recorded overrides those that not all runs of its regime share."""
+    given = [shlex.split(record.get("variant") or "") for record in records]
+    shared: dict[str, set[str]] = {}
+    for record, overrides in zip(records, given, strict=True):
+        shared[record["regime"]] = shared.get(record["regime"], set(overrides)) & set(overrides)
+    return [
+        # a metrics folder's name may have the variant behind it already
+        (
+            record["algorithm"].partition(" (")[0],
+            shlex.join(override for override in overrides if override not in shared[record["regime"]]),
+        )
+        for record, overrides in zip(records, given, strict=True)
+    ]
+
+
+def recorded(source: Path) -> Iterator[tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]]:
     """Record, iterations and evaluations of a run folder's run, or of each run of a metrics folder."""
     if not (source / schema.RUNS_FILE).exists():
         record, updates, evaluations = read_run(source)
@@ -334,7 +352,18 @@ class Metrics:
                 "wall_seconds": record["wall_seconds"],
             }
             rows.append({name: values[name] for name in schema.SUMMARY_COLUMNS})
-        return pd.DataFrame(rows, columns=list(schema.SUMMARY_COLUMNS))
+        return self._with_variants(pd.DataFrame(rows, columns=list(schema.SUMMARY_COLUMNS)))
+
+    def _with_variants(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The frame with a column `variant` behind `algorithm`, where runs are told apart by one."""
+        names = told_apart(self.runs)
+        variants = {(r["regime"], r["algorithm"]): v for r, (_, v) in zip(self.runs, names, strict=True) if v}
+        if variants:
+            keys = zip(frame["regime"], frame["algorithm"], strict=True)
+            frame.insert(
+                frame.columns.get_loc("algorithm") + 1, "variant", [variants.get(k, "") for k in keys]
+            )
+        return frame
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -360,7 +389,7 @@ class Metrics:
                 label = self.look(algorithm).label
                 key = {"regime": regime, "algorithm": algorithm, "label": label}
                 rows.append({**key, **counts, **means.mean().to_dict()})
-        return pd.DataFrame(rows)
+        return self._with_variants(pd.DataFrame(rows))
 
     def arm(self, regime: str, algorithm: str) -> pd.DataFrame:
         """Rows of `summary` of one algorithm in one regime; runs on real questions, without a world seed, share world -1."""

@@ -25,6 +25,7 @@ COLUMNS = {
     "ratio": ("ratio", 0.75, 10),
     "aggregation": ("aggregation", 1.0, 12),
     "clip": ("clip range", 1.2, 17),
+    "surrogate": ("surrogate", 0.92, 12),
     "stabiliser": ("stabiliser", 1.9, 29),
     "loss aggregation": ("loss\naggregation", 0.95, 11),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,13 +17,13 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from PIL import Image
 
+from stppo import algorithms
 from stppo.files import repository_path, write_atomically
 
-TOKEN, TURN, SEQUENCE = (0, (4, 1.5)), "-", (0, (1, 1))  # the line style says the ratio's granularity
+TOKEN, TURN, SEQUENCE = (algorithms.LINES[of] for of in ("token", "turn", "sequence"))
 # In derivations, where no algorithm has a name yet, the colour is the granularity and the line the aggregation.
 GRANULARITY_COLORS = {"token": "#D55E00", "turn": "#0061A8", "sequence": "#4D4D4D"}
 AGGREGATION_LINES = {"geometric": "-", "arithmetic": "--", "product": ":"}
-OWN = (0, (5, 1, 1, 1))  # an algorithm not listed here
 STYLE_NOTE = "Dashed: token-level ratio; solid: turn-level; dotted: sequence-level."
 
 
@@ -37,41 +36,24 @@ class Look:
     line: Any = TURN
 
 
-# Colours of Okabe & Ito and of Paul Tol's "muted" set, told apart under the common colour-vision
-# deficiencies; the order is that of legends and tables.
+# The registry's colours are of Okabe & Ito's and of Paul Tol's "muted" set, told apart under the common colour-vision
+# deficiencies; the order is that of legends and tables. Arms of the study that are no file of configs/algorithm follow.
 LOOKS: dict[str, Look] = {
-    "token_ppo": Look("token PPO", "#D55E00", TOKEN),
-    "turn_ppo": Look("Turn-PPO", "#E69F00", TURN),
-    "s_ppo": Look("S-PPO", "#56B4E9", TOKEN),
-    "st_ppo": Look("ST-PPO (SO-PPO)", "#0061A8", TURN),
-    "so_ppo_ctn": Look("SO-PPO, CTN", "#009E73", TURN),
-    "grpo": Look("GRPO", "#CC79A7", TOKEN),
-    "so_grpo": Look("SO-GRPO", "#882255", TURN),
-    "so_grpo_ctn": Look("SO-GRPO, CTN", "#999933", TURN),
-    "gspo": Look("GSPO", "#4D4D4D", SEQUENCE),
+    its.name: Look(its.label, its.color, its.line) for its in algorithms.algorithms()
+} | {
     "turn_grpo": Look("turn GRPO", "#AA4499", TURN),
     "s_grpo": Look("S-GRPO", "#332288", TOKEN),
     "token_ppo_turn_mean": Look("token PPO, turn-mean credit", "#B07A50", TOKEN),
     "turn_ppo_turn_mean": Look("Turn-PPO, turn-mean credit", "#C9A227", TURN),
 }
-SPARE_COLORS = ("#44AA99", "#117733", "#6699CC", "#661100", "#888888", "#F06292", "#7E57C2", "#9CCC65")
-_OWN: dict[str, Look] = {}
 
 
 def look(algorithm: str) -> Look:
-    """The algorithm's look; one not listed keeps a spare colour that its name
-    chooses among those left.
-
-    Beyond as many unlisted algorithms as there are spare colours, colours repeat.
-    """
+    """The algorithm's look (see `stppo.algorithms.look`)."""
     if algorithm in LOOKS:
         return LOOKS[algorithm]
-    if algorithm not in _OWN:
-        taken = {own.color for own in _OWN.values()}
-        left = [color for color in SPARE_COLORS if color not in taken] or SPARE_COLORS
-        color = left[zlib.crc32(algorithm.encode()) % len(left)]
-        _OWN[algorithm] = Look(algorithm.replace("_", " "), color, OWN)
-    return _OWN[algorithm]
+    its = algorithms.look(algorithm)
+    return Look(its.label, its.color, its.line)
 
 
 def in_order(algorithms: Iterable[str]) -> list[str]:
@@ -150,7 +132,7 @@ class Plot:
         with style():
             self.figure.draw_without_rendering()
             self.figure.set_layout_engine("none")  # laid out once, not anew for every format
-            metadata = {"Date": None, "Title": self.title or None}
+            metadata = {"Date": None, **({"Title": self.title} if self.title else {})}
             write_atomically(
                 out_dir / f"{name}.svg",
                 lambda path: self.figure.savefig(path, format="svg", metadata=metadata),

@@ -24,6 +24,7 @@ from stppo.schema import (
     TRAJECTORIES_FILE,
     UPDATES_FILE,
 )
+from stppo.training.loggers import FOLDERS
 
 FORMAT = 2
 CHECKPOINT_DIR = "checkpoint"  # in a run folder; holds the newest checkpoint, numbered
@@ -170,7 +171,8 @@ def restore(model: torch.nn.Module, saved: dict[str, Tensor]) -> None:
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in a run folder to a new sub-folder, losing nothing; None if it is empty."""
     names = (RUN_FILE, UPDATES_FILE, EVALUATIONS_FILE, BY_BENCHMARK_FILE, TRAJECTORIES_FILE, CONFIG_FILE)
-    found = [run_dir / name for name in (CHECKPOINT_DIR, EARLIER_FILE, *names) if (run_dir / name).exists()]
+    names = (CHECKPOINT_DIR, EARLIER_FILE, *names, *FOLDERS)
+    found = [run_dir / name for name in names if (run_dir / name).exists()]
     if not found:
         return None
     number = next(n for n in itertools.count(1) if not (run_dir / f"earlier-{n}").exists())

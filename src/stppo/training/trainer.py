@@ -44,6 +44,7 @@ from stppo.training.checkpoint import (
 from stppo.training.controls import ReplayedDivisors, generator_for, identity
 from stppo.training.failures import what_stopped
 from stppo.training.gradients import Passes
+from stppo.training.loggers import Logger, Loggers, check_installed
 from stppo.training.metrics import (
     evaluate,
     peak_memory_mb,
@@ -87,7 +88,8 @@ class Trainer:
     """One training run in `run_dir`, from a saved warm start.
 
     config: composed config (see `stppo.config.compose`). on_iteration: called after each iteration with
-    this trainer, for live curves. Raises ConfigError or ValueError for invalid input, before training.
+    this trainer, for live curves. variant: the overrides that tell this run from others of its algorithm and seed, for
+    its record. title: of the progress bar; default: algorithm and seed. Raises ConfigError or ValueError for invalid input, before training.
     """
 
     def __init__(
@@ -97,16 +99,21 @@ class Trainer:
         warm_start_dir: Path,
         on_iteration: Callable[["Trainer"], None] | None = None,
         progress: bool = True,
+        variant: str = "",
+        title: str | None = None,
     ) -> None:
         torch.set_num_threads(1)  # runs are parallel, not threads; and sums keep one order
         self.config, self.run_dir = config, Path(run_dir)
         self.settings = validate(config)
+        check_installed(self.settings.loggers)
         if engine_rounds_adapters(self.settings):
             log.warning(
                 "policy.lora with vLLM in half precision: it samples from merged weights that are rounded, so small updates "
                 "do not reach it; rollout.dtype=float32 avoids that"
             )
         self.on_iteration, self.progress = on_iteration, progress
+        self.variant = variant
+        self.title = title or f"algorithm={self.settings.algorithm.name} seed={self.settings.seed}"
         self.objective: Objective = build(config["algorithm"]["objective"], "algorithm.objective")
         training = self.settings.training
         self.divisors = None
@@ -155,11 +162,13 @@ class Trainer:
             self.critic_updates = CriticUpdates(self.critic, self.critic_optimizer, training, self.passes)
 
         self.iteration = self.update = 0
+        self.taken_up = 0  # iterations that an earlier call of `train` had made
         self.is_whole = True  # between iterations, or after all updates of one
         self.queue: deque[QueuedBatch] = deque()
         self.question_order = torch.empty(0, dtype=torch.long)
         self.update_rows: list[dict[str, float]] = []
         self.evaluation_rows: list[dict[str, float]] = []
+        self.loggers: Logger = Loggers((), self.run_dir)  # those of the settings begin with `train`
         self.seconds_before = 0.0
         self.code_hash = code_of("stppo.training.trainer", *config_targets(config))
         self.identity = identity(config, self.divisors)
@@ -200,6 +209,7 @@ class Trainer:
                 self.run_dir / CONFIG_FILE, lambda part: part.write_text(yaml.safe_dump(self.config))
             )
             self._write(RUNNING)
+            self.loggers = self._make_loggers()
             record = self._train()
         except Exception as error:
             stopped = what_stopped(error, self.settings, self.run_dir, self.iteration)
@@ -211,6 +221,7 @@ class Trainer:
                     self._checkpoint()
             raise stopped from error
         finally:
+            self.loggers.close()
             if "sampler" in self.__dict__:
                 self.sampler.close()
         save_policy(self.policy, self.run_dir / "policy")
@@ -227,7 +238,7 @@ class Trainer:
             with tqdm(
                 total=training.iterations,
                 initial=self.iteration,
-                desc=f"{self.settings.algorithm.name} seed {self.settings.seed}",
+                desc=self.title,
                 disable=not self.progress,
                 mininterval=1,
             ) as bar:
@@ -295,16 +306,20 @@ class Trainer:
             self.policy_updates.step(
                 row, batch.select(rows), credit.advantages[rows], reference[rows], weights
             )
+            self.loggers.update_row(row)
             if training.target_kl is not None and row["kl_behaviour_k3"] > training.target_kl:
                 break
         self.is_whole = True
-        if self._evaluation_is_due():
+        evaluated = self._evaluation_is_due()
+        if evaluated:
             self._evaluate()
         if self._queue_is_short():
             self.queue.append(self._sample())
         if self.iteration % training.checkpoint_every == 0 and self.iteration < training.iterations:
             self._write(RUNNING)
             self._checkpoint()
+        elif evaluated:
+            self._write(RUNNING)  # for who follows the run
 
     def _minibatches(self) -> Iterator[tuple[int, int, Tensor]]:
         """Epoch, minibatch and its rows; an epoch that is not reached draws no random numbers."""
@@ -410,6 +425,8 @@ class Trainer:
             row, _ = evaluate(self.evaluator, self.policy, self.evaluation_questions, greedy, seed)
             rows.append({"iteration": self.iteration, "update": self.update} | row)
         self.evaluation_rows += rows
+        for row in rows:
+            self.loggers.evaluation_row(row)
 
     def _write(self, status: str, non_finite: dict | None = None) -> dict[str, Any]:
         write_tables(self.run_dir, self.update_rows, self.evaluation_rows)
@@ -419,6 +436,7 @@ class Trainer:
             "algorithm": self.settings.algorithm.name,
             "label": label_of(self.config),
             "seed": self.settings.seed,
+            "variant": self.variant,
             "preset": self.config["preset"],
             "world": self.config["world"]["_target_"].rsplit(".", 1)[-1].removesuffix("World").lower(),
             "warm_start_seed": self.settings.warm_start_seed,
@@ -438,6 +456,12 @@ class Trainer:
         }
         write_record(self.run_dir, record)
         return record
+
+    def _make_loggers(self) -> Logger:
+        settings = self.settings
+        name = f"{settings.training.regime}/{settings.algorithm.name}/seed{settings.seed}"
+        identifier = fingerprint([self.fingerprint, self.started])  # the same where the run goes on
+        return Loggers(settings.loggers, self.run_dir, name, identifier, self.update)
 
     def _elapsed(self) -> float:
         return self.seconds_before + time.perf_counter() - self.began
@@ -484,6 +508,7 @@ class Trainer:
                 log.warning("an earlier run's files were moved to %s", aside)
             return
         self.iteration, self.update = state["iteration"], state["update"]
+        self.taken_up = self.iteration
         restore(self.policy, state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.critic is not None:
@@ -499,7 +524,5 @@ class Trainer:
         )
         self.update_rows, self.evaluation_rows = state["update_rows"], state["evaluation_rows"]
         self.started, self.seconds_before = state["started"], state["seconds"]
-        if self.iteration == self.settings.training.iterations:
-            log.info("this very run is already complete in %s: nothing to train", self.run_dir)
-        else:
+        if self.iteration < self.settings.training.iterations:
             log.info("resumed after iteration %d", self.iteration)

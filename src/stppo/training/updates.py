@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from stppo.agent.critic import Critic
 from stppo.agent.policy import Scores
+from stppo.config import ConfigError
 from stppo.objectives import Objective, Surrogate, estimated_bias_norms
 from stppo.settings import TrainingConfig
 from stppo.training.controls import ReplayedDivisors
@@ -77,7 +78,7 @@ class PolicyUpdates:
             self.policy, batch, self.passes, self.temperature, training.entropy_coefficient > 0
         )
         scores = scored.scores
-        surrogate = self.objective.surrogate(scores.logprobs, batch, advantages, weights)
+        surrogate = self.objective(scores.logprobs, batch, advantages, weights, scores.entropy)
         row |= surrogate.diagnostics
         loss = self._regularised(surrogate, scores, batch, reference, row)
         self._require_finite(loss, "loss", row)
@@ -150,7 +151,13 @@ class PolicyUpdates:
         stabilizer = self.objective.stabilizer
         if stabilizer.estimator is None:
             return 1.0
-        return stabilizer.divisor(row[BIAS_NORM_COLUMNS[stabilizer.estimator]])
+        column = BIAS_NORM_COLUMNS.get(stabilizer.estimator, stabilizer.estimator)
+        if column not in row:
+            raise ConfigError(
+                f"algorithm.objective.stabilizer: {type(stabilizer).__name__}.estimator={stabilizer.estimator!r} must be "
+                f"one of {', '.join(BIAS_NORM_COLUMNS)} or a diagnostic of the surrogate"
+            )
+        return stabilizer.divisor(row[column])
 
     def _step(self, divisor: float, gradients: list[Tensor]) -> float:
         """Clip, divide, step; returns the norm of the parameters' change. Dividing after a clip keeps the divisor; a

@@ -1,6 +1,8 @@
 """Dialogues as token ids, for one tokenizer: chat template, limits, and what ends a turn. No library is imported."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from stppo.world.protocol import Protocol
@@ -33,6 +35,7 @@ class DialogueEncoder:
 
     def __init__(self, protocol: Protocol, tokenizer: Any) -> None:
         self.protocol, self.tokenizer = protocol, tokenizer
+        self._texts: dict[int, str] = {}  # of single tokens, as they come up
         self._closing = self._encode(protocol.closing_text)
         if len(self._closing) >= protocol.max_observation_tokens:
             raise ValueError(
@@ -78,6 +81,17 @@ class DialogueEncoder:
     def turn(self, ids: Sequence[int]) -> str:
         """Text of an agent turn for the environment, without control tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def sentence_ends(self, ids: Sequence[int]) -> list[bool]:
+        """For each token of an agent turn, whether a sentence ends in it, by the protocol's rule. Tokens are read one by
+        one, so that a character of several tokens is unreadable: the rule's marks are of one byte each."""
+        for token in set(ids) - self._texts.keys():
+            self._texts[token] = self.tokenizer.decode([token])
+        texts = [self._texts[token] for token in ids]
+        stops, ends = list(accumulate(map(len, texts))), [False] * len(ids)
+        for place in self.protocol.sentence_ends("".join(texts)):
+            ends[bisect_left(stops, place)] = True
+        return ends
 
     @property
     def end_ids(self) -> frozenset[int]:

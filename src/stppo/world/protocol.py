@@ -21,6 +21,7 @@ _TAG = re.compile(rf"<(/?)({'|'.join(TAGS)})>")
 _TAG_LIKE = re.compile(rf"<\s*(/?)\s*({'|'.join(TAGS)})\s*>", re.IGNORECASE)
 _CONTROL_TOKEN = re.compile(r"<([|｜])([^<>|｜]*)\1>")  # of chat models: <|im_end|>, <|eot_id|>, <｜User｜>
 _INFORMATION = re.compile(r"</?information>")
+_SENTENCE_END = re.compile(rf"[.?!]+|</(?:{'|'.join(TAGS)})>")
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 
 SEARCH_R1_PROMPT = (
@@ -197,6 +198,13 @@ class Protocol:
     def stop_strings(self) -> tuple[str, str]:
         """A turn ends at the first of these."""
         return "</search>", "</answer>"
+
+    def sentence_ends(self, text: str) -> list[int]:
+        """Where the sentences of an agent turn end: behind each run of `.?!` and behind each closing tag, as counts of
+        characters. The end of the turn always ends one and need not be named. A decimal point or an abbreviation ends
+        a sentence too: the rule is simple and the same for every text; a protocol of your own may know better.
+        """
+        return [match.end() for match in _SENTENCE_END.finditer(text)]
 
     def prompt(self, question: str) -> str:
         """The text before the first turn; a missing question mark is appended."""

@@ -1,0 +1,126 @@
+"""One row an algorithm: its name, label, colour, line and source, read from the YAML files that define it.
+
+Needs no torch. Everything that lists or shows algorithms asks here.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import functools
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from stppo.config_files import ConfigError, Presentation, lineage, option_files, value
+
+# The order of tables and legends; files that are not named here come behind, by name.
+ORDER = (
+    *("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo_ctn"),
+    *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
+)
+# The line style says the ratio's granularity; OWN where that is not known.
+LINES: dict[str, Any] = {"token": (0, (4, 1.5)), "turn": "-", "sequence": (0, (1, 1))}
+OWN = (0, (5, 1, 1, 1))
+SPARE_COLORS = ("#44AA99", "#117733", "#6699CC", "#661100", "#888888", "#F06292", "#7E57C2", "#9CCC65")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How an algorithm is called and drawn; what it does stands in its YAML file."""
+
+    name: str
+    label: str
+    color: str  # #RRGGBB
+    line: Any  # a line style of matplotlib's
+    v1: str = ""  # what the paper's two versions call it
+    v2: str = ""
+    source: str = ""  # where its definition here comes from
+    granularity: str | None = None  # of its importance ratio, where the file says it
+    file: Path | None = None  # None for a name that no file defines
+
+
+def algorithms() -> tuple[Algorithm, ...]:
+    """Every algorithm with a file, shipped or your own, in the order of tables and legends.
+
+    A file without a colour gets one of `SPARE_COLORS`. One that only renames another algorithm (its `name` is the
+    other's) has no row. Raises ConfigError for a file that cannot be read or whose presentation is invalid.
+    """
+    return _algorithms(_stamps())
+
+
+def aliases() -> dict[str, str]:
+    """File names that only rename an algorithm -> that algorithm's name."""
+    named = {file.stem: _inherited(file.stem, ["name"]) for file in option_files("algorithm")}
+    return {stem: name for stem, name in named.items() if name not in (None, stem)}
+
+
+def look(name: str) -> Algorithm:
+    """The row of an algorithm, or for a name without a file one that it derives from the name alone.
+
+    `st_ppo_x` and `st_ppo (x)`, a variant in a metrics folder, are called and drawn after st_ppo in a colour of their
+    own; any other name is its own label, its line says that the granularity is not known. The same name always gets
+    the same colour.
+    """
+    rows = {row.name: row for row in algorithms()}
+    if name in rows:
+        return rows[name]
+    if name in (renamed := aliases()) and renamed[name] in rows:
+        return rows[renamed[name]]
+    bases = [row for row in rows.values() if re.match(rf"{re.escape(row.name)}(_| \()", name)]
+    if not bases:
+        return Algorithm(name, name.replace("_", " "), _color_of(name), OWN)
+    base = max(bases, key=lambda row: len(row.name))
+    rest = name[len(base.name) :]
+    rest = rest.strip(" ()") if rest.startswith(" (") else rest.replace("_", " ").strip()
+    return Algorithm(name, f"{base.label}, {rest}", _color_of(name), base.line, granularity=base.granularity)
+
+
+def _stamps() -> tuple[tuple[Path, int], ...]:
+    """The files that the rows are read from; an edited one is read again."""
+    return tuple((file, file.stat().st_mtime_ns) for file in option_files("algorithm"))
+
+
+@functools.lru_cache(maxsize=8)
+def _algorithms(stamps: tuple[tuple[Path, int], ...]) -> tuple[Algorithm, ...]:
+    renamed = aliases()
+    names = [file.stem for file, _ in stamps if file.stem not in renamed]
+    names.sort(key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+    shown = {name: _presentation(name) for name in names}
+    free = [color for color in SPARE_COLORS if color not in {one.color for one in shown.values()}]
+    rows = []
+    for name, one in shown.items():
+        left = free or SPARE_COLORS
+        color = one.color or left[zlib.crc32(name.encode()) % len(left)]
+        free = [other for other in free if other != color]
+        granularity = _inherited(name, ["objective", "ratio", "granularity"])
+        line = LINES.get(granularity, OWN)
+        label = one.label or name.replace("_", " ")
+        file = lineage("algorithm", name)[0][0]
+        rows.append(Algorithm(name, label, color, line, one.v1, one.v2, one.source, granularity, file))
+    return tuple(rows)
+
+
+def _presentation(name: str) -> Presentation:
+    file, content = lineage("algorithm", name)[0]
+    try:
+        return Presentation(**{key: content[key] for key in Presentation.model_fields if key in content})
+    except ValidationError as error:
+        item = error.errors()[0]
+        raise ConfigError(f"{file}: {item['loc'][0]} = {item['input']!r}: {item['msg']}") from None
+
+
+def _inherited(name: str, keys: list[str]) -> Any:
+    """A value of an algorithm's file, or of the nearest one that it inherits from."""
+    values = (value(content, keys) for _, content in lineage("algorithm", name))
+    return next((found for found in values if found is not None), None)
+
+
+def _color_of(name: str) -> str:
+    """A colour that the name alone chooses, dark enough for a line on white."""
+    hashed = zlib.crc32(name.encode())
+    rgb = colorsys.hls_to_rgb(hashed % 360 / 360, 0.35 + hashed // 360 % 3 * 0.08, 0.5)
+    return "#" + "".join(f"{round(255 * part):02X}" for part in rgb)

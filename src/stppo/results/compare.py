@@ -1,0 +1,109 @@
+"""A table of any finished runs: how each variant started, learned and ended, sampled and greedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from stppo import schema
+from stppo.results.runs import recorded, told_apart
+from stppo.results.statistics import area_under_curve, final_mean
+
+MEASURES = ("start", "final", "auc", "peak")
+KINDS = ("sampled", "greedy")
+STATISTICS = ("mean", "min", "max")
+
+
+def find_runs(folders: Iterable[str | Path]) -> list[Path]:
+    """Run and metrics folders, sorted: each given one, or else the runs below it, or else the metrics folders below it.
+
+    What a run set aside does not count. FileNotFoundError names a folder that holds none.
+    """
+    found: set[Path] = set()
+    for folder in map(Path, folders):
+        for files in (
+            [file for name in (schema.RUN_FILE, schema.RUNS_FILE) for file in folder.glob(name)],
+            folder.rglob(schema.RUN_FILE),
+            folder.rglob(schema.RUNS_FILE),
+        ):
+            here = {f.parent for f in files if "earlier-" not in str(f.relative_to(folder))}
+            if here:
+                found |= here
+                break
+        else:
+            raise FileNotFoundError(
+                f"{folder} holds no {schema.RUN_FILE} or {schema.RUNS_FILE}; give folders of runs"
+            )
+    return sorted(found)
+
+
+def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
+    """One row per regime, algorithm and variant, best final sampled success first.
+
+    Columns: `regime`, `algorithm`, `variant` (the overrides that not all runs of the regime share), `seeds`, and for
+    each of `MEASURES`, `KINDS` and `STATISTICS` over seeds one such as `final_greedy_mean`: success of the warm start;
+    mean of the last tenth of the evaluations; area under the curve over iterations, divided by their number; highest
+    evaluation. NaN where a run has no evaluation of that kind. Unfinished runs are left out; `attrs["unfinished"]`
+    names them. ValueError if no run is finished; other errors are those of `find_runs` and `runs.read_run`.
+    """
+    found = find_runs(folders)
+    unfinished = [folder for folder in found if _is_unfinished(folder)]
+    runs = [run for folder in found if folder not in unfinished for run in recorded(folder)]
+    if not runs:
+        raise ValueError(f"no finished run among {', '.join(map(str, unfinished))}")
+    rows = []
+    for (record, _, evaluations), (algorithm, variant) in zip(
+        runs, told_apart([record for record, *_ in runs]), strict=True
+    ):
+        row = {"regime": record["regime"], "algorithm": algorithm, "variant": variant}
+        for kind in KINDS:
+            chosen = (evaluations["temperature"] == 0) == (kind == "greedy")
+            values = _measures(evaluations[chosen].sort_values("iteration"))
+            values["start"] = record["warm_start"][f"success_{kind}"]
+            row |= {f"{measure}_{kind}": values[measure] for measure in MEASURES}
+        rows.append(row)
+    groups = pd.DataFrame(rows).groupby(["regime", "algorithm", "variant"], sort=False)
+    columns = [f"{measure}_{kind}" for kind in KINDS for measure in MEASURES]
+    table = groups[columns].agg(list(STATISTICS))
+    table.columns = ["_".join(names) for names in table.columns]
+    table.insert(0, "seeds", groups.size())
+    table = table.reset_index().sort_values(
+        ["regime", "final_sampled_mean"], ascending=[True, False], kind="stable", ignore_index=True
+    )
+    table.attrs["unfinished"] = [str(folder) for folder in unfinished]
+    return table
+
+
+def _is_unfinished(folder: Path) -> bool:
+    try:
+        return json.loads((folder / schema.RUN_FILE).read_text(encoding="utf-8"))["status"] == schema.RUNNING
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # reading it says what is wrong
+
+
+def text(table: pd.DataFrame) -> str:
+    """The table for a terminal: mean, and where there are several seeds their range, in each cell."""
+    shown = table[["regime", "algorithm", "variant", "seeds"]].copy()
+    if not shown["variant"].any():
+        del shown["variant"]
+    for kind in KINDS:
+        for measure in MEASURES:
+            parts = table[[f"{measure}_{kind}_{statistic}" for statistic in STATISTICS]]
+            cells = [
+                "-" if pd.isna(mean) else f"{mean:.3f}" + (f" [{low:.3f}, {high:.3f}]" if n > 1 else "")
+                for (mean, low, high), n in zip(parts.itertuples(index=False), table["seeds"], strict=True)
+            ]
+            shown[f"{measure} {kind}"] = cells
+    return shown.to_string(index=False)
+
+
+def _measures(rows: pd.DataFrame) -> dict[str, float]:
+    """Final mean, area and peak of one run's evaluations of one kind."""
+    if rows.empty:
+        return dict.fromkeys(MEASURES, float("nan"))
+    success = rows["success"]
+    area = area_under_curve(rows["iteration"], success)
+    return {"final": final_mean(success), "auc": area, "peak": float(success.max())}

@@ -1,0 +1,291 @@
+"""The claims ledger and its verdicts: `claims.yaml` says what is claimed and what would show it, `evaluate` what runs show.
+
+An entry is a sentence with conditions. A condition names one number per run (`stppo.study.measures`) of arms and a
+threshold: `mean` of an arm, `difference` of two arms, or `main_effect` of a factor of a factorial group. Its interval is over
+worlds, paired (`stppo.results.resampling`). An entry is
+
+- *supported* if the joint interval of every condition lies wholly beyond its threshold,
+- *not supported* if that of some condition lies wholly on the other side (widened so that m chances to fail count as one),
+- *not asked* if neither, and an arm has no runs, or too few worlds for the level, or the entry it is gated by is not supported,
+- *inconclusive* otherwise. An interval without width decides nothing.
+
+Joint level: 1 - error / n for the n entries without a gate whose id begins with the same letter: the paper's claims (C) are
+one family, the reviewers' questions (Q) another. A gated entry is asked only if its gate is supported, at the same level: a
+fixed sequence costs nothing. Estimates and their 95 % intervals come first; the verdict is a label on them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from stppo.files import write_atomically
+from stppo.results import resampling
+from stppo.results.resampling import Estimate, fewest_worlds, joint_level
+from stppo.results.runs import Metrics
+from stppo.study import arms
+from stppo.study.arms import MAIN, Group
+from stppo.study.measures import COLUMNS, SHARES, per_run
+
+LEDGER_FILE = Path(__file__).with_name("claims.yaml")
+SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE, NOT_ASKED = "supported", "not supported", "inconclusive", "not asked"
+HOLDS, FAILS, OPEN = "holds", "fails", "open"
+CSV_FILE, MARKDOWN_FILE = "claims.csv", "claims.md"
+SHOWN = 0.95
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Condition(_Section):
+    """A number of arms that must lie above or below a threshold. Arms are `REGIME/arm`, or `arm` in `OFF_POLICY`."""
+
+    column: str
+    mean: str | None = None
+    difference: tuple[str, str] | None = None  # the first minus the second
+    main_effect: str | None = None  # GROUP.FACTOR
+    above: float | None = None
+    below: float | None = None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Condition:
+        if self.column not in COLUMNS:
+            raise ValueError(f"column {self.column} is unknown; known: {', '.join(COLUMNS)}")
+        if sum(of is not None for of in (self.mean, self.difference, self.main_effect)) != 1:
+            raise ValueError("one of mean, difference and main_effect is needed")
+        if (self.above is None) == (self.below is None):
+            raise ValueError("one of above and below is needed")
+        return self
+
+    @property
+    def threshold(self) -> str:
+        return f"> {self.above:g}" if self.above is not None else f"< {self.below:g}"
+
+    def holds(self, low: float, high: float) -> bool:
+        """Whether an interval lies wholly beyond the threshold."""
+        return low > self.above if self.above is not None else high < self.below
+
+    def fails(self, low: float, high: float) -> bool:
+        """Whether an interval lies wholly on the other side."""
+        return high < self.above if self.above is not None else low > self.below
+
+    def weights(self, groups: Mapping[str, Group]) -> dict[tuple[str, str], float]:
+        """(regime, arm) -> weight of its mean in the number that is asked for."""
+        if self.main_effect is not None:
+            name, _, factor = self.main_effect.partition(".")
+            if name not in groups:
+                raise ValueError(
+                    f"main_effect {self.main_effect}: no group {name}; known: {', '.join(groups)}"
+                )
+            effect = groups[name].main_effect(factor)
+            return {(groups[name].regimes[0], arm): weight for arm, weight in effect.items()}
+        named = {self.mean: 1.0} if self.mean else dict(zip(self.difference, (1.0, -1.0), strict=True))
+        return {tuple(arm.rsplit("/", 1)) if "/" in arm else (MAIN, arm): w for arm, w in named.items()}
+
+
+class Entry(_Section):
+    """A claim or a question."""
+
+    id: str
+    claim: str
+    source: str
+    holds_if: tuple[Condition, ...] = Field(min_length=1)
+    gate: str | None = None  # id of an earlier entry that must be supported
+    note: str = ""
+
+
+class Ledger(_Section):
+    """All entries, of the runs of one preset."""
+
+    preset: str
+    error: float = Field(gt=0, lt=1)
+    claims: tuple[Entry, ...]
+
+    @model_validator(mode="after")
+    def _ids_are_known(self) -> Ledger:
+        ids = [entry.id for entry in self.claims]
+        for i, entry in enumerate(self.claims):
+            if entry.id in ids[:i]:
+                raise ValueError(f"two entries are named {entry.id}")
+            if entry.gate is not None and entry.gate not in ids[:i]:
+                raise ValueError(f"{entry.id}: its gate {entry.gate} is no earlier entry")
+        return self
+
+    def level(self, entry: Entry) -> float:
+        """Level of every interval that decides the entry."""
+        family = [other for other in self.claims if other.id[0] == entry.id[0] and other.gate is None]
+        return joint_level(max(1, len(family)), self.error)
+
+
+def load_ledger(path: str | Path = LEDGER_FILE) -> Ledger:
+    """Read a ledger; ValueError of one line names the entry that is wrong."""
+    try:
+        return Ledger.model_validate(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "ledger"
+        raise ValueError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the runs say of one condition."""
+
+    condition: Condition
+    measured: str  # in words
+    estimate: Estimate | None
+    outcome: str  # HOLDS, FAILS, OPEN, or why it could not be asked
+    provisional: bool = False  # from fewer runs than planned
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to one entry."""
+
+    entry: Entry
+    level: float
+    verdict: str
+    checks: tuple[Check, ...]
+
+
+def evaluate(
+    metrics: Metrics,
+    ledger: Ledger | None = None,
+    groups: Mapping[str, Group] | None = None,
+    labels: Mapping[str, str] | None = None,
+    planned: Mapping[str, int] | None = None,
+) -> list[Verdict]:
+    """Verdicts in the ledger's order; none where no run is of the ledger's preset.
+
+    groups, labels: of that preset (default: read from its YAML); planned: `REGIME/arm` -> runs. Deterministic.
+    """
+    ledger = ledger or load_ledger()
+    if all(run["preset"] != ledger.preset for run in metrics.runs):
+        return []
+    groups = arms.groups(ledger.preset) if groups is None else groups
+    labels = arms.labels(ledger.preset) if labels is None else labels
+    runs = {key: rows for key, rows in per_run(metrics).groupby(["regime", "algorithm"])}
+    verdicts: dict[str, Verdict] = {}
+    for entry in ledger.claims:
+        level = ledger.level(entry)
+        measure = partial(_check, runs, groups, labels, planned or {}, level, len(entry.holds_if))
+        checks = tuple(map(measure, entry.holds_if))
+        gate = verdicts[entry.gate] if entry.gate else None
+        if gate is not None and gate.verdict != SUPPORTED:
+            checks = tuple(replace(check, outcome=f"{entry.gate} is {gate.verdict}") for check in checks)
+        verdicts[entry.id] = Verdict(entry, level, _verdict([check.outcome for check in checks]), checks)
+    return list(verdicts.values())
+
+
+def _verdict(outcomes: Sequence[str]) -> str:
+    if FAILS in outcomes:
+        return NOT_SUPPORTED
+    if not set(outcomes) <= {HOLDS, OPEN}:
+        return NOT_ASKED
+    return INCONCLUSIVE if OPEN in outcomes else SUPPORTED
+
+
+def _check(
+    runs: Mapping[tuple[str, str], pd.DataFrame],
+    groups: Mapping[str, Group],
+    labels: Mapping[str, str],
+    planned: Mapping[str, int],
+    level: float,
+    n_conditions: int,
+    condition: Condition,
+) -> Check:
+    weights, column = condition.weights(groups), condition.column
+    words = f"{column}: " + " − ".join(
+        labels.get(arm, arm) + ("" if regime == MAIN else f" ({regime})") for regime, arm in weights
+    )
+    if condition.main_effect:
+        words = f"{column}: main effect of {condition.main_effect.partition('.')[2]}"
+    if absent := ["/".join(arm) for arm in weights if arm not in runs]:
+        return Check(condition, words, None, f"no runs of {', '.join(absent)}")
+    short = any(len(runs[arm]) < planned.get("/".join(arm), 0) for arm in weights)
+    values = [resampling.by_world(runs[arm], column) for arm in weights]
+    try:
+        bounds = (0.0, 1.0) if column in SHARES else None
+        estimate = resampling.contrast(values, list(weights.values()), bounds)
+    except ValueError:
+        return Check(condition, words, None, f"no world in which all have {column}", short)
+    return Check(condition, words, estimate, _outcome(condition, estimate, level, n_conditions), short)
+
+
+def _outcome(condition: Condition, estimate: Estimate, level: float, n_conditions: int) -> str:
+    if estimate.n_worlds < (needed := fewest_worlds(level)):
+        return f"{estimate.n_worlds} worlds of {needed} needed"
+    low, high = estimate.interval(level)
+    if high - low < 1e-12:
+        return OPEN
+    if condition.holds(low, high):
+        return HOLDS
+    return FAILS if condition.fails(*estimate.interval(1 - (1 - level) / n_conditions)) else OPEN
+
+
+COLUMN_NAMES = ("id", "claim", "source", "measured", "estimate", "low", "high", "joint_low", "joint_high")
+COLUMN_NAMES += ("threshold", "worlds", "outcome", "level", "verdict", "provisional", "gate", "note")
+
+
+def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
+    """One row per condition, with the columns `COLUMN_NAMES`: low and high are those of the 95 % interval, joint_low and
+    joint_high decide; all empty where nothing could be estimated."""
+    rows = []
+    for verdict, check in itertools.chain.from_iterable(([(v, c) for c in v.checks]) for v in verdicts):
+        entry, estimate = verdict.entry, check.estimate
+        values = estimate and (estimate.value, *estimate.interval(SHOWN), *estimate.interval(verdict.level))
+        rows.append(
+            [
+                *(entry.id, entry.claim, entry.source, check.measured),
+                *(values or [None] * 5),
+                *(check.condition.threshold, estimate.n_worlds if estimate else 0, check.outcome),
+                *(verdict.level, verdict.verdict, any(c.provisional for c in verdict.checks)),
+                *(entry.gate or "", entry.note),
+            ]
+        )
+    return pd.DataFrame(rows, columns=list(COLUMN_NAMES))
+
+
+def markdown(verdicts: Sequence[Verdict]) -> str:
+    """The table for people: a row per entry, its conditions one below the other as `estimate [95 % interval]`, and why an
+    entry was not asked."""
+    lines = [
+        "| | claim | source | measured: estimate [95 %] | to show | worlds | verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for verdict in verdicts:
+        rows = table([verdict])
+        measured = [
+            f"{row.measured}: "
+            + ("–" if pd.isna(row.estimate) else f"{row.estimate:.2f} [{row.low:.2f}, {row.high:.2f}]")
+            for row in rows.itertuples()
+        ]
+        cells = ["<br>".join(map(str, cell)) for cell in (measured, rows["threshold"], rows["worlds"])]
+        shown = verdict.verdict
+        if shown == NOT_ASKED:
+            shown += f" ({next(o for o in rows['outcome'] if o not in (HOLDS, OPEN, FAILS))})"
+        elif rows["provisional"].any():
+            shown += " (provisional)"
+        entry = verdict.entry
+        lines.append(f"| {entry.id} | {entry.claim} | {entry.source} | {' | '.join(cells)} | {shown} |")
+    return "\n".join(lines) + "\n" if verdicts else "The preset of these runs has no claims.\n"
+
+
+def write_claims(
+    metrics: Metrics, out_dir: str | Path, planned: Mapping[str, int] | None = None
+) -> list[Path]:
+    """Write claims.csv and claims.md of the shipped ledger into a folder; returns the paths."""
+    verdicts = evaluate(metrics, planned=planned)
+    csv = table(verdicts).to_csv(index=False, float_format="%.5g", lineterminator="\n")
+    paths = [Path(out_dir) / name for name in (CSV_FILE, MARKDOWN_FILE)]
+    for path, text in zip(paths, (csv, markdown(verdicts)), strict=True):
+        write_atomically(path, partial(Path.write_text, data=text, encoding="utf-8"))
+    return paths

@@ -1,0 +1,66 @@
+"""One number per run that a claim can ask for: the columns of `summary.csv`, and a few of the run's course.
+
+What moves first, and whether a spike foretells a crash, is no number of one run and not measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+from stppo import schema
+from stppo.results.runs import Metrics
+from stppo.results.statistics import log_linear_trend
+
+SHARES = ("learned", "collapsed")  # 0 or 1 of a run, so a mean is a share
+NUMBERS = (
+    *(name for name in schema.SUMMARY_COLUMNS if name.startswith(("after_", "greedy_"))),
+    *("start", "peak", "final", "area", "gain_kept", "rapid_crashes"),
+    *("clip_fraction_mean", "gradient_norm_max", "updates", "wall_seconds"),
+)
+MIN_POINTS = 5  # measured iterations below which a trend is NaN
+
+
+def gradient_spike(iterations: pd.DataFrame) -> float:
+    """Largest gradient norm of any update over the median of the iterations' means, as log10; NaN where none is known."""
+    peak = np.nanmax([*iterations.get("gradient_norm_max", iterations["gradient_norm"]), -math.inf])
+    usual = iterations["gradient_norm"].median()
+    return float(np.log10(peak / usual)) if usual > 0 and peak > 0 else math.nan
+
+
+def clipping_bias_growth(iterations: pd.DataFrame) -> float:
+    """Slope of the natural logarithm of the clipping-bias norm, per ten iterations, from the first iteration at full
+    staleness on (before it the norm grows because the lag does)."""
+    if "clipping_bias_norm" not in iterations:
+        return math.nan
+    age = iterations["staleness_iterations"]
+    steady = iterations[age == age.max()]
+    trend = log_linear_trend(steady["iteration"], steady["clipping_bias_norm"])
+    return 10 * trend.slope if trend.n >= MIN_POINTS else math.nan
+
+
+def critic_error(iterations: pd.DataFrame) -> float:
+    """Root mean squared error of the critic over the standard deviation of the true values, mean over the iterations at
+    which both were measured; 1 is the error of a constant. NaN without a measurement."""
+    if not {"critic_value_rmse", "true_value_std"} <= set(iterations):
+        return math.nan
+    return float((iterations["critic_value_rmse"] / iterations["true_value_std"]).mean())
+
+
+COURSE: dict[str, Callable[[pd.DataFrame], float]] = {
+    "gradient_spike": gradient_spike,
+    "clipping_bias_growth": clipping_bias_growth,
+    "critic_error": critic_error,
+}
+COLUMNS = (*SHARES, *NUMBERS, "lost", *COURSE)
+
+
+def per_run(metrics: Metrics) -> pd.DataFrame:
+    """One row per run: `Metrics.summary`, `lost` (peak - final success) and the columns of `COURSE`."""
+    table = metrics.summary.assign(lost=lambda runs: runs["peak"] - runs["final"])
+    for column, measure in COURSE.items():
+        table[column] = [measure(metrics.select(metrics.iterations, record)) for record in metrics.runs]
+    return table

@@ -1,0 +1,103 @@
+"""The registry: one row an algorithm, from its YAML alone."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stppo import config as configs
+from stppo import config_files
+from stppo.algorithms import LINES, ORDER, OWN, algorithms, aliases, look
+from stppo.config import ConfigError, fingerprint, identity_section, run_section
+
+BASED_ON_TURN_PPO = "defaults: [turn_ppo]\nname: {}\n{}"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """write(name, text): a file in a copy of the shipped configs, which is in use."""
+    shutil.copytree(config_files.config_dir(), tmp_path / "configs")
+    monkeypatch.setattr(config_files, "config_dir", lambda: tmp_path / "configs")
+
+    def write(name, text):
+        (tmp_path / "configs" / "algorithm" / f"{name}.yaml").write_text(text)
+
+    return write
+
+
+def test_shipped_rows_come_first_in_their_order_then_others_by_name(write):
+    write("zeta", BASED_ON_TURN_PPO.format("zeta", ""))
+    write("alpha", BASED_ON_TURN_PPO.format("alpha", ""))
+    names = [row.name for row in algorithms()]
+    assert tuple(names[: len(ORDER)]) == ORDER
+    assert names[len(ORDER) :] == sorted(names[len(ORDER) :]) and {"alpha", "zeta"} <= set(names)
+
+
+def test_every_shipped_row_says_everything():
+    rows = {row.name: row for row in algorithms()}
+    for name in ORDER:
+        assert rows[name].source and re.fullmatch("#[0-9A-F]{6}", rows[name].color)
+        assert rows[name].line == LINES[rows[name].granularity]
+    assert len({row.color for row in rows.values()}) == len(rows)
+    assert aliases()["so_ppo"] == "st_ppo" and look("so_ppo") == rows["st_ppo"]
+
+
+def test_presentation_is_not_inherited_but_the_granularity_is(write):
+    write("mine", BASED_ON_TURN_PPO.format("mine", ""))
+    mine = look("mine")
+    assert (mine.label, mine.v1, mine.source) == ("mine", "", "")
+    assert mine.color != look("turn_ppo").color and mine.line == LINES["turn"]
+    assert "label" not in configs.compose(["algorithm=mine"])["algorithm"]
+
+
+def test_an_edited_label_shows_and_changes_no_run(write):
+    write("mine", BASED_ON_TURN_PPO.format("mine", "label: Mine\n"))
+    before = configs.compose(["algorithm=mine"])
+    assert look("mine").label == "Mine"
+    write("mine", BASED_ON_TURN_PPO.format("mine", "label: My own\ncolor: '#123456'\nv1: X\n"))
+    after = configs.compose(["algorithm=mine"])
+    assert (look("mine").label, look("mine").color) == ("My own", "#123456")
+    assert after["algorithm"]["label"] == "My own" and after != before
+    for section in (run_section, identity_section):
+        assert fingerprint(section(after)) == fingerprint(section(before))
+
+
+def test_invalid_presentation_names_file_and_key(write):
+    write("mine", BASED_ON_TURN_PPO.format("mine", "color: reddish\n"))
+    with pytest.raises(ConfigError, match=r"mine\.yaml: color = 'reddish'"):
+        algorithms()
+    with pytest.raises(ConfigError, match=r"algorithm\.color = 'reddish'"):
+        configs.validate(configs.compose(["algorithm=mine"]))
+
+
+def test_name_without_a_file_gets_a_look_of_its_own():
+    assert look("somebody_elses").label == "somebody elses" and look("somebody_elses").line == OWN
+    variant = look("st_ppo (training.learning_rate=2e-4)")
+    assert variant.label == f"{look('st_ppo').label}, training.learning_rate=2e-4"
+    assert variant.line == look("st_ppo").line and variant.color != look("st_ppo").color
+    assert look("so_grpo_ctn_x").label == f"{look('so_grpo_ctn').label}, x", "the longest name"
+
+
+def test_colour_of_a_name_is_the_same_in_every_process():
+    code = "from stppo.algorithms import look; print(look('other').color, look('somebody').color)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == [look(name).color for name in ("other", "somebody")]
+
+
+def test_import_is_light():
+    code = "import sys, stppo.algorithms as a; a.algorithms(); print([m for m in ('torch', 'hydra', 'pandas') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_example_of_the_readme_is_an_algorithm_like_others(write):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (example,) = re.findall(r"```yaml\n(# configs/algorithm/my_ppo\.yaml.+?)```", readme, re.S)
+    write("my_ppo", example)
+    composed = configs.compose(["algorithm=my_ppo"])
+    assert configs.validate(composed).algorithm.name == "my_ppo"
+    assert composed["algorithm"]["objective"]["credit"]["pooling"] == "turn_mean"
+    assert "my_ppo" in [row.name for row in algorithms()]

@@ -1,0 +1,295 @@
+"""Surrogates against their formulas, written once more and differentiated by central differences; moving bounds."""
+
+import math
+
+import pytest
+import torch
+
+from stppo.objectives import (
+    Bounds,
+    Clip,
+    ClippedWeight,
+    ClipRule,
+    Gate,
+    Mask,
+    MinClip,
+    NoStabilizer,
+    Objective,
+    Ratio,
+    SurrogateRule,
+    Terms,
+    TokenGAE,
+    Tokens,
+)
+from tests.objectives_cases import TabularPolicy, batch_from_turns, mixed_batch, normal, off_policy
+
+SURROGATES = [MinClip(), ClippedWeight(), Mask(), Gate()]
+RATIOS = [Ratio(g, a) for g in ("token", "turn", "sentence", "sequence") for a in ("geometric", "arithmetic")]
+LOW, HIGH = 0.8, 1.2
+
+
+def make(surrogate, ratio=RATIOS[0], clip=None, loss_aggregation="trajectory_mean"):
+    return Objective(TokenGAE(), ratio, clip or Clip(), NoStabilizer(), loss_aggregation, surrogate)
+
+
+@pytest.fixture
+def setting():
+    policy = TabularPolicy()
+    batch = off_policy(mixed_batch(), policy, spread=0.5)
+    return policy, batch, policy.logprobs(batch.tokens), normal(batch.rewards, 21) * batch.agent_mask
+
+
+# --- formulas, on one token: w now and where the factor was frozen, A, l -> (term, unrestricted) -------------
+
+
+def by_formula(surrogate, w, frozen, a, l):
+    clip = min(max(frozen, LOW), HIGH)
+    beyond = (a > 0 and frozen > HIGH) or (a < 0 and frozen < LOW)
+    if isinstance(surrogate, MinClip):
+        return min(w * a, min(max(w, LOW), HIGH) * a), w * a
+    if isinstance(surrogate, ClippedWeight):
+        return clip * a * l, frozen * a * l
+    if isinstance(surrogate, Mask):
+        return (0.0 if beyond else frozen) * a * l, frozen * a * l
+    tau = 1.0 if a > 0 else 1.05
+    return 4 / tau / (1 + math.exp(-tau * (w - 1))) * a, w * a
+
+
+@pytest.mark.parametrize("ratio", RATIOS, ids=str)
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=str)
+def test_gradient_and_clipping_bias_by_central_differences(surrogate, ratio):
+    batch = batch_from_turns([[3, 2], [4]], seed=3)
+    layout, objective = batch.layout, make(surrogate, ratio)
+    log_ratio, advantages = normal(layout.rows, 5, 1.2), normal(layout.rows, 6)
+    weights = 0.5 / layout.row_lengths[layout.rows].double()
+    frozen = ratio(log_ratio, layout).tolist()
+
+    def sums(l):
+        w = ratio(l, layout).tolist()
+        terms = map(by_formula, [surrogate] * len(w), w, frozen, advantages.tolist(), l.tolist())
+        terms = torch.tensor(list(terms), dtype=torch.float64)
+        return weights @ terms[:, 0], weights @ (terms[:, 1] - terms[:, 0])
+
+    step = 1e-6
+    differences = []
+    for i in range(len(log_ratio)):
+        shift = torch.zeros_like(log_ratio)
+        shift[i] = step
+        pairs = zip(sums(log_ratio + shift), sums(log_ratio - shift), strict=True)
+        differences.append([(up - down) / (2 * step) for up, down in pairs])
+    gradient, bias = torch.tensor(differences, dtype=torch.float64).T
+
+    leaf = log_ratio.clone().requires_grad_()
+    got = objective.evaluate(leaf, advantages, layout)
+    assert got.any_clipped and bias.norm() > 1e-3
+    (found,) = torch.autograd.grad(-got.ppo_loss, leaf, retain_graph=True)
+    torch.testing.assert_close(found, gradient, rtol=0, atol=1e-8)
+    (found,) = torch.autograd.grad(got.bias_surrogate, leaf)
+    torch.testing.assert_close(found, bias, rtol=0, atol=1e-8)
+
+
+def test_worked_example():
+    """Ratios 1.5, 0.5 and 1.1 with either sign: who is clipped, and the slope d term / d l that is left."""
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1], dtype=torch.float64)
+    advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0], dtype=torch.float64)
+    layout = batch_from_turns([[5]]).layout
+    expected = {
+        MinClip(): ([1, 0, 0, 1, 0], [0, -3.0, 1.0, 0, 2.2]),
+        Mask(): ([1, 0, 0, 1, 0], [0, -3.0, 1.0, 0, 2.2]),
+        ClippedWeight(): ([1, 1, 1, 1, 0], [2.4, -2.4, 1.6, -1.6, 2.2]),
+    }
+    for surrogate, (clipped, slopes) in expected.items():
+        l = ratio.log().requires_grad_()
+        tokens = Tokens(l, l.exp(), advantages, layout)
+        terms = surrogate(tokens, Bounds(LOW, HIGH))
+        assert terms.clipped.tolist() == list(map(bool, clipped)), surrogate
+        (got,) = torch.autograd.grad(terms.terms.sum(), l)
+        torch.testing.assert_close(got, torch.tensor(slopes, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+def test_the_gate_clips_a_token_where_half_of_its_gradient_is_gone():
+    # sigmoid'(x) is half of its maximum at x = log(3 + sqrt 8) = 1.7627.
+    ratio = torch.tensor([1 + 1.76, 1 + 1.77, 1e-3], dtype=torch.float64)
+    tokens = Tokens(ratio.log(), ratio, torch.ones(3, dtype=torch.float64), batch_from_turns([[3]]).layout)
+    assert Gate()(tokens, Bounds(LOW, HIGH)).clipped.tolist() == [False, True, False]
+    assert Gate(tau_positive=3.0)(tokens, Bounds(LOW, HIGH)).clipped.all()
+
+
+# --- identities ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_aggregation", ["trajectory_mean", "token_mean", "turn_mean"])
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=str)
+def test_on_policy_nothing_is_restricted_and_the_gradient_is_reinforce(setting, surrogate, loss_aggregation):
+    policy, batch, logprobs, advantages = setting
+    batch = off_policy(batch, policy, spread=0.0)
+    got = make(surrogate, loss_aggregation=loss_aggregation)(logprobs, batch, advantages)
+    assert not got.any_clipped and got.diagnostics["clip_fraction"] == 0
+    assert policy.gradient(got.bias_surrogate).norm() < 1e-15
+    weights = got.ppo_loss.new_zeros(batch.tokens.shape)
+    layout = batch.layout
+    count = {
+        "trajectory_mean": len(batch) * layout.row_lengths[layout.rows],
+        "token_mean": torch.full_like(layout.rows, len(layout.rows)),
+        "turn_mean": len(batch) * layout.row_turns[layout.rows] * layout.turn_lengths[layout.turns],
+    }[loss_aggregation]
+    weights[batch.agent_mask] = 1.0 / count.double()
+    expected = policy.gradient((weights * advantages * logprobs).sum())
+    torch.testing.assert_close(policy.gradient(-got.ppo_loss), expected, rtol=0, atol=1e-12)
+    assert got.ppo_loss.item() == pytest.approx(-(weights * advantages).sum().item(), abs=1e-12)
+
+
+def test_the_mask_is_the_min_for_token_ratios(setting):
+    """The gradient of w A is w A grad log pi there, so both keep and drop the same."""
+    policy, batch, logprobs, advantages = setting
+    masked, clipped = (make(s)(logprobs, batch, advantages) for s in (Mask(), MinClip()))
+    assert clipped.any_clipped
+    for name in ("loss", "bias_surrogate"):
+        gradients = [policy.gradient(getattr(x, name)) for x in (masked, clipped)]
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+    assert masked.diagnostics == pytest.approx(clipped.diagnostics, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("surrogate", [ClippedWeight(), Mask()], ids=str)
+def test_weights_without_bounds_are_unclipped_ppo_for_token_ratios(setting, surrogate):
+    policy, batch, logprobs, advantages = setting
+    free = Clip(math.inf, math.inf)
+    ours, ppo = (make(s, clip=free)(logprobs, batch, advantages) for s in (surrogate, MinClip()))
+    assert not ours.any_clipped
+    torch.testing.assert_close(policy.gradient(ours.loss), policy.gradient(ppo.loss), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=str)
+def test_negative_share_is_the_losses_own_gradient(setting, surrogate):
+    _, batch, logprobs, advantages = setting
+    logprobs = logprobs.detach().requires_grad_()
+    got = make(surrogate, Ratio("turn"))(logprobs, batch, advantages)
+    (c,) = torch.autograd.grad(got.loss, logprobs)
+    expected = c.abs()[advantages < 0].sum() / c.abs().sum()
+    assert got.diagnostics["negative_advantage_gradient_share"] == pytest.approx(expected.item(), rel=1e-10)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=str)
+def test_padding_and_the_environment_cannot_matter(setting, surrogate):
+    policy, batch, logprobs, advantages = setting
+    objective = make(surrogate, Ratio("sentence"))
+    clean = objective(logprobs, batch, advantages)
+
+    def widen(x, garbage):
+        wide = torch.nn.functional.pad(x, (0, 3))
+        return wide.masked_fill(~torch.nn.functional.pad(batch.agent_mask, (0, 3)), garbage)
+
+    state = {
+        k: torch.nn.functional.pad(v, (0, 3)) if v.ndim == 2 else v for k, v in batch.state_dict().items()
+    }
+    state |= {"sentence_ends": widen(batch.sentence_ends, True)}
+    state |= {"behaviour_logprobs": widen(batch.behaviour_logprobs, math.nan)}
+    dirty = objective(widen(logprobs, math.nan), type(batch)(**state), widen(advantages, math.inf))
+    assert dirty.loss.item() == clean.loss.item()
+    for name in ("loss", "bias_surrogate"):
+        gradients = [policy.gradient(getattr(x, name)) for x in (clean, dirty)]
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
+    assert dirty.diagnostics == clean.diagnostics
+
+
+def test_overflow_stays_visible_under_a_mask_and_a_masked_token_stays_finite():
+    layout = batch_from_turns([[2]]).layout
+    l = torch.tensor([800.0, 0.0], dtype=torch.float64, requires_grad=True)
+    masked = make(Mask()).evaluate(l, torch.ones(2, dtype=torch.float64), layout)
+    assert masked.loss.item() == -0.5  # A > 0: the first is masked
+    visible = make(Mask()).evaluate(l, -torch.ones(2, dtype=torch.float64), layout)
+    assert visible.loss.item() == math.inf
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, "1"])
+@pytest.mark.parametrize("field", ["tau_positive", "tau_negative"])
+def test_gates_need_a_positive_temperature(field, value):
+    with pytest.raises(ValueError, match=rf"Gate.{field}=.*\(0, inf\]"):
+        Gate(**{field: value})
+
+
+# --- bounds that move ------------------------------------------------------------------------------------------
+
+
+class ByShare(ClipRule):
+    """Raises the upper bound until positive advantages have six tenths of the batch's mass: looks at all tokens."""
+
+    sees_batch = True
+
+    def bounds(self, tokens):
+        assert not torch.is_grad_enabled()
+        high = 1.1
+        while high < 3.0:
+            mass = tokens.ratio.clamp(max=high) * tokens.advantages
+            if mass[mass > 0].sum() >= 0.6 * mass.abs().sum():
+                break
+            high += 0.1
+        return Bounds(0.5, high)
+
+
+class ByEntropy(ClipRule):
+    """Wider for tokens of high entropy."""
+
+    def bounds(self, tokens):
+        entropy = tokens.known("entropy")
+        return Bounds(1 - 0.2 * entropy, 1 + 0.2 * entropy)
+
+
+def test_bounds_may_move_with_the_batch(setting):
+    _, batch, logprobs, advantages = setting
+    found = set()
+    for shift in (0.0, 0.2, 0.4, 1.0):
+        a = advantages + shift * batch.agent_mask
+        objective = make(MinClip(), clip=ByShare())
+        got = objective(logprobs, batch, a).diagnostics
+        fixed = make(MinClip(), clip=Clip(0.5, got["clip_high"] - 1))(logprobs, batch, a)
+        assert got == pytest.approx(fixed.diagnostics, rel=1e-12)
+        assert got["clip_low"] == 0.5
+        found.add(round(got["clip_high"], 6))
+    assert len(found) > 1
+
+
+def test_bounds_may_differ_by_token(setting):
+    policy, batch, logprobs, advantages = setting
+    entropy = normal(batch.rewards, 9).abs() + 0.1
+    got = make(MinClip(), clip=ByEntropy())(logprobs, batch, advantages, entropy=entropy)
+    on = batch.agent_mask
+    w, a = (logprobs - batch.behaviour_logprobs)[on].exp(), advantages[on]
+    low, high = 1 - 0.2 * entropy[on], 1 + 0.2 * entropy[on]
+    assert got.diagnostics["clip_low"] == pytest.approx(low.mean().item(), rel=1e-12)
+    assert got.diagnostics["clip_high"] == pytest.approx(high.mean().item(), rel=1e-12)
+    out = ((w < low) | (w > high)).double().mean().item()
+    assert got.diagnostics["out_of_range_fraction"] == got.diagnostics["out_of_range_fraction_token"] == out
+    weight = 1.0 / (len(batch) * batch.n_agent_tokens[batch.layout.rows].double())
+    expected = (weight * torch.minimum(w * a, torch.maximum(torch.minimum(w, high), low) * a)).sum()
+    assert got.ppo_loss.item() == pytest.approx(-expected.item(), rel=1e-12)
+    torch.testing.assert_close(policy.gradient(got.ppo_loss), policy.gradient(-expected), rtol=0, atol=1e-12)
+
+
+def test_what_the_caller_does_not_know_is_refused_by_name(setting):
+    _, batch, logprobs, advantages = setting
+    with pytest.raises(
+        ValueError, match="entropy: a rule of this objective reads it, but the caller gave none"
+    ):
+        make(MinClip(), clip=ByEntropy())(logprobs, batch, advantages)
+
+
+def test_rules_of_the_wrong_shape_are_refused(setting):
+    _, batch, logprobs, advantages = setting
+
+    class PerTurn(ClipRule):
+        def bounds(self, tokens):
+            return Bounds(0.8, tokens.layout.turn_mean(tokens.ratio))
+
+    class OneTerm(SurrogateRule):
+        def terms(self, tokens, bounds):
+            return Terms(tokens.ratio.sum(), tokens.ratio, tokens.ratio > 1)
+
+    with pytest.raises(
+        ValueError, match=r"PerTurn.bounds \(high\): expected one value a token, \(34,\), got"
+    ):
+        make(MinClip(), clip=PerTurn())(logprobs, batch, advantages)
+    with pytest.raises(
+        ValueError, match=r"OneTerm.terms \(terms\): expected one value a token, \(34,\), got"
+    ):
+        make(OneTerm())(logprobs, batch, advantages)

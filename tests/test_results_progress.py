@@ -1,0 +1,111 @@
+"""How far runs are: read from what they have recorded, said once for each milestone."""
+
+import json
+import os
+import time
+
+import pandas as pd
+import pytest
+import yaml
+
+from stppo.results.progress import all_progress, follow, milestones, table
+
+
+@pytest.fixture
+def record(tmp_path):
+    """Write what a run has on disk after some iterations of 40, at two seconds each."""
+
+    def write(name, iteration, status="running", success=0.5, age=0.0):
+        run = tmp_path / name
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "config.yaml").write_text(
+            yaml.safe_dump({"training": {"iterations": 40}, "evaluation": {"every": 2}})
+        )
+        rows = [{"iteration": iteration, "temperature": t, "success": success + 1 - t} for t in (0.0, 1.0)]
+        pd.DataFrame(rows).to_parquet(run / "evaluations.parquet")
+        content = {
+            "status": status,
+            "algorithm": "st_ppo",
+            "seed": 1,
+            "iterations": iteration,
+            "wall_seconds": 2.0 * iteration,
+        }
+        (run / "run.json").write_text(json.dumps(content))
+        written = time.time() - age
+        os.utime(run / "run.json", (written, written))
+        return tmp_path
+
+    return write
+
+
+def test_a_run_is_read_from_its_files(record):
+    (run,) = all_progress(record("A/st_ppo/seed1", 10, age=5))
+    assert (run.name, run.iteration, run.iterations, run.status) == ("A/st_ppo/seed1", 10, 40, "running")
+    assert run.success == 0.5, "sampled, not greedy"
+    assert run.seconds == 2.0 and run.left == pytest.approx(30 * 2 - 5, abs=1)
+    assert run.line().startswith("st_ppo seed 1: iteration 10 of 40, success .50, 2.0 s an iteration, about ")
+
+
+def test_each_milestone_is_said_once(record, tmp_path):
+    said = milestones(tmp_path)
+    assert next(said) == []
+    lines = []
+    for iteration in range(0, 40, 2):
+        record("A/st_ppo/seed1", iteration)
+        lines += next(said)
+    record("A/st_ppo/seed1", 40, status="completed")
+    lines += next(said)
+    assert next(said) == []
+    at = [0, 10, 20, 30, 40]
+    assert [
+        f"{n} of 40" in line or (n == 0 and "started" in line) for n, line in zip(at, lines, strict=True)
+    ] == [True] * 5
+    assert "completed" in lines[-1]
+
+
+def test_two_runs_side_by_side_are_told_apart(record, tmp_path):
+    said = milestones(tmp_path)
+    next(said)
+    record("A/st_ppo/seed1", 0)
+    record("A/token_ppo/seed1", 20)
+    assert len(next(said)) == 2
+
+
+def test_runs_that_ended_before_are_passed_over_and_one_that_goes_on_is_not(record, tmp_path):
+    record("A/st_ppo/seed1", 40, status="completed")
+    record("A/st_ppo/seed2", 12)
+    (line,) = next(milestones(tmp_path))
+    assert "12 of 40" in line
+
+
+def test_a_run_that_stopped_is_told_as_such(record):
+    runs = all_progress(record("A/st_ppo/seed1", 12, age=3600))
+    assert "silent for 60 min" in table(runs) and "0 running" in table(runs)
+
+
+def test_non_finite_end_is_said(record):
+    assert "non-finite" in table(all_progress(record("A/st_ppo/seed1", 12, status="non_finite")))
+
+
+def test_half_written_and_earlier_runs_are_no_runs(record, tmp_path):
+    record("A/st_ppo/seed1", 12)
+    record("A/st_ppo/seed1/earlier-1", 40, status="completed")
+    (tmp_path / "B").mkdir()
+    (tmp_path / "B" / "run.json").write_text("{")
+    assert [run.name for run in all_progress(tmp_path)] == ["A/st_ppo/seed1"]
+
+
+def test_missing_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no folder .*laptop"):
+        all_progress(tmp_path / "laptop")
+
+
+def test_follow_waits_for_a_folder_that_is_not_there_yet(record, tmp_path):
+    said, looks = [], iter([False, False, True])
+
+    def stop():
+        record("runs/A/st_ppo/seed1", 10)
+        return next(looks)
+
+    follow(tmp_path / "runs", said.append, pause=0.0, stop=stop)
+    assert len(said) == 1

@@ -1,0 +1,218 @@
+"""Loggers: they see each recorded row, change nothing, and what becomes of them stops no run."""
+
+import errno
+import json
+import logging
+import time
+from importlib.util import find_spec
+
+import pandas as pd
+import pytest
+import torch
+
+from stppo import config as configs
+from stppo.config import ConfigError
+from stppo.training import loggers as module
+from stppo.training.loggers import Logger, Loggers, evaluation_scalars, update_scalars
+from stppo.training.trainer import Trainer
+from tests.training_runs import assert_same_metrics, interrupted, run, tables
+
+needs_tensorboard = pytest.mark.skipif(
+    find_spec("tensorboard") is None, reason="TensorBoard is not installed: pip install 'stppo[tensorboard]'"
+)
+needs_wandb = pytest.mark.skipif(
+    find_spec("wandb") is None, reason="Weights & Biases is not installed: pip install 'stppo[wandb]'"
+)
+INSTALLED = [name for name in ("tensorboard", "wandb") if find_spec(name)]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+class Recorder(Logger):
+    """Keeps what it sees; raises `error` at the update row where it is told to."""
+
+    made: list["Recorder"] = []
+
+    def __init__(self, run_dir, name, identifier, step, fails_at=None):
+        self.name, self.identifier, self.step, self.fails_at = name, identifier, step, fails_at
+        self.updates, self.evaluations, self.closed = [], [], 0
+        Recorder.made.append(self)
+
+    def update_row(self, row):
+        if row["update"] == self.fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.updates.append(dict(row))
+
+    def evaluation_row(self, row):
+        self.evaluations.append(dict(row))
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """In TensorBoard's place, and taken for installed."""
+    Recorder.made = []
+    monkeypatch.setitem(module.LOGGERS, "tensorboard", Recorder)
+    monkeypatch.setattr(module, "find_spec", lambda name: True)
+    return Recorder
+
+
+def events(folder) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_logger_sees_the_rows_as_they_are_recorded(tmp_path, tiny, barely_trained, recorder):
+    run(tiny("loggers=[tensorboard]"), tmp_path, barely_trained)
+    (seen,) = recorder.made
+    updates, evaluations = tables(tmp_path)
+    pd.testing.assert_frame_equal(pd.DataFrame(seen.updates, columns=list(updates)), updates)
+    pd.testing.assert_frame_equal(pd.DataFrame(seen.evaluations, columns=list(evaluations)), evaluations)
+    assert seen.closed == 1 and seen.step == 0
+
+
+def test_run_that_goes_on_keeps_its_identifier_and_names_its_step(tmp_path, tiny, barely_trained, recorder):
+    config = tiny("loggers=[tensorboard]", "training.checkpoint_every=1")
+    interrupted(config, tmp_path, barely_trained, after=2)
+    run(config, tmp_path, barely_trained)
+    first, second = recorder.made
+    assert first.closed == 1 and second.identifier == first.identifier
+    assert second.step == tables(tmp_path)[0].query("iteration == 2")["update"].max()
+    assert [row["update"] for row in second.updates] == list(range(second.step + 1, 21))
+
+
+def test_failing_logger_warns_once_and_the_run_ends_the_same(
+    tmp_path, tiny, barely_trained, monkeypatch, caplog
+):
+    run(tiny(), tmp_path / "without", barely_trained)
+    Recorder.made = []
+    monkeypatch.setattr(module, "find_spec", lambda name: True)
+    monkeypatch.setitem(module.LOGGERS, "wandb", Recorder)
+    monkeypatch.setitem(module.LOGGERS, "tensorboard", lambda *arguments: Recorder(*arguments, fails_at=3))
+    with caplog.at_level(logging.WARNING, logger="stppo.training.loggers"):
+        run(tiny("loggers=[tensorboard,wandb]"), tmp_path / "with", barely_trained)
+    (warning,) = caplog.messages
+    assert "logger tensorboard is off" in warning and "No space left on device" in warning
+    failed, other = Recorder.made
+    assert len(failed.updates) == 2 and len(other.updates) == 20
+    assert_same_metrics(tmp_path / "without", tmp_path / "with")
+
+
+def test_logger_that_cannot_begin_is_off(tmp_path, caplog):
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING, logger="stppo.training.loggers"):
+        Loggers(["tensorboard"], tmp_path).update_row({"update": 1, "entropy": 1.0})
+    assert len(caplog.messages) == 1 and "logger tensorboard is off" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_missing_package_names_its_extra_before_anything_is_trained(
+    name, tmp_path, tiny, barely_trained, monkeypatch
+):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"pip install 'stppo\[{name}\]'") as error:
+        Trainer(tiny(f"loggers=[{name}]"), tmp_path / "run", barely_trained)
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_unknown_logger_is_named(tiny):
+    with pytest.raises(ConfigError, match="loggers.0 = 'printer'"):
+        configs.validate(tiny("loggers=[printer]"))
+
+
+def test_loggers_are_no_part_of_a_run(tiny):
+    plain, logged = tiny(), tiny("loggers=[tensorboard]")
+    assert configs.identity_section(plain) == configs.identity_section(logged)
+    assert configs.run_section(plain) == configs.run_section(logged)
+    assert configs.warm_start_dir(plain) == configs.warm_start_dir(logged)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="neither TensorBoard nor Weights & Biases is installed")
+def test_metrics_and_random_numbers_are_the_same_with_and_without(tmp_path, tiny, barely_trained):
+    generators = []
+    for name, chosen in (("without", []), ("with", INSTALLED)):
+        trainer = Trainer(
+            tiny(f"loggers=[{','.join(chosen)}]"), tmp_path / name, barely_trained, progress=False
+        )
+        trainer.train()
+        generators.append((trainer.generator.get_state(), torch.get_rng_state()))
+    assert_same_metrics(tmp_path / "without", tmp_path / "with")
+    assert all(torch.equal(a, b) for a, b in zip(*generators, strict=True))
+    fingerprints = {
+        json.loads((tmp_path / n / "run.json").read_text())["config_fingerprint"] for n in ("without", "with")
+    }
+    assert len(fingerprints) == 1
+    assert all((tmp_path / "with" / name).is_dir() for name in INSTALLED)
+
+
+@needs_tensorboard
+def test_tensorboard_of_a_run_that_went_on_has_each_step_once(tmp_path, tiny, barely_trained):
+    config = tiny("loggers=[tensorboard]")
+    interrupted(config, tmp_path, barely_trained, after=3)  # the checkpoint is that of iteration 2
+    assert [step for step, _ in events(tmp_path / "tensorboard")["update/entropy"]] == list(range(1, 13))
+    run(config, tmp_path, barely_trained)
+    updates, evaluations = tables(tmp_path)
+    found = events(tmp_path / "tensorboard")
+    for tag, table, column in (
+        ("update/entropy", updates, "entropy"),
+        ("update/gradient_norm", updates, "gradient_norm"),
+        ("evaluation/success/sampled", evaluations[evaluations["temperature"] == 1], "success"),
+    ):
+        assert [step for step, _ in found[tag]] == table["update"].tolist(), tag
+        assert [value for _, value in found[tag]] == pytest.approx(table[column].tolist(), rel=1e-6), tag
+
+
+@needs_tensorboard
+def test_new_run_in_the_same_folder_moves_the_earlier_events_aside(tmp_path, tiny, barely_trained):
+    run(tiny("loggers=[tensorboard]", "training.iterations=1"), tmp_path, barely_trained)
+    run(tiny("loggers=[tensorboard]", "training.iterations=2"), tmp_path, barely_trained, resume="set_aside")
+    assert len(events(tmp_path / "earlier-1" / "tensorboard")["update/entropy"]) == 4
+    assert len(events(tmp_path / "tensorboard")["update/entropy"]) == 8
+
+
+@needs_tensorboard
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_full_disk_under_tensorboard_is_one_warning(tmp_path, monkeypatch, caplog):
+    loggers = Loggers(["tensorboard"], tmp_path)
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    with caplog.at_level(logging.WARNING, logger="stppo.training.loggers"):
+        for update in range(1, 5):
+            loggers.update_row({"update": update, "entropy": 1.0})
+        loggers.close()
+    assert len(caplog.messages) == 1 and "No space left" in caplog.messages[0]
+
+
+@needs_wandb
+def test_wandb_offline_writes_below_the_run_and_sends_nothing(tmp_path):
+    loggers = Loggers(["wandb"], tmp_path, "A/st_ppo/seed0", "abc123")
+    loggers.update_row({"update": 1, "iteration": 1, "entropy": 0.125})
+    loggers.evaluation_row({"update": 1, "iteration": 1, "temperature": 1.0, "success": 0.75})
+    loggers.close()
+    (written,) = (tmp_path / "wandb").glob("offline-run-*-abc123/run-abc123.wandb")
+    deadline = time.monotonic() + 20
+    while b"evaluation" not in (content := written.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.1)  # another process writes it
+    assert b"update/entropy" in content and b"evaluation/success/sampled" in content
+
+
+def test_scalars_are_the_finite_numbers_by_tag():
+    row = {"update": 3, "iteration": 1, "entropy": 0.5, "critic_loss": float("nan"), "epoch": 0}
+    assert update_scalars(row) == {"update/entropy": 0.5, "update/epoch": 0}
+    row = {"update": 3, "iteration": 1, "temperature": 0.0, "success": 0.25, "by_benchmark": {"nq": 0.5}}
+    assert evaluation_scalars(row) == {
+        "evaluation/success/greedy": 0.25,
+        "evaluation/success/greedy/nq": 0.5,
+    }
