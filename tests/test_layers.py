@@ -40,6 +40,7 @@ ALLOWED = {
             "agent",
             "config",
             "config_files",
+            "provenance",
             "plan",
             "preflight",
             "provenance",

@@ -137,7 +137,12 @@ def test_rapid_crashes_are_falls_within_ten_iterations(success, count):
 
 @pytest.mark.parametrize(
     ("iterations", "success", "start"),
-    [([0, 2], [0.1], 0.2), ([2, 0], [0.1, 0.1], 0.2), ([0, 2], [0.1, 1.2], 0.2), ([0, 2], [0.1, np.nan], 0.2)],
+    [
+        ([0, 2], [0.1], 0.2),
+        ([2, 0], [0.1, 0.1], 0.2),
+        ([0, 2], [0.1, 1.2], 0.2),
+        ([0, 2], [0.1, np.nan], 0.2),
+    ],
 )
 def test_curves_that_are_none_are_refused(iterations, success, start):
     with pytest.raises(ValueError, match="success|order"):
