@@ -169,6 +169,17 @@ def test_reward_sits_on_the_last_agent_token(rollout):
     torch.testing.assert_close(batch.rewards[torch.arange(len(last)), last], rewards)
 
 
+def test_sentence_ends_are_marked_turn_by_turn(setting, rollout):
+    sampler = setting[2]
+    batch = rollout.trajectories
+    for row in range(len(batch)):
+        for turn in range(int(batch.n_turns[row])):
+            at = batch.turn_ids[row] == turn
+            expected = sampler.encoder.sentence_ends(batch.tokens[row, at].tolist())
+            assert batch.sentence_ends[row, at].tolist() == expected
+    assert batch.sentence_ends.any() and not batch.sentence_ends[~batch.agent_mask].any()
+
+
 def test_turn_that_never_closes_is_cut_at_the_limit_and_corrected(setting):
     world, policy, sampler = setting
     word, turns = world.tokenizer.convert_tokens_to_ids("mentor"), world.turn_budget + 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -49,7 +50,8 @@ def assert_one_line_error(result, *parts):
 @pytest.mark.parametrize(
     "command",
     [
-        *("train", "warm-start", "play", "evaluate", "tiny-model", "collect", "claims", "report"),
+        *("train", "warm-start", "play", "evaluate", "tiny-model", "collect", "compare", "claims", "report"),
+        "progress",
         *("plugins check", "plugins verl-data"),
     ],
 )
@@ -102,6 +104,8 @@ def test_an_engine_that_does_not_start_is_one_line(stppo, monkeypatch):
         (["play", "world=benchmark"], ["world.records=FILE"]),
         (["play", "world=benchmark", "world.records=none.jsonl", "world.corpus=none.jsonl"], ["none.jsonl"]),
         (["collect", "metrics", "runs/none"], ["runs/none/run.json is missing", "snakemake"]),
+        (["compare", "none"], ["none holds no run.json"]),
+        (["plan", "--config-dir", "none"], ["none", "--config-dir", "No such file"]),
         (["claims", "none", "out"], ["none/runs.json is missing"]),
         (["report", "results/none"], ["results/none/metrics/runs.json is missing", "snakemake"]),
     ],
@@ -181,6 +185,74 @@ def test_runs_of_a_sweep_do_not_overwrite_each_other(stppo, started):
     assert rates == {1e-4, 2e-4}
 
 
+def test_members_of_a_sweep_are_named_by_what_differs_and_can_be_compared(stppo, started):
+    code, _, err = stppo("train", *TINY, "training.iterations=1", "seed=0,1", "training.epochs=1,2")
+    assert code == 0, err
+    assert "algorithm=st_ppo seed=1 training.epochs=2" in err, "the progress bar"
+    runs = runs_in(started)
+    shown = [re.fullmatch(r"(seed\d-training\.epochs=\d)-[0-9a-f]{12}", run.name)[1] for run in runs]
+    assert shown == [f"seed{seed}-training.epochs={epochs}" for seed in (0, 1) for epochs in (1, 2)]
+    records = [json.loads((run / "run.json").read_text()) for run in runs]
+    assert all("training.iterations=1" in record["variant"].split() for record in records)
+
+    code, out, err = stppo("compare", "results/smoke/manual", "--csv", "table.csv")
+    assert code == 0, err
+    table = pd.read_csv("table.csv")
+    assert (
+        sorted(table["variant"]) == ["training.epochs=1", "training.epochs=2"] and "training.epochs=2" in out
+    )
+    assert list(table["seeds"]) == [2, 2]
+    assert stppo("collect", "metrics", *map(str, runs))[0] == 0
+    assert set(pd.read_csv("metrics/summary.csv")["variant"]) == {"training.epochs=1", "training.epochs=2"}
+
+
+def test_complete_run_says_that_nothing_was_trained(stppo, started):
+    arguments = ["train", *TINY, "training.iterations=1", "algorithm=token_ppo"]
+    assert "completed: 1 iterations" in stppo(*arguments)[1]
+    (run,) = runs_in(started)
+    before = (run / "updates.parquet").read_bytes()
+    _, out, _ = stppo(*arguments)
+    assert out.startswith("already complete: nothing trained (same config, code and start)")
+    assert "--out" in out and "completed" not in out
+    assert (run / "updates.parquet").read_bytes() == before
+
+
+def test_edited_class_of_ones_own_is_not_taken_for_the_same_run(started, tmp_path):
+    folder = tmp_path / "mine"
+    (folder / "algorithm").mkdir(parents=True)
+    text = "defaults: [turn_ppo]\nname: mine\nobjective: {ratio: {_target_: own_cli_ratio.Mine}}\n"
+    (folder / "algorithm" / "mine.yaml").write_text(text)
+    code = "from dataclasses import dataclass\nfrom stppo.objectives import Ratio\n\n\n"
+    code += "@dataclass(frozen=True)\nclass Mine(Ratio):\n    scale = 1.0\n"
+    (folder / "own_cli_ratio.py").write_text(code)
+
+    def train(*arguments):
+        command = [
+            sys.executable,
+            "-c",
+            "from stppo.cli import main; main()",
+            "train",
+            *TINY,
+            "algorithm=mine",
+        ]
+        command += ["training.iterations=1", "--config-dir", str(folder), *arguments]
+        return subprocess.run(command, cwd=started, capture_output=True, text=True)
+
+    done = train()
+    assert "completed: 1 iterations" in done.stdout, done.stderr
+    (folder / "own_cli_ratio.py").write_text(code.replace("1.0", "1.0  # why"))
+    assert "already complete" in train().stdout
+    (folder / "own_cli_ratio.py").write_text(code.replace("1.0", "2.0"))
+    done = train()
+    assert done.returncode == 1 and "another config or code version" in done.stderr.splitlines()[-1]
+    assert "completed: 1 iterations" in train("--resume", "set_aside").stdout
+
+
+def test_version_is_that_of_the_package(stppo):
+    code, out, _ = stppo("--version")
+    assert code == 0 and re.fullmatch(r"stppo [\d.]+\w*( \(git [0-9a-f]{12}(, changed)?\))?\n", out)
+
+
 def test_interrupted_run_says_how_to_go_on_and_does(stppo, started):
     arguments = ["train", *TINY, "training.iterations=12", "training.checkpoint_every=1", "--out", "run"]
     # A shell's background job, as these tests may be, starts with SIGINT ignored.
@@ -227,3 +299,15 @@ def test_damaged_checkpoint_is_one_line_and_set_aside_on_request(stppo, started)
     assert_last_line(result, "run/checkpoint/1 cannot be read")
     code, out, _ = stppo("train", *TINY, "training.iterations=1", "--out", "run", "--resume", "set_aside")
     assert code == 0 and "completed" in out and (folder / "earlier-1" / "checkpoint").exists()
+
+
+def test_progress_says_how_far_runs_are(stppo, tmp_path):
+    run = tmp_path / "A" / "st_ppo" / "seed0"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("{training: {iterations: 40}, evaluation: {every: 2}}")
+    record = {"status": "running", "algorithm": "st_ppo", "seed": 0, "iterations": 10, "wall_seconds": 20.0}
+    (run / "run.json").write_text(json.dumps(record))
+    pd.DataFrame({"temperature": [1.0], "success": [0.5]}).to_parquet(run / "evaluations.parquet")
+    code, shown, _ = stppo("progress", str(tmp_path))
+    assert code == 0 and "10 of 40" in shown and "1 running" in shown
+    assert_one_line_error(stppo("progress", str(tmp_path / "nothing")), "no folder")

@@ -29,7 +29,7 @@ ALLOWED = {
     "plan": {"config"},
     "training": {"agent", "schema", "files", "config", "settings", "provenance", *FLOOR},
     "results": {"schema", "files", "provenance", "algorithms"},
-    "study": {"results", "schema", "files", "config"},
+    "study": {"results", "schema", "files", "config", "algorithms"},
     "plugins": {"objectives", "trajectories", "world", "retrieval", "checks"},
     "preflight": {"agent", "config", "files", "settings", *FLOOR},
     "axes": {"algorithms", "config", "objectives", "trajectories", "results"},

@@ -1,12 +1,25 @@
 """Exact moments of the gradient estimators: against the production loss, plain loops and finite differences."""
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 import torch
 
-from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, NoStabilizer, Ratio, estimated_bias_norms
+from stppo.objectives import (
+    Clip,
+    ClippedWeight,
+    ClippingBiasNorm,
+    CtnKL,
+    Divisor,
+    Gate,
+    Mask,
+    NoStabilizer,
+    Penalty,
+    Ratio,
+    estimated_bias_norms,
+)
 from stppo.oracle import UNCLIPPED, decompose, estimators, expected_surrogate, surrogate_gradient
 from tests.oracle_cases import (
     CLIPS,
@@ -368,3 +381,48 @@ def test_norm_estimators_have_no_limit(estimator):
     its = objective(stabilizer=ClippingBiasNorm(estimator=estimator))
     with pytest.raises(ValueError, match=f"estimator='{estimator}': its norm goes to 0 as the batch grows"):
         surrogate_gradient(oracle, its, moved(oracle), oracle.token_advantages()).limit()
+
+
+# --- other surrogates ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("surrogate", [ClippedWeight(), Mask(), Gate()], ids=str)
+@pytest.mark.parametrize("ratio", [Ratio("token"), Ratio("turn")], ids=str)
+def test_other_surrogates_have_the_production_losss_gradient_and_bias(surrogate, ratio):
+    oracle = small_oracle()
+    its = dataclasses.replace(objective(ratio), surrogate=surrogate)
+    theta, advantages = moved(oracle), wrong_critic(oracle)
+    rows = oracle.sample(16, torch.Generator().manual_seed(2))
+    gradient, bias, _ = production(oracle, its, theta, advantages, rows)
+    exact = surrogate_gradient(oracle, its, theta, advantages)
+    assert bias.norm() > 1e-3
+    close(exact.gradients[rows].mean(0), gradient)
+    close(exact.biases[rows].mean(0), bias)
+
+
+def test_what_has_no_expectation_over_the_tree_is_refused():
+    oracle = tiny_oracle()
+    theta, advantages, plain = moved(oracle), wrong_critic(oracle), objective()
+
+    class Moving(Clip):
+        sees_batch = True
+
+    class ByShare(Divisor):
+        estimator = "effective_sample_size"
+
+        def divisor(self, value):
+            return value
+
+    class Extra(Penalty):
+        def penalty(self, tokens, bounds):
+            return tokens.log_ratio.mean()
+
+    for changes, message in (
+        ({"clip": Moving()}, "Moving: looks at a whole batch, which the tree is not"),
+        ({"stabilizer": ByShare()}, "ByShare.estimator='effective_sample_size': the oracle divides by"),
+        ({"stabilizer": Extra()}, "Extra: its expectation over the tree is not known"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            surrogate_gradient(oracle, dataclasses.replace(plain, **changes), theta, advantages)
+    with pytest.raises(ValueError, match="Lemma 4.2 is about MinClip, got the surrogate Gate"):
+        decompose(oracle, dataclasses.replace(plain, surrogate=Gate()), theta, advantages)

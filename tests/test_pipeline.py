@@ -1,8 +1,6 @@
 """The Snakefile, by dry runs: what it plans, what it says to bad input; and how pages are made, by a real run."""
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +9,13 @@ import nbformat
 import pandas as pd
 import pytest
 
+from stppo import config as configs
 from stppo.interact import WIDGET_VIEW
+from stppo.results.runs import collect
+from tests.synthetic_runs import make_run
 
 ROOT = Path(__file__).parents[1]
+RECORDED = "overrides=+pipeline.recorded=recorded"
 
 
 def snakemake(
@@ -45,77 +47,71 @@ def planned(result: subprocess.CompletedProcess, rule: str) -> int:
     return next((int(row[1]) for row in rows if len(row) == 2 and row[0] == rule and row[1].isdigit()), 0)
 
 
-@pytest.mark.parametrize(("preset", "runs", "warm_starts"), [("smoke", 11, 1), ("laptop", 31, 3)])
-def test_from_nothing_every_run_is_trained(tmp_path, preset, runs, warm_starts):
-    result = snakemake(tmp_path, "--config", f"preset={preset}")
-    assert planned(result, "train") == runs
-    assert planned(result, "warm_start") == warm_starts
-    assert planned(result, "derivation") == 5
-    assert planned(result, "report") == 1
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """A dry run of the smoke preset from nothing, with a reader's notebook beside ours."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "notebooks").mkdir()
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        (folder / "notebooks" / notebook.name).symlink_to(notebook)
+    own = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("metrics_dir = output_dir = ''")])
+    nbformat.write(own, folder / "notebooks" / "31-mine.ipynb")
+    return snakemake(folder, "--config", "preset=smoke")
 
 
-RECORDED = "overrides=+pipeline.recorded=recorded"
+def test_from_nothing_every_run_is_trained(plan):
+    assert planned(plan, "train") == 9 and planned(plan, "warm_start") == 1
+    assert planned(plan, "collect") == planned(plan, "figures") == planned(plan, "report") == 1
+
+
+def test_notebooks_are_found_by_their_number(plan):
+    names = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb")]
+    derivations = [name for name in names if name.startswith("0")]
+    assert planned(plan, "derivation") == len(derivations)
+    pages = plan.stdout.split("rule all:")[1]
+    asked = [*derivations, "20-what-happened", "21-why", "31-mine"]
+    assert all(f"results/smoke/{name}.html" in pages for name in asked)
+
+
+def test_plug_ins_benchmarks_and_claims_are_not_part_of_a_plain_preset(plan):
+    assert planned(plan, "plug_ins") == planned(plan, "benchmarks") == planned(plan, "claims") == 0
+
+
+def test_pages_that_are_targets_of_their_own_take_their_own_options(tmp_path):
+    options = ("--config", "preset=smoke", "checkpoint=a b", "n_questions=7")
+    pages = ("results/smoke/24-benchmarks.html", "results/smoke/25-plug-ins.html")
+    result = snakemake(tmp_path, *options, targets=("-n", "-p", *pages))
+    assert planned(result, "benchmarks") == planned(result, "plug_ins") == 1 and planned(result, "html") == 2
+    assert planned(result, "train") == 0
+    assert "-p n_questions 7" in result.stdout and "-r checkpoint 'a b'" in result.stdout
 
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A copy of the committed laptop metrics, below the directory that the pipeline works in."""
-    return Path(shutil.copytree(ROOT / "results/reference/laptop/metrics", tmp_path / "recorded" / "metrics"))
+    """Metrics of a run of each planned kind, below the directory that the pipeline works in."""
+    plans = configs.planned_runs("smoke")
+    runs = [
+        make_run(tmp_path / "made" / p.algorithm, p.algorithm, p.seed, p.regime, iterations=6) for p in plans
+    ]
+    collect(runs, tmp_path / "recorded" / "metrics")
+    return tmp_path / "recorded" / "metrics"
 
 
-def test_recorded_metrics_are_rendered_without_training(tmp_path, recorded):
-    result = snakemake(tmp_path, "--config", "preset=laptop", RECORDED)
-    assert planned(result, "train") == planned(result, "warm_start") == planned(result, "derivation") == 0
-    assert planned(result, "collect") == planned(result, "figures") == planned(result, "report") == 1
-    trained = snakemake(tmp_path, "--config", "preset=laptop", RECORDED, "retrain=true")
-    assert planned(trained, "train") == 31
-
-
-def test_deleted_run_of_recorded_metrics_is_named(tmp_path, recorded):
+def test_recorded_metrics_are_rendered_without_training_and_a_missing_run_is_named(tmp_path, recorded):
     evaluations = pd.read_parquet(recorded / "evaluations.parquet")
-    gone = (
-        (evaluations["algorithm"] == "st_ppo") & (evaluations["seed"] == 1) & (evaluations["regime"] == "A")
+    evaluations[evaluations["algorithm"] != "st_ppo"].to_parquet(
+        recorded / "evaluations.parquet", index=False
     )
-    evaluations[~gone].to_parquet(recorded / "evaluations.parquet", index=False)
-    result = snakemake(tmp_path, "--config", "preset=laptop", RECORDED)
+    result = snakemake(tmp_path, "--config", "preset=smoke", RECORDED)
     assert result.returncode != 0
     said = result.stdout + result.stderr
-    assert "lacks 1 of 31 planned runs (A/st_ppo/1)" in said and "retrain=true" in said
-    allowed = snakemake(tmp_path, "--config", "preset=laptop", RECORDED, "missing=allow")
-    assert planned(allowed, "report") == 1
+    assert "lacks 1 of 9 planned runs (OFF_POLICY/st_ppo/0)" in said and "retrain=true" in said
 
-
-def test_claims_know_what_was_planned(tmp_path, recorded):
-    target = "results/laptop/claims/claims.csv"
-    result = snakemake(tmp_path, "--config", "preset=laptop", RECORDED, targets=[target])
-    assert result.returncode == 0, result.stdout + result.stderr
-    plan = json.loads((tmp_path / "results/laptop/planned.json").read_text(encoding="utf-8"))
-    assert sum(plan.values()) == 31 and plan["A/token_ppo"] == 3
-    assert pd.read_csv(tmp_path / target).empty, "the laptop preset has no claims"
-
-
-def test_plug_ins_are_a_target_of_their_own(tmp_path):
-    assert planned(snakemake(tmp_path, "--config", "preset=smoke"), "plug_ins") == 0
-    page = snakemake(tmp_path, "--config", "preset=smoke", targets=("-n", "results/smoke/25-plug-ins.html"))
-    assert planned(page, "plug_ins") == planned(page, "html") == 1 and planned(page, "train") == 0
-
-
-def test_benchmarks_are_a_target_of_their_own_with_their_own_options(tmp_path):
-    assert planned(snakemake(tmp_path, "--config", "preset=smoke"), "benchmarks") == 0
-    options = ("--config", "preset=smoke", "checkpoint=a b", "n_questions=7")
-    page = snakemake(tmp_path, *options, targets=("-n", "-p", "results/smoke/24-benchmarks.html"))
-    assert planned(page, "benchmarks") == planned(page, "html") == 1 and planned(page, "train") == 0
-    assert "-p n_questions 7" in page.stdout and "-r checkpoint 'a b'" in page.stdout
-
-
-def test_missing_notebook_is_an_error(tmp_path):
-    (tmp_path / "notebooks").mkdir()
-    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
-        if notebook.stem != "03-clipping-bias":
-            (tmp_path / "notebooks" / notebook.name).symlink_to(notebook)
-    result = snakemake(tmp_path, "--config", "preset=smoke")
-    assert result.returncode != 0
-    assert "notebooks/03-clipping-bias.ipynb is missing" in result.stdout + result.stderr
+    allowed = snakemake(tmp_path, "--config", "preset=smoke", RECORDED, "missing=allow")
+    assert planned(allowed, "train") == planned(allowed, "warm_start") == planned(allowed, "derivation") == 0
+    assert planned(allowed, "collect") == planned(allowed, "figures") == planned(allowed, "report") == 1
+    trained = snakemake(tmp_path, "--config", "preset=smoke", RECORDED, "retrain=true")
+    assert planned(trained, "train") == 9
 
 
 @pytest.mark.parametrize(
@@ -125,7 +121,6 @@ def test_missing_notebook_is_an_error(tmp_path):
         ("kernel=fortran", "no Jupyter kernel named fortran"),
         ("overrides=+pipeline.resources.gpu=2", "takes 2 GPU; say how many there are: --resources gpu=1"),
         ("overrides=training.epoch=3", "epoch"),
-        ("overrides=seed=1 'world.benchmark=[nq,hotpotqa]'", "quote no first and no last override"),
         ("overrides=seed=1 policy.lora={rank: 16}", "write {rank:16}"),
     ],
 )
@@ -143,7 +138,7 @@ def test_pages_link_pages_and_need_no_widgets(tmp_path):
     }
     output = nbformat.v4.new_output("display_data", bundle)
     links = (
-        "[next](21-clip-ratio.ipynb) [part](03-clipping-bias.ipynb#part) [run](10-train.ipynb) [plug](25-plug-ins.ipynb#a)"
+        "[next](21-why.ipynb) [part](03-clipping-bias.ipynb#part) [run](10-train.ipynb) [plug](25-plug-ins.ipynb#a)"
         " [other](https://a.org/02-b.ipynb)"
     )
     notebook = nbformat.v4.new_notebook(
@@ -160,7 +155,7 @@ def test_pages_link_pages_and_need_no_widgets(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     page = (folder / "page.html").read_text(encoding="utf-8")
     assert "<p>still</p>" in page and "html-manager" not in page
-    assert 'href="../21-clip-ratio.html"' in page and 'href="../03-clipping-bias.html#part"' in page
+    assert 'href="../21-why.html"' in page and 'href="../03-clipping-bias.html#part"' in page
     notebooks = "../../../notebooks"
     assert f'href="{notebooks}/10-train.ipynb"' in page and f'href="{notebooks}/25-plug-ins.ipynb#a"' in page
     assert 'href="https://a.org/02-b.ipynb"' in page

@@ -123,3 +123,40 @@ def test_limits_that_cannot_be_kept_are_refused(chat):
     with pytest.raises(ValueError, match="exceeds max_start_tokens=50: raise it, .*Question: Who.$") as error:
         encoder.prompt(Protocol().prompt("Who?"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        (
+            "<think> Where is it? In Wien!? Yes... </think> <search> Zürich </search>",
+            ["<think> Where is it?", " In Wien!?", " Yes...", " </think>", " <search> Zürich </search>"],
+        ),
+        ("no end at all", ["no end at all"]),
+        ("Zürich. And", ["Zürich.", " And"]),
+    ],
+)
+def test_sentences_end_at_marks_and_closing_tags_whatever_the_tokens(chat, text, sentences):
+    encoder = DialogueEncoder(Protocol(), chat)
+    ids = chat(text, add_special_tokens=False)["input_ids"]
+    parts, begin = [], 0
+    for i, ends in enumerate(encoder.sentence_ends(ids), start=1):
+        if ends or i == len(ids):
+            parts.append(chat.decode(ids[begin:i]))
+            begin = i
+    assert parts == sentences
+
+
+def test_the_synthetic_worlds_closing_tags_end_sentences():
+    world = SyntheticWorld(n_entities=40, n_train=8, n_validation=2, n_test=2, seed=0)
+    encoder = DialogueEncoder(world.environment.protocol, world.tokenizer)
+    turn = "<think> mentor </think> <search> mentor </search>"
+    assert encoder.sentence_ends(world.tokenizer(turn)["input_ids"]) == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert encoder.sentence_ends([]) == []

@@ -450,7 +450,7 @@ def claims(
 ) -> None:
     """Say which claims of the study its recorded runs support; a preset without claims gets an empty table.
 
-    Example: `stppo claims results/study/metrics results/study/claims --planned results/study/planned.json`
+    Example: `stppo claims results/study/metrics results/study/claims --planned results/study/claims/planned.json`
     """
     from stppo.results.runs import load_metrics
     from stppo.study.claims import write_claims

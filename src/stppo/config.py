@@ -229,13 +229,9 @@ def _check_target(node: Config, key: str) -> None:
             _check_target(value, f"{key}.{name}")
         rule = dataclasses.is_dataclass(kind) or inspect.isabstract(kind)
         if rule and not (nested and issubclass(get_class(value["_target_"]), kind)):
-            write = "".join(
-                f" and write its {method}" for method in sorted(getattr(kind, "__abstractmethods__", ()))
-            )
             given_class = value["_target_"] if nested else repr(value)
             raise ConfigError(
-                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is needed; for one of your own, "
-                f"subclass {kind.__module__}.{kind.__name__}{write}"
+                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is needed{_how_to_write(kind)}"
             )
 
 
@@ -254,9 +250,19 @@ def _class(target: str, key: str) -> type:
         raise ConfigError(f"{key}._target_ = {target}: no such class ({reason})") from error
 
 
+def _how_to_write(kind: type) -> str:
+    """What to subclass for a rule of one's own, and the method to write; "" for sections that are no rules."""
+    bases = [base for base in (kind, *kind.__subclasses__()) if inspect.isabstract(base)]
+    ways = [
+        f"{base.__module__}.{base.__name__} and write its {', '.join(sorted(base.__abstractmethods__))}"
+        for base in (bases[:1] if kind in bases else bases)
+    ]
+    return f"; for one of your own subclass {', or '.join(ways)}" if ways else ""
+
+
 def run_section(config: Config) -> Config:
-    """What one run depends on: the config without the pipeline's list of runs, the study's groups, the preset's name,
-    the loggers, and how figures show the algorithm."""
+    """What one run depends on: the config without the pipeline's list of runs, the study's groups, the preset's name, the
+    loggers, and how figures show the algorithm."""
     section = {k: v for k, v in config.items() if k not in ("pipeline", "study", "preset", "loggers")}
     if isinstance(algorithm := section.get("algorithm"), dict):
         section["algorithm"] = {k: v for k, v in algorithm.items() if k not in Presentation.model_fields}

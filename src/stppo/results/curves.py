@@ -161,6 +161,15 @@ def plotted(rows: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return table.astype({**integers, **dict.fromkeys(("value", "low", "high"), "float64")})
 
 
+def top_of(rows: Sequence[pd.DataFrame]) -> float:
+    """Upper end of an axis of successes, from the `value` and `high` of what was drawn: 1, or less where nothing comes near."""
+    highest = max(
+        (np.nanmax(part[["value", "high"]].to_numpy(float)) if "high" in part else part["value"].max())
+        for part in rows
+    )
+    return 1.02 if highest > 0.6 else max(1.1 * highest, 0.1)
+
+
 # ---- words --------------------------------------------------------------------------------------
 def plain(value: float) -> str:
     """At most four significant digits, as people write learning rates: 3.5e-4, 0.25, 8."""
@@ -270,7 +279,7 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
         rows = -(-len(labels) // columns)
         widths = [max(inches[i : i + rows]) for i in range(0, len(labels), rows)]
         if sum(widths) <= width - 0.1:
-            return columns
+            return -(-len(labels) // rows)
     return 1
 
 

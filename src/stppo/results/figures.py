@@ -7,9 +7,8 @@ paper's first version that asks the same; what is drawn is always our own measur
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,36 +23,34 @@ from stppo.results.curves import (
     BANDS,
     BASELINE,
     GREEDY,
-    GREY,
     LEVEL,
     SUCCESS,
-    TOGETHER,
     Panel,
     band,
     baseline_handle,
     curves_of,
     draw_line,
     examples,
-    family_chunks,
     finish_axis,
     line_handles,
     moves,
-    name_lines,
     page,
     panel_figure,
-    plain,
     plotted,
     queue_filled,
     source_of,
     start_handle,
     start_line,
+    top_of,
 )
 from stppo.results.findings import main_regime
+from stppo.results.granularity import granularity
 from stppo.results.outcomes import LABELS, LEARNED
 from stppo.results.resampling import by_world, fewest_worlds, mean
 from stppo.results.runs import Metrics
 from stppo.results.statistics import log_linear_trend
 from stppo.results.style import STYLE_NOTE, Plot, in_order, style
+from stppo.results.tolerance import tolerance
 
 HAPPENS, TOLERATES, WHY = "what happens", "how much it tolerates", "why"  # groups, in the order of the report
 
@@ -115,7 +112,7 @@ def learning(metrics: Metrics) -> Plot | None:
         for name in findings.pair(metrics, regime, algorithms)[:1]:
             seeds = _typical(metrics, regime, name)
             rows += examples(axes[0], metrics, regime, name, SAMPLED_PANEL, seeds)
-        axes[0].set_ylim(0, _top(rows))
+        axes[0].set_ylim(0, top_of(rows))
     base = metrics.look(findings.pair(metrics, regime, algorithms)[0]).label
     caption = (
         f"{question} The title compares sampled success: of runs that learned (rose by {LEARNED:.2f}), the share of that gain "
@@ -130,15 +127,6 @@ def _typical(metrics: Metrics, regime: str, algorithm: str) -> list[int]:
     """Seed of the run of median area, where there are several."""
     arm = metrics.arm(regime, algorithm).sort_values(["area", "seed"])
     return [int(arm["seed"].iloc[len(arm) // 2])] if len(arm) > 2 else []
-
-
-def _top(rows: Sequence[pd.DataFrame]) -> float:
-    """Upper end of an axis of successes: 1, or less where nothing comes near."""
-    highest = max(
-        (np.nanmax(part[["value", "high"]].to_numpy(float)) if "high" in part else part["value"].max())
-        for part in rows
-    )
-    return 1.02 if highest > 0.6 else max(1.1 * highest, 0.1)
 
 
 def every_algorithm(metrics: Metrics) -> Plot | None:
@@ -185,7 +173,7 @@ def every_algorithm(metrics: Metrics) -> Plot | None:
                 ax.set_xlabel("iteration")
         for ax in axes[len(algorithms) :]:
             ax.set_visible(False)
-        axes[0].set_ylim(0, _top(rows))
+        axes[0].set_ylim(0, top_of(rows))
     caption = (
         f"{question} A run crashed when it lost half of what it had gained, and collapsed when it did not make that good by the "
         f"end (or its loss stopped being finite). Thin: the runs with the lowest and the highest final success. {BANDS}"
@@ -206,15 +194,10 @@ def stability(metrics: Metrics) -> Plot | None:
     summary = pd.concat([metrics.arm(regime, name) for name in algorithms])
     present = [label for label in LABELS if (summary["outcome"] == label).any()]
     handles = [_mark(label, "#555555") for label in present]
-    interval = Line2D(
-        [],
-        [],
-        color="#555555",
-        linewidth=2,
-        marker="|",
-        markersize=9,
-        label=f"mean, {100 * LEVEL:.0f} % interval",
-    )
+    firm = summary.groupby("algorithm")["world_seed"].nunique().max() >= fewest_worlds(LEVEL)
+    text = f"mean, {100 * LEVEL:.0f} % interval" if firm else "mean"
+    bar = {"marker": "|", "markersize": 11, "markeredgewidth": 2, "linewidth": 2 if firm else 0}
+    interval = Line2D([], [], color="#222222", label=text, **bar)
     handles += [interval, start_handle()]
     rows = []
     with style():
@@ -231,7 +214,7 @@ def stability(metrics: Metrics) -> Plot | None:
             )
             ax.axvline(level, color="#777777", linewidth=1, linestyle=(0, (1, 2)), zorder=1)
             ax.set_title(panel.label.replace("success", "final success"), fontsize=10.5, color="#333333")
-            ax.set_xlim(0, _top([pd.DataFrame(rows)[["value"]]]))
+            ax.set_xlim(0, top_of([pd.DataFrame(rows)[["value"]]]))
         axes[0].set_yticks(range(len(algorithms)), [metrics.look(name).label for name in algorithms])
         axes[0].set_ylim(len(algorithms) - 0.5, -0.5)
         for ax in axes:
@@ -307,166 +290,6 @@ def _varies(metrics: Metrics, regime: str, column: str) -> bool:
         return False
     values = metrics.iterations.loc[metrics.iterations["regime"] == regime, column].dropna()
     return len(values) > 0 and np.ptp(values) > 1e-6 * np.abs(values).max()
-
-
-# ---- how much it tolerates ----------------------------------------------------------------------
-def tolerance(metrics: Metrics) -> Plot | None:
-    """Final success and area against learning rate, epochs and staleness, where the runs vary them one at a time."""
-    runs = _with_settings(metrics)
-    slices = {name: part for name in SETTINGS if (part := _slice(runs, name)) is not None}
-    if not slices:
-        return None
-    every = pd.concat(slices.values())
-    regimes, algorithms = sorted(set(every["regime"])), in_order(every["algorithm"])
-    measures = {"final": "final success", "area": "mean success\nof the run"}
-    question = f"How far can it be pushed? Sampled success against {_enumerate([SETTINGS[name].split(' (')[0] for name in slices])}."
-    title = _tolerance_title(metrics, slices)
-    chunks = (
-        family_chunks(metrics, main_regime(metrics), algorithms)
-        if len(algorithms) > TOGETHER
-        else [algorithms]
-    )
-    behind = len(chunks) > 1 and BASELINE in algorithms
-    handles = [] if len(chunks) > 1 else line_handles(metrics, algorithms)
-    handles += [*([baseline_handle(metrics)] if behind else []), start_handle()]
-    rows: list[pd.DataFrame] = []
-    with style():
-        names = 0.25 if len(chunks) > 1 else 0.0
-        body = len(chunks) * (len(measures) * 1.55 + 0.45 + names)
-        fig = page(title, question, source_of(metrics, regimes, algorithms), body, handles)
-        for chunk, block in zip(chunks, np.atleast_1d(fig.subfigures(len(chunks), 1)), strict=True):
-            axes = block.subplots(len(measures), len(slices), squeeze=False, sharex="col")
-            for (r, c), ax in np.ndenumerate(axes):
-                (name, runs), measure = list(slices.items())[c], list(measures)[r]
-                if behind and BASELINE not in chunk:
-                    _tolerance_line(ax, metrics, runs, BASELINE, name, measure, GREY)
-                for algorithm in chunk:
-                    rows += _tolerance_line(ax, metrics, runs, algorithm, name, measure)
-                level = runs.groupby("world_seed")["start"].mean().mean()
-                ax.axhline(level, color="#777777", linewidth=1, linestyle=(0, (1, 2)), zorder=1)
-                _setting_axis(ax, name, sorted(set(runs[name])))
-                ax.tick_params(labelleft=c == 0)
-                if c == 0:
-                    ax.set_ylabel(measures[measure])
-                if r == len(measures) - 1:
-                    ax.set_xlabel(SETTINGS[name])
-            if len(chunks) > 1:
-                name_lines(axes[0, 0], metrics, chunk, 1, len(chunk))
-        top = _top(rows)
-        for ax in fig.axes:
-            ax.set_ylim(0, top)
-    fixed = "; ".join(
-        f"{SETTINGS[name]} varies at "
-        + ", ".join(f"{SETTINGS[other]} {plain(part[other].iloc[0])}" for other in SETTINGS if other != name)
-        for name, part in slices.items()
-    )
-    caption = f"{question} {sentence_case(fixed)}. An algorithm learns at a setting where its mean final success is at least {LEARNED:.2f} above the start. {BANDS} {STYLE_NOTE}"
-    return Plot("tolerance", fig, pd.concat(rows, ignore_index=True), caption, title=title)
-
-
-def sentence_case(text: str) -> str:
-    return findings.sentence(text)
-
-
-def _enumerate(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _with_settings(metrics: Metrics) -> pd.DataFrame:
-    """`Metrics.summary` with the settings of each run, and what else must be equal for runs to be compared."""
-    rows = []
-    for record, row in zip(metrics.runs, metrics.summary.to_dict("records"), strict=True):
-        world = (
-            -1 if row["world_seed"] is None or row["world_seed"] != row["world_seed"] else row["world_seed"]
-        )
-        shared = {"policy": str(record.get("policy")), "world": str(record["world"])}
-        rows.append({**row, "world_seed": world, **metrics.settings(record), **shared})
-    runs = pd.DataFrame(rows)
-    planned = {r["regime"]: 0 for r in metrics.runs}
-    for record in metrics.runs:
-        planned[record["regime"]] = max(planned[record["regime"]], record["iterations"])
-    return runs.assign(horizon=runs["regime"].map(planned))
-
-
-def _slice(runs: pd.DataFrame, name: str) -> pd.DataFrame | None:
-    """Runs that differ in one setting alone: of the settings of the others, the one at which it takes most values."""
-    fixed = [other for other in SETTINGS if other != name] + ["policy", "world", "horizon"]
-    best, most = None, (1, 0)
-    for _, part in runs.dropna(subset=list(SETTINGS)).groupby(fixed):
-        size = (part[name].nunique(), len(part))
-        if size > most and size[0] > 1:
-            best, most = part, size
-    if best is None:
-        return None
-    varied = best.groupby("algorithm")[name].nunique()
-    return best[best["algorithm"].isin(varied[varied > 1].index)] if (varied > 1).any() else None
-
-
-def _tolerance_line(
-    ax: Axes, metrics: Metrics, runs: pd.DataFrame, algorithm: str, name: str, measure: str, grey: str = ""
-) -> list[pd.DataFrame]:
-    arm = runs[runs["algorithm"] == algorithm]
-    if arm.empty:
-        return []
-    table = arm.pivot_table(index=name, columns=["world_seed", "seed"], values=measure, aggfunc="mean")
-    table.columns.names = ["world", "seed"]
-    drawn = band(table, Panel(measure, "", share=True)).rename(columns={"iteration": "setting"})
-    its = metrics.look(algorithm)
-    if grey:
-        ax.plot(drawn["setting"], drawn["value"], color=grey, linewidth=1.6, zorder=1)
-        return []
-    ax.fill_between(
-        drawn["setting"], drawn["low"], drawn["high"], color=its.color, alpha=0.14, linewidth=0, zorder=2
-    )
-    ax.plot(
-        drawn["setting"], drawn["value"], color=its.color, ls=its.line, lw=2, marker="o", ms=4.5, zorder=4
-    )
-    columns = ["setting", "value", "low", "high", "runs", "worlds"]
-    keys = {"varied": name, "measure": measure, "algorithm": algorithm}
-    return [drawn[columns].assign(**keys)[[*keys, *columns]]]
-
-
-def _setting_axis(ax: Axes, name: str, values: Sequence[float]) -> None:
-    if name != "staleness" and min(values) > 0:
-        ax.set_xscale("log")
-    ax.set_xticks(
-        values, [plain(value) for value in values], fontsize=7.5, rotation=30 if len(values) > 4 else 0
-    )
-    ax.set_xticks([], minor=True)
-
-
-def _tolerance_title(metrics: Metrics, slices: Mapping[str, pd.DataFrame]) -> str:
-    """The highest value of the first setting at which the two compared algorithms still learn, by their means."""
-    name, runs = next(iter(slices.items()))
-    if short := findings.too_short(metrics, sorted(set(runs["regime"]))):
-        return short
-    top = max(runs[name])
-    told, reached = [], []
-    chosen = findings.pair(metrics, main_regime(metrics), in_order(runs["algorithm"]))
-    for algorithm in chosen:
-        arm = runs[runs["algorithm"] == algorithm]
-        gains = (
-            (arm["final"] - arm["start"])
-            .groupby([arm[name], arm["world_seed"]])
-            .mean()
-            .groupby(level=0)
-            .mean()
-        )
-        learns = gains[gains >= LEARNED]
-        reached.append(learns.index.max() if len(learns) else None)
-        label = findings.name_of(metrics, algorithm)
-        if reached[-1] is None:
-            told.append(f"{label} at none of those tried")
-        elif reached[-1] == arm[name].max() == top:
-            told.append(f"{label} up to the highest tried ({plain(top)})")
-        else:
-            told.append(f"{label} up to {plain(reached[-1])}")
-    what = {"learning_rate": "Learning rate", "epochs": "Epochs per batch", "staleness": "Staleness"}[name]
-    n_worlds = runs.groupby("algorithm")["world_seed"].nunique().loc[list(chosen)].min()
-    if len(told) == 2 and reached[0] == reached[1] and reached[0] is not None:
-        told = [f"{findings.name_of(metrics, chosen[0])} and {told[1]} alike"]
-    few = f" ({n_worlds} world{'s' if n_worlds > 1 else ''})" if n_worlds < fewest_worlds(LEVEL) else ""
-    return f"{what} at which success still rises by {LEARNED:.1f}: {', '.join(told)}{few}"
 
 
 # ---- why ----------------------------------------------------------------------------------------
@@ -602,138 +425,9 @@ def _trends_title(metrics: Metrics, regime: str, table: pd.DataFrame) -> str:
         told.append(
             f"{findings.name_of(metrics, name)} {firm if row['r_squared'] >= FIRM else 'no steady trend (R² ' + format(row['r_squared'], '.2f') + ')'}"
         )
-    return f"{what}: {', '.join(told)}"
-
-
-def granularity(metrics: Metrics) -> Plot | None:
-    """Final success as the ratio goes from token to turn to sequence, everything else equal by the recorded configs."""
-    regime = main_regime(metrics)
-    families = _families(metrics, regime)
-    if not families:
-        return None
-    rungs = [
-        rung
-        for rung in ("token", "turn", "sentence", "sequence")
-        if any(rung in family for family in families)
-    ]
-    question = (
-        "Does a coarser ratio help? Final sampled success, all else in the configs of a line being equal."
-    )
-    algorithms = in_order(name for family in families for name in family.values())
-    title = _granularity_title(metrics, regime, families)
-    rows = []
-    with style():
-        n_columns = min(4, len(families))
-        n_rows = -(-len(families) // n_columns)
-        fig = page(
-            title, question, source_of(metrics, [regime], algorithms), 2.6 * n_rows + 0.1, [start_handle()]
-        )
-        axes = list(fig.subplots(n_rows, n_columns, squeeze=False, sharey=True, sharex=True).flat)
-        for ax, family in zip(axes, families, strict=False):
-            middles = {}
-            for rung, name in family.items():
-                x, color = rungs.index(rung), metrics.look(name).color
-                arm = metrics.arm(regime, name).sort_values("seed")
-                spread = 0.3 * (np.arange(len(arm)) / max(1, len(arm) - 1) - 0.5) if len(arm) > 1 else [0.0]
-                ax.plot(
-                    x + np.asarray(spread),
-                    arm["final"],
-                    "o",
-                    color=color,
-                    ms=4.5,
-                    alpha=0.55,
-                    mec="white",
-                    mew=0.4,
-                    zorder=3,
-                )
-                values = by_world(arm, "final")
-                found = mean(values, n_draws=4000)
-                low, high = (
-                    found.interval(LEVEL) if len(values) >= fewest_worlds(LEVEL) else (math.nan, math.nan)
-                )
-                ax.plot([x, x], np.clip([low, high], 0, 1), color="#222222", linewidth=1.8, zorder=4)
-                ax.plot([x], [found.value], "D", color=color, ms=8, mec="white", zorder=5)
-                ax.annotate(
-                    metrics.look(name).label,
-                    (x, 0.02),
-                    xycoords=("data", "axes fraction"),
-                    ha="center",
-                    fontsize=7.5,
-                    color=color,
-                    fontweight="bold",
-                )
-                middles[x] = found.value
-                keys = {
-                    "regime": regime,
-                    "family": _family_name(metrics, family),
-                    "granularity": rung,
-                    "algorithm": name,
-                }
-                rows += [
-                    {**keys, "kind": "run", "world": r.world_seed, "seed": r.seed, "value": r.final}
-                    for r in arm.itertuples()
-                ]
-                rows.append({**keys, "kind": "mean", "value": found.value, "low": low, "high": high})
-            ax.plot(list(middles), list(middles.values()), color="#999999", linewidth=1.3, zorder=2)
-            start_line(ax, metrics, regime, list(family.values()), SUCCESS)
-            ax.set_xticks(range(len(rungs)), rungs)
-            ax.set_xlim(-0.5, len(rungs) - 0.5)
-        for ax in axes[len(families) :]:
-            ax.set_visible(False)
-        axes[0].set_ylim(0, _top([pd.DataFrame(rows)[["value"]]]))
-        for ax in axes[::n_columns]:
-            ax.set_ylabel("final success, sampled")
-    caption = (
-        f"{question} Dots: runs; diamonds: means over worlds, with {LEVEL:.0%} bootstrap intervals from {fewest_worlds(LEVEL)} "
-        "worlds or more. Algorithms share a panel where their objective and training differ in the ratio's granularity and "
-        "aggregation alone, clip range included."
-    ).replace("%", " %", 1)
-    return Plot("granularity", fig, pd.DataFrame(rows), caption, title=title)
-
-
-def _families(metrics: Metrics, regime: str) -> list[dict[str, str]]:
-    """Granularity -> algorithm, for each set of algorithms whose recorded configs differ in it alone."""
-    found: dict[str, dict[str, str]] = {}
-    seen = set()
-    for name in in_order(metrics.algorithms(regime)):
-        record = next(r for r in metrics.runs if (r["regime"], r["algorithm"]) == (regime, name))
-        ratio = (record.get("objective") or {}).get("ratio")
-        if not ratio or "granularity" not in ratio or name in seen:
-            continue
-        seen.add(name)
-        rest = {
-            **record["objective"],
-            "ratio": {k: v for k, v in ratio.items() if k not in ("granularity", "aggregation")},
-        }
-        if ratio["granularity"] != "token" and ratio.get("aggregation") != "geometric":
-            rest["ratio"]["aggregation"] = ratio.get("aggregation")
-        key = json.dumps([rest, record.get("training")], sort_keys=True)
-        found.setdefault(key, {}).setdefault(ratio["granularity"], name)
-    order = ("token", "turn", "sentence", "sequence")
-    return [
-        dict(sorted(f.items(), key=lambda item: order.index(item[0]))) for f in found.values() if len(f) > 1
-    ]
-
-
-def _family_name(metrics: Metrics, family: Mapping[str, str]) -> str:
-    return metrics.look(next(iter(family.values()))).label
-
-
-def _granularity_title(metrics: Metrics, regime: str, families: Sequence[Mapping[str, str]]) -> str:
-    """Of all steps to a coarser ratio, how many help clearly."""
-    if short := findings.too_short(metrics, [regime]):
-        return short
-    steps = [(f[a], f[b], a, b) for f in families for a, b in zip(list(f), list(f)[1:], strict=False)]
-    found = [findings.compare_arms(metrics, regime, step[:2], "final", len(steps)) for step in steps]
-    (_, _, fine, coarse), one = steps[0], found[0]
-    numbers = f"final success {findings.two(one.one)} with {fine} ratios, {findings.two(one.other)} with {coarse} ratios"
-    if len(families) > 1 or len(steps) > 1:
-        numbers += f" ({findings.name_of(metrics, steps[0][0])} and {findings.name_of(metrics, steps[0][1])})"
-    if len(steps) == 1 or all(step.few for step in found):
-        return findings.sentence(one.say(numbers, numbers))
-    better = sum(step.clear and step.other > step.one for step in found)
-    worse = sum(step.clear and step.other < step.one for step in found)
-    return f"A coarser ratio ends clearly higher in {better} of {len(steps)} comparisons, clearly lower in {worse}: {numbers}"
+    n_worlds = min(metrics.arm(regime, name)["world_seed"].nunique() for name in part.index)
+    few = f"{findings.few_words(n_worlds)}: " if n_worlds < fewest_worlds(LEVEL) else ""
+    return f"{few}{what}: {', '.join(told)}"
 
 
 # ---- the list -----------------------------------------------------------------------------------

@@ -234,14 +234,15 @@ def every_algorithm(metrics: Metrics, regime: str) -> str:
         none = "it does not crash" if len(learners) == 1 else "none of them crashes"
         return f"{told}; {none} in most"
     which = (
-        _listed([name_of(metrics, name) for name in falling])
+        listed([name_of(metrics, name) for name in falling])
         if len(falling) < 4
         else f"{len(falling)} of them"
     )
     return f"{told}; {which} then crash{'es' if len(falling) == 1 else ''} in most"
 
 
-def _listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
+    """a, b and c."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
@@ -352,3 +353,28 @@ def spikes(metrics: Metrics, regime: str) -> str:
     times = [f"{math.exp(value):.1f} times" for value in (found.one, found.other)]
     numbers = f"{labels[0]}'s largest gradient norm is {times[0]} its median, {labels[1]}'s {times[1]}"
     return sentence(found.say(numbers, numbers))
+
+
+def coarser(metrics: Metrics, regime: str, families: Sequence[Mapping[str, str]]) -> str:
+    """In how many steps to a coarser ratio success ends clearly higher, or lower. families: granularity -> algorithm."""
+    if short := too_short(metrics, [regime]):
+        return short
+    steps = [
+        names
+        for family in families
+        for names in zip(list(family.values()), list(family.values())[1:], strict=False)
+    ]
+    found = [compare_arms(metrics, regime, names, "final", len(steps)) for names in steps]
+    if len(steps) == 1:
+        labels = [name_of(metrics, name) for name in steps[0]]
+        told = _higher_first(labels, found[0], "ends", "at ")
+        return sentence(found[0].say(told, told))
+    if all(one.few for one in found):
+        higher = sum(one.other > one.one for one in found)
+        few = few_words(max(one.n_worlds for one in found))
+        return f"{few}: a coarser ratio ends higher in {higher} of {len(steps)} comparisons"
+    better = sum(one.clear and one.other > one.one for one in found)
+    worse = sum(one.clear and one.other < one.one for one in found)
+    if not better and not worse:
+        return f"No clear difference between coarser and finer ratios in {len(steps)} comparisons"
+    return f"A coarser ratio ends clearly higher in {better} of {len(steps)} comparisons, clearly lower in {worse}"

@@ -1,0 +1,142 @@
+"""Token, turn, sequence: what a coarser ratio does where nothing else differs, by the recorded configs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from stppo.results import findings
+from stppo.results.curves import (
+    LEVEL,
+    SUCCESS,
+    page,
+    source_of,
+    start_handle,
+    start_line,
+    top_of,
+)
+from stppo.results.findings import main_regime
+from stppo.results.resampling import by_world, fewest_worlds, mean
+from stppo.results.runs import Metrics
+from stppo.results.style import Plot, in_order, style
+
+
+def granularity(metrics: Metrics) -> Plot | None:
+    """Final success as the ratio goes from token to turn to sequence, everything else equal by the recorded configs."""
+    regime = main_regime(metrics)
+    families = _families(metrics, regime)
+    if not families:
+        return None
+    rungs = [
+        rung
+        for rung in ("token", "turn", "sentence", "sequence")
+        if any(rung in family for family in families)
+    ]
+    question = (
+        "Does a coarser ratio help? Final sampled success, all else in the configs of a line being equal."
+    )
+    algorithms = in_order(name for family in families for name in family.values())
+    title = findings.coarser(metrics, regime, families)
+    rows = []
+    with style():
+        n_columns = min(4, len(families))
+        n_rows = -(-len(families) // n_columns)
+        fig = page(
+            title, question, source_of(metrics, [regime], algorithms), 2.6 * n_rows + 0.1, [start_handle()]
+        )
+        axes = list(fig.subplots(n_rows, n_columns, squeeze=False, sharey=True, sharex=True).flat)
+        for ax, family in zip(axes, families, strict=False):
+            middles = {}
+            for rung, name in family.items():
+                x, color = rungs.index(rung), metrics.look(name).color
+                arm = metrics.arm(regime, name).sort_values("seed")
+                spread = 0.3 * (np.arange(len(arm)) / max(1, len(arm) - 1) - 0.5) if len(arm) > 1 else [0.0]
+                ax.plot(
+                    x + np.asarray(spread),
+                    arm["final"],
+                    "o",
+                    color=color,
+                    ms=4.5,
+                    alpha=0.55,
+                    mec="white",
+                    mew=0.4,
+                    zorder=3,
+                )
+                values = by_world(arm, "final")
+                found = mean(values, n_draws=4000)
+                low, high = (
+                    found.interval(LEVEL) if len(values) >= fewest_worlds(LEVEL) else (math.nan, math.nan)
+                )
+                ax.plot([x, x], np.clip([low, high], 0, 1), color="#222222", linewidth=1.8, zorder=4)
+                ax.plot([x], [found.value], "D", color=color, ms=8, mec="white", zorder=5)
+                above = found.value < 0.75
+                ax.annotate(
+                    metrics.look(name).label,
+                    (x, arm["final"].max() if above else arm["final"].min()),
+                    xytext=(0, 9 if above else -9),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom" if above else "top",
+                    fontsize=8,
+                    color=color,
+                    fontweight="bold",
+                )
+                middles[x] = found.value
+                keys = {
+                    "regime": regime,
+                    "family": _family_name(metrics, family),
+                    "granularity": rung,
+                    "algorithm": name,
+                }
+                rows += [
+                    {**keys, "kind": "run", "world": r.world_seed, "seed": r.seed, "value": r.final}
+                    for r in arm.itertuples()
+                ]
+                rows.append({**keys, "kind": "mean", "value": found.value, "low": low, "high": high})
+            ax.plot(list(middles), list(middles.values()), color="#999999", linewidth=1.3, zorder=2)
+            start_line(ax, metrics, regime, list(family.values()), SUCCESS)
+            ax.set_xticks(range(len(rungs)), rungs)
+            ax.set_xlim(-0.5, len(rungs) - 0.5)
+        for ax in axes[len(families) :]:
+            ax.set_visible(False)
+        axes[0].set_ylim(0, top_of([pd.DataFrame(rows)[["value"]]]))
+        for ax in axes[::n_columns]:
+            ax.set_ylabel("final success, sampled")
+    caption = (
+        f"{question} Dots: runs; diamonds: means over worlds, with {LEVEL:.0%} bootstrap intervals from {fewest_worlds(LEVEL)} "
+        "worlds or more. Algorithms share a panel where their objective and training differ in the ratio's granularity and "
+        "aggregation alone, clip range included."
+    ).replace("%", " %", 1)
+    return Plot("granularity", fig, pd.DataFrame(rows), caption, title=title)
+
+
+def _families(metrics: Metrics, regime: str) -> list[dict[str, str]]:
+    """Granularity -> algorithm, for each set of algorithms whose recorded configs differ in it alone."""
+    found: dict[str, dict[str, str]] = {}
+    seen = set()
+    for name in in_order(metrics.algorithms(regime)):
+        record = next(r for r in metrics.runs if (r["regime"], r["algorithm"]) == (regime, name))
+        ratio = (record.get("objective") or {}).get("ratio")
+        if not ratio or "granularity" not in ratio or name in seen:
+            continue
+        seen.add(name)
+        rest = {
+            **record["objective"],
+            "ratio": {k: v for k, v in ratio.items() if k not in ("granularity", "aggregation")},
+        }
+        if ratio["granularity"] != "token" and ratio.get("aggregation") != "geometric":
+            rest["ratio"]["aggregation"] = ratio.get("aggregation")
+        key = json.dumps([rest, record.get("training")], sort_keys=True)
+        found.setdefault(key, {}).setdefault(ratio["granularity"], name)
+    order = ("token", "turn", "sentence", "sequence")
+    return [
+        dict(sorted(f.items(), key=lambda item: order.index(item[0]))) for f in found.values() if len(f) > 1
+    ]
+
+
+def _family_name(metrics: Metrics, family: Mapping[str, str]) -> str:
+    return metrics.look(next(iter(family.values()))).label

@@ -1,0 +1,129 @@
+"""Runs of one algorithm in other settings: told apart when collected, and compared in one table."""
+
+import json
+import shlex
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from stppo import schema
+from stppo.config import expand_sweep, variant
+from stppo.results.compare import compare_runs, find_runs, text
+from stppo.results.runs import collect, load_metrics, told_apart
+from tests.synthetic_runs import make_run
+
+FAST, SLOW = "training.learning_rate=2e-4", "training.learning_rate=1e-4"
+SHARED = "training.epochs=4"
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Two learning rates of st_ppo with two seeds each, and one run of token_ppo: folders by name."""
+    root = tmp_path_factory.mktemp("sweep")
+    for algorithm, seed, overrides in (
+        ("st_ppo", 0, f"{SHARED} {FAST}"),
+        ("st_ppo", 1, f"{SHARED} {FAST}"),
+        ("st_ppo", 0, f"{SHARED} {SLOW}"),
+        ("st_ppo", 1, f"{SHARED} {SLOW}"),
+        ("token_ppo", 0, f"{SHARED} {SLOW}"),
+    ):
+        folder = root / algorithm / f"seed{seed}-{overrides.split('=')[-1]}"
+        make_run(folder, algorithm, seed)
+        record = json.loads((folder / schema.RUN_FILE).read_text())
+        (folder / schema.RUN_FILE).write_text(json.dumps(record | {"variant": overrides}))
+    return root
+
+
+def edit(folder, change):
+    evaluations = pd.read_parquet(folder / schema.EVALUATIONS_FILE)
+    change(evaluations).to_parquet(folder / schema.EVALUATIONS_FILE, index=False)
+
+
+def test_variant_is_what_was_typed_but_for_algorithm_and_seed():
+    typed = ["preset=smoke", "algorithm=st_ppo", "+seed=3", "world.hop_shares=[1, 0, 0]"]
+    assert shlex.split(variant(typed)) == ["preset=smoke", "world.hop_shares=[1, 0, 0]"]
+    members = expand_sweep(["algorithm=a,b", "training.epochs=2,4"])
+    assert [variant(member) for member in members] == ["training.epochs=2", "training.epochs=4"] * 2
+
+
+def test_runs_are_told_apart_by_what_not_all_of_their_regime_share():
+    records = [
+        {"regime": "A", "algorithm": "st_ppo", "variant": f"{SHARED} {FAST}"},
+        {"regime": "A", "algorithm": "st_ppo", "variant": SHARED},
+        {"regime": "B", "algorithm": "st_ppo", "variant": SLOW},
+        {"regime": "A", "algorithm": f"grpo ({SLOW})", "variant": f"{SLOW} {SHARED}"},
+    ]
+    assert told_apart(records) == [("st_ppo", FAST), ("st_ppo", ""), ("st_ppo", ""), ("grpo", SLOW)]
+    assert told_apart([{"regime": "A", "algorithm": "st_ppo"}]) == [("st_ppo", "")]
+
+
+def test_collect_takes_a_sweep_and_names_its_members(sweep, tmp_path):
+    runs = find_runs([sweep])
+    collected = collect(runs, tmp_path / "all")
+    named = [f"st_ppo ({SLOW})", f"st_ppo ({FAST})", f"token_ppo ({SLOW})"]
+    assert collected.algorithms() == named
+    assert list(collected.table["variant"]) == list(collected.table["algorithm"].str.extract(r"\((.+)\)")[0])
+    assert list(collected.table["seeds"]) == [2, 2, 1] and "variant" in collected.summary
+    collect(runs[:2], tmp_path / "part")
+    collect([*runs[2:], tmp_path / "part"], tmp_path / "again")
+    again = load_metrics(tmp_path / "again")
+    assert again.runs == collected.runs, "in parts as at once"
+    assert collect([tmp_path / "all"], tmp_path / "copy").runs == collected.runs
+
+
+def test_same_settings_twice_are_still_refused(sweep, tmp_path):
+    run = find_runs([sweep])[0]
+    with pytest.raises(ValueError, match="are the same run"):
+        collect([run, run], tmp_path)
+
+
+def test_compared_numbers_are_those_of_the_evaluations(tmp_path):
+    for seed, level in ((0, 0.2), (1, 0.6)):
+        make_run(tmp_path / f"run{seed}", "st_ppo", seed)
+
+        def ramp(evaluations, level=level):
+            share = evaluations["iteration"] / evaluations["iteration"].max()
+            return evaluations.assign(
+                success=np.where(evaluations["temperature"] == 0, level / 2, level * share)
+            )
+
+        edit(tmp_path / f"run{seed}", ramp)
+    (row,) = compare_runs([tmp_path]).to_dict("records")
+    assert (row["algorithm"], row["variant"], row["seeds"]) == ("st_ppo", "", 2)
+    assert row["auc_sampled_mean"] == pytest.approx(0.2) and row["auc_sampled_max"] == pytest.approx(0.3)
+    assert row["peak_sampled_min"] == pytest.approx(0.2) and row["peak_sampled_max"] == pytest.approx(0.6)
+    assert 0.35 < row["final_sampled_mean"] < 0.4, "mean of the last tenth"
+    assert row["final_greedy_mean"] == pytest.approx(0.2) and row["final_greedy_max"] == pytest.approx(0.3)
+    record = json.loads((tmp_path / "run0" / schema.RUN_FILE).read_text())
+    assert row["start_greedy_mean"] == pytest.approx(record["warm_start"]["success_greedy"])
+
+
+def test_table_has_a_row_a_variant_and_the_best_first(sweep, tmp_path):
+    table = compare_runs([sweep])
+    assert sorted(zip(table["algorithm"], table["variant"], table["seeds"], strict=True)) == [
+        ("st_ppo", SLOW, 2),
+        ("st_ppo", FAST, 2),
+        ("token_ppo", SLOW, 1),
+    ]
+    assert list(table["final_sampled_mean"]) == sorted(table["final_sampled_mean"], reverse=True)
+    collect(find_runs([sweep]), tmp_path / "metrics")
+    columns = ["algorithm", "variant", "seeds", "final_sampled_mean", "peak_greedy_max"]
+    pd.testing.assert_frame_equal(compare_runs([tmp_path / "metrics"])[columns], table[columns], rtol=1e-5)
+    assert FAST in text(table) and SHARED not in text(table)
+
+
+def test_unfinished_run_is_left_out_and_named(sweep, tmp_path):
+    make_run(tmp_path / "done", "grpo", 0)
+    make_run(tmp_path / "open", "grpo", 1)
+    record = json.loads((tmp_path / "open" / schema.RUN_FILE).read_text())
+    (tmp_path / "open" / schema.RUN_FILE).write_text(json.dumps(record | {"status": schema.RUNNING}))
+    table = compare_runs([tmp_path])
+    assert list(table["seeds"]) == [1] and table.attrs["unfinished"] == [str(tmp_path / "open")]
+    with pytest.raises(ValueError, match="no finished run"):
+        compare_runs([tmp_path / "open"])
+
+
+def test_folder_without_runs_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        compare_runs([tmp_path])

@@ -1,0 +1,98 @@
+"""The curves that follow a run: drawn at each evaluation, in one place."""
+
+import nbformat
+import pandas as pd
+import papermill
+import pytest
+from matplotlib.figure import Figure
+
+from stppo.results import live
+from stppo.results.live import LiveCurves, draw
+
+COLUMNS = (
+    "success_train",
+    "clip_fraction",
+    "out_of_range_fraction",
+    "gradient_norm",
+    "clipping_bias_norm",
+    "entropy",
+)
+
+
+def rows(iterations: int, every: int = 2):
+    """What a run has recorded: two updates an iteration, sampled evaluations at `every`, greedy ones at twice that."""
+    updates = [
+        {"iteration": i, **{name: 0.1 * (n + 1) * (i + u) for n, name in enumerate(COLUMNS)}}
+        for i in range(1, iterations + 1)
+        for u in (0, 1)
+    ]
+    evaluations = [
+        {"iteration": i, "temperature": t, "success": 0.01 * i + 0.1 * t}
+        for i in range(0, iterations + 1, every)
+        for t in ((0.0, 1.0) if i % (2 * every) == 0 else (1.0,))
+    ]
+    return updates, evaluations
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What was put in the picture's place."""
+    shown = []
+    monkeypatch.setattr(live.DisplayHandle, "display", lambda self, what: None)
+    monkeypatch.setattr(live.DisplayHandle, "update", lambda self, what: shown.append(what))
+    return shown
+
+
+def lines(figure: Figure, panel: str) -> dict[str, dict[float, float]]:
+    (ax,) = (ax for ax in figure.axes if ax.get_title(loc="left") == panel)
+    return {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in ax.lines}
+
+
+def test_picture_is_drawn_at_each_evaluation_and_not_between(drawn):
+    curves = LiveCurves("a run", 8)
+    curves.begin()
+    updates, evaluations = rows(8)
+    for iteration in range(1, 9):
+        seen = [row for row in updates if row["iteration"] <= iteration]
+        curves.update(seen, [row for row in evaluations if row["iteration"] <= iteration])
+    assert len(drawn) == 5, "after iteration 1, and at 2, 4, 6 and 8"
+
+
+def test_panels_show_the_recorded_numbers():
+    updates, evaluations = map(pd.DataFrame, rows(4))
+    figure = draw(updates, evaluations, "a run", 8).figure
+    success = lines(figure, "success")
+    assert success["sampled"] == pytest.approx({0: 0.1, 2: 0.12, 4: 0.14})
+    assert success["greedy"] == pytest.approx({0: 0.0, 4: 0.04})
+    means = updates.groupby("iteration").mean()
+    for panel, label, column in (
+        ("clip fraction", "clipped", "clip_fraction"),
+        ("gradient norm", "gradient", "gradient_norm"),
+        ("entropy", "nats a token", "entropy"),
+    ):
+        assert lines(figure, panel)[label] == pytest.approx(dict(means[column])), panel
+
+
+def test_a_norm_of_zero_does_not_spoil_the_logarithmic_axis():
+    updates, evaluations = map(pd.DataFrame, rows(4))
+    plot = draw(updates.assign(clipping_bias_norm=0.0), evaluations, "a run", 4)
+    assert plot._repr_png_()[0].startswith(b"\x89PNG")
+
+
+CELL = """
+from tests.test_results_live import rows
+from stppo.results.live import LiveCurves
+curves = LiveCurves("a run", 6)
+curves.begin()
+for n in (2, 4, 6):
+    curves.update(*rows(n))
+"""
+
+
+def test_saved_notebook_holds_the_last_picture_once(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, tmp_path / "plain.ipynb")
+    done = papermill.execute_notebook(tmp_path / "plain.ipynb", tmp_path / "done.ipynb", progress_bar=False)
+    (output,) = done.cells[-1].outputs
+    assert "image/png" in output["data"] and "waiting" not in str(output["data"].get("text/plain"))
