@@ -7,8 +7,9 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "stppo"
 author = "the stppo contributors"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml", "generated"]
-exclude_patterns = ["_build", "_ext", "reference/generated/algorithms.md"]  # the last: part of another page
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml", "generated", "links"]
+# The generated ones are parts of other pages.
+exclude_patterns = ["_build", "_ext", "reference/generated/algorithms.md", "reference/generated/front.md"]
 html_theme = "furo"
 html_title = "stppo"
 html_static_path = ["_static"]

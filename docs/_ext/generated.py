@@ -100,6 +100,15 @@ def _algorithms() -> str:
     return HEAD + "\n".join(lines) + "\n"
 
 
+def _front() -> str:
+    """The picture of the first page, with its title as the alternative text; nothing where there is none."""
+    picture = DOCS.parent / "results/reference/laptop/figures/learning.png"
+    if not picture.is_file():
+        return HEAD
+    title = picture.with_suffix(".txt").read_text(encoding="utf-8").strip().splitlines()[0]
+    return f"{HEAD}![{title}](../results/reference/laptop/figures/{picture.name})\n\n*{title}*\n"
+
+
 def _api() -> dict[str, str]:
     import stppo
 
@@ -125,6 +134,7 @@ def _write(app) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     pages = {
         "algorithms": _algorithms(),
+        "front": _front(),
         "metrics": _metrics(),
         "commands": _commands(),
         "configs": _configs(),
