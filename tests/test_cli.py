@@ -22,7 +22,8 @@ from tests.sample_data import DATA, real_data
 @pytest.fixture
 def stppo(monkeypatch, capsys, tmp_path):
     """Run the console command in an empty folder; returns (exit code, stdout, stderr)."""
-    monkeypatch.setenv("STPPO_DEBUG", "")
+    for variable in ("STPPO_DEBUG", "STPPO_CONFIG_DIR"):
+        monkeypatch.setenv(variable, "")  # what an option sets ends with the test
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -186,12 +187,13 @@ def test_runs_of_a_sweep_do_not_overwrite_each_other(stppo, started):
 
 
 def test_members_of_a_sweep_are_named_by_what_differs_and_can_be_compared(stppo, started):
-    code, _, err = stppo("train", *TINY, "training.iterations=1", "seed=0,1", "training.epochs=1,2")
+    sweep = ["seed=0,1", "training.critic_epochs=1,2", "warm_start_seed=0"]
+    code, _, err = stppo("train", *TINY, "training.iterations=1", *sweep)
     assert code == 0, err
-    assert "algorithm=st_ppo seed=1 training.epochs=2" in err, "the progress bar"
+    assert "algorithm=st_ppo seed=1 training.critic_epochs=2" in err, "the progress bar"
     runs = runs_in(started)
-    shown = [re.fullmatch(r"(seed\d-training\.epochs=\d)-[0-9a-f]{12}", run.name)[1] for run in runs]
-    assert shown == [f"seed{seed}-training.epochs={epochs}" for seed in (0, 1) for epochs in (1, 2)]
+    shown = [re.fullmatch(r"(seed\d-training\.critic_epochs=\d)-[0-9a-f]{12}", run.name)[1] for run in runs]
+    assert shown == [f"seed{seed}-training.critic_epochs={epochs}" for seed in (0, 1) for epochs in (1, 2)]
     records = [json.loads((run / "run.json").read_text()) for run in runs]
     assert all("training.iterations=1" in record["variant"].split() for record in records)
 
@@ -199,11 +201,15 @@ def test_members_of_a_sweep_are_named_by_what_differs_and_can_be_compared(stppo,
     assert code == 0, err
     table = pd.read_csv("table.csv")
     assert (
-        sorted(table["variant"]) == ["training.epochs=1", "training.epochs=2"] and "training.epochs=2" in out
+        sorted(table["variant"]) == ["training.critic_epochs=1", "training.critic_epochs=2"]
+        and "training.critic_epochs=2" in out
     )
     assert list(table["seeds"]) == [2, 2]
     assert stppo("collect", "metrics", *map(str, runs))[0] == 0
-    assert set(pd.read_csv("metrics/summary.csv")["variant"]) == {"training.epochs=1", "training.epochs=2"}
+    assert set(pd.read_csv("metrics/summary.csv")["variant"]) == {
+        "training.critic_epochs=1",
+        "training.critic_epochs=2",
+    }
 
 
 def test_complete_run_says_that_nothing_was_trained(stppo, started):

@@ -92,7 +92,7 @@ def test_unknown_option_lists_the_allowed_ones(group):
         ("evaluation.foo", "questions"),
         ("warm_start.reading.foo", "target_accuracy"),
         ("algorithm.foo", "objective"),
-        ("algorithm.objective.foo", "credit, ratio, clip, surrogate, stabilizer, loss_aggregation"),
+        ("algorithm.objective.foo", "credit, ratio, clip, stabilizer, loss_aggregation, surrogate"),
         ("algorithm.objective.clip.foo", "epsilon_low, epsilon_high, clip_on"),
         ("world.foo", "n_entities"),
     ],
@@ -157,7 +157,7 @@ OBJECTIVE = "algorithm.objective"
             ["warm_start.noise.bad=2"],
             "warm_start.noise.bad: unknown key; allowed: early_answer, wrong_entity",
         ),
-        (["warm_start.max_steps=20"], "warm_start.evaluate_every=50 must be at most warm_start.max_steps=20"),
+        (["warm_start.max_steps=20"], "warm_start.max_steps=20 ends before the first evaluation"),
         (
             ["warm_start.reading.max_steps=10"],
             "warm_start.reading.measure_every=20 must be at most warm_start.reading.max_steps=10",

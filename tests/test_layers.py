@@ -34,13 +34,16 @@ ALLOWED = {
     "preflight": {"agent", "config", "files", "settings", *FLOOR},
     "axes": {"algorithms", "config", "objectives", "trajectories", "results"},
     "cli": {
+        "provenance",
         *(
             "axes",
             "agent",
             "config",
             "config_files",
+            "provenance",
             "plan",
             "preflight",
+            "provenance",
             "settings",
             "schema",
             "files",

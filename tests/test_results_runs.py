@@ -8,8 +8,9 @@ import pytest
 
 from stppo import config, schema
 from stppo.results import runs
-from stppo.results.runs import collect, load_metrics, make_command, read_run, repository_path
-from tests.synthetic_runs import N_UPDATES, START, make_run, make_study
+from stppo.results.runs import TABLE_MEANS, collect, load_metrics, make_command, read_run, repository_path
+from stppo.results.style import look
+from tests.synthetic_runs import N_UPDATES, START, Dynamics, gather, make_run, make_study, simulate
 
 
 @pytest.fixture(scope="module")
@@ -73,36 +74,96 @@ def test_files_are_compact(study):
 
 
 def test_summary_holds_known_truth(study):
-    collected, out = study[1:]
-    summary = pd.read_csv(out / schema.SUMMARY_FILE)
+    summary = pd.read_csv(study[2] / schema.SUMMARY_FILE)
     assert list(summary) == list(schema.SUMMARY_COLUMNS)
-    collapsed = summary.groupby("algorithm")["collapsed"].all()
-    assert collapsed["token_ppo"] and not collapsed["st_ppo"]
-    best = summary[summary["algorithm"] == "st_ppo"]
-    assert best["success_final"].between(0.38, 0.52).all()
-    assert (summary["success_start"] == START).all()
-    assert summary[summary["algorithm"] == "token_ppo"]["collapse_iteration"].between(8, 48).all()
+    outcomes = summary[summary["regime"] == "A"].groupby("algorithm")["outcome"].unique()
+    assert {name: list(found) for name, found in outcomes.items()} == {
+        **dict.fromkeys(("turn_ppo", "st_ppo", "so_grpo", "gspo"), ["learned"]),
+        **dict.fromkeys(("so_ppo_ctn", "grpo"), ["did not learn"]),
+        "token_ppo": ["collapsed"],
+        "s_ppo": ["crashed and recovered"],
+        "so_grpo_ctn": ["lost its start"],
+    }
+    assert (summary["start"] == START).all()
+    assert summary[summary["algorithm"] == "st_ppo"]["final"].between(0.7, 0.9).all()
+    fell = summary[(summary["algorithm"] == "token_ppo") & (summary["regime"] == "A")]
+    assert fell["crash_iteration"].between(20, 30).all()
 
 
-def test_finals_compare_with_the_first_algorithm(study):
-    finals = study[1].finals(("token_ppo", "st_ppo"))
-    assert finals["algorithm"].tolist() == ["token_ppo", "st_ppo"] * 2
-    np.testing.assert_allclose(finals["mean minus token_ppo"][0], 0)
-    assert finals["mean minus token_ppo"][1] > 0.3
+def test_table_counts_runs_and_averages_worlds(study):
+    table = study[1].table
+    assert table["algorithm"].tolist()[:4] == ["token_ppo", "turn_ppo", "s_ppo", "st_ppo"]
+    rows = table.set_index(["regime", "algorithm"])
+    counts = rows[["runs", "worlds", "learned", "crashed", "collapsed"]]
+    assert counts.loc[("A", "token_ppo")].tolist() == [2, 2, 2, 2, 2]
+    assert counts.loc[("A", "s_ppo")].tolist() == [2, 2, 2, 2, 0]
+    assert counts.loc[("LONG", "st_ppo")].tolist() == [1, 1, 1, 0, 0]
+    st_ppo = study[1].arm("A", "st_ppo")
+    for name in TABLE_MEANS:
+        assert rows.loc[("A", "st_ppo"), name] == pytest.approx(st_ppo[name].mean())
+    assert np.isnan(rows.loc[("A", "grpo"), "gain_kept"]), "nothing was learned, so nothing can be kept"
 
 
-def test_clip_trend_sees_a_rise(study):
-    trends = study[1].clip_trends(("token_ppo", "st_ppo")).set_index(["regime", "algorithm"])
-    assert trends.loc[("A", "token_ppo"), "smallest change"] > 0.03
-    assert abs(trends.loc[("LONG", "st_ppo"), "change"]) < 0.06
+def test_a_world_counts_once_however_many_runs_it_has():
+    runs = [simulate("st_ppo", 0), simulate("st_ppo", 1), simulate("st_ppo", 2, dynamics=Dynamics(0.3))]
+    runs[1][0]["world_seed"] = 0
+    metrics = gather(runs)
+    final = metrics.summary["final"]
+    row = metrics.table.iloc[0]
+    assert (row["runs"], row["worlds"]) == (3, 2)
+    assert row["final"] == pytest.approx(((final[0] + final[1]) / 2 + final[2]) / 2)
+
+
+def test_runs_on_real_questions_share_one_world():
+    runs = [simulate("st_ppo", seed) for seed in range(2)]
+    for record, *_ in runs:
+        record["world_seed"] = None
+    assert gather(runs).table["worlds"].tolist() == [1]
+
+
+def test_a_recorded_label_goes_before_the_styles():
+    runs = [simulate("token_ppo", 0), simulate("token_ppo_kl_stop", 0, dynamics=Dynamics(0.6))]
+    runs[1][0]["label"] = "token PPO, KL stop"
+    metrics = gather(runs)
+    assert metrics.look("token_ppo_kl_stop").label == "token PPO, KL stop"
+    assert metrics.look("token_ppo") == look("token_ppo")
+    assert metrics.look("token_ppo_kl_stop").color == look("token_ppo_kl_stop").color
+    assert metrics.table["label"].tolist() == [look("token_ppo").label, "token PPO, KL stop"]
+
+
+def test_what_was_trained_is_read_from_the_runs_config(study):
+    record = next(r for r in study[1].runs if r["algorithm"] == "gspo")
+    assert record["objective"]["ratio"]["granularity"] == "sequence"
+    assert study[1].settings(record) == {"learning_rate": 3.5e-4, "epochs": 2, "staleness": 2}
+
+
+def test_settings_without_a_config_are_those_of_the_rows(tmp_path):
+    folder = make_run(tmp_path / "run", "st_ppo", learning_rate=7e-5, staleness_iterations=4)
+    (folder / schema.CONFIG_FILE).unlink()
+    metrics = collect([folder], tmp_path / "out")
+    assert metrics.settings(metrics.runs[0]) == {"learning_rate": 7e-5, "epochs": 2, "staleness": 4}
+
+
+def test_epochs_of_a_run_that_stops_early_are_unknown_without_a_config():
+    record, updates, evaluations = simulate("st_ppo")
+    del record["training"]
+    metrics = gather(
+        [(record, updates[(updates["iteration"] % 2 == 0) | (updates["epoch"] == 0)], evaluations)]
+    )
+    assert np.isnan(metrics.settings(record)["epochs"])
+
+
+def test_broken_config_of_a_run_is_named(run, tmp_path):
+    (run / schema.CONFIG_FILE).write_text("algorithm: {}")
+    with pytest.raises(ValueError, match="config.yaml is unreadable .*snakemake"):
+        collect([run], tmp_path / "out")
 
 
 def test_non_finite_run_counts_as_collapsed_where_it_stopped(tmp_path):
     folder = make_run(tmp_path / "run", "st_ppo", iterations=12, non_finite=True)
-    metrics = collect([folder], tmp_path / "out")
-    assert metrics.summary["collapsed"].all()
-    assert metrics.summary["collapse_iteration"].tolist() == [12]
-    assert load_metrics(tmp_path / "out").collapses[("A", "st_ppo", 0)].label == "non-finite"
+    summary = collect([folder], tmp_path / "out").summary
+    assert summary["collapsed"].all() and (summary[["final", "greedy_final"]] == 0).all(axis=None)
+    assert summary["crash_iteration"].tolist() == [12]
 
 
 @pytest.fixture
@@ -196,7 +257,7 @@ def test_failed_write_leaves_the_old_file_and_no_debris(tmp_path):
         ("results/reference/laptop/metrics/runs.json", "snakemake reference --config preset=laptop"),
         (
             "results/smoke/manual/LONG/st_ppo/seed3-0123abcd/run.json",
-            "stppo train preset=smoke training=regime_long algorithm=st_ppo seed=3"
+            "stppo train preset=smoke training.regime=LONG algorithm=st_ppo seed=3"
             " --out results/smoke/manual/LONG/st_ppo/seed3-0123abcd",
         ),
         ("results/smoke/manual/own/run.json", "stppo train preset=smoke --out results/smoke/manual/own"),

@@ -99,6 +99,7 @@ def test_too_few_worlds_get_an_estimate_but_no_verdict():
 def test_missing_arm_is_named():
     found = only(make({"old": spread(0.5)}), higher())
     assert (found.verdict, found.checks[0].outcome) == ("not asked", "no runs of OFF_POLICY/new")
+    assert "not asked (no runs of OFF_POLICY/new)" in claims.markdown([found])
 
 
 def test_one_control_that_does_better_refutes_the_claim():

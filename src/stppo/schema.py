@@ -85,6 +85,7 @@ RUN_FIELDS: dict[str, str] = {
     "status": f"{COMPLETED}, {NON_FINITE} (stopped by a non-finite loss or gradient) or {RUNNING}",
     **KEY_COLUMNS,
     "label": "what figures call the algorithm, where its config says so; else null",
+    "variant": "overrides that it was started with but for algorithm and seed, as typed; empty for runs of a pipeline",
     "preset": "name of the preset, e.g. laptop",
     "policy": "name of the policy config, e.g. tiny",
     "policy_parameters": "number of trainable parameters of the policy, critic not counted",

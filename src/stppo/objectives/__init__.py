@@ -1,4 +1,20 @@
-"""Policy-gradient objectives for multi-turn agents; needs torch and `stppo.trajectories` only."""
+"""Policy-gradient objectives for multi-turn agents; needs torch and `stppo.trajectories` only.
+
+An `Objective` is credit x ratio x clip x surrogate x stabiliser x loss aggregation. Each part is a rule: a class with
+one method to write, in any module, named by `_target_` in an algorithm's YAML.
+
+| part | base | method | shipped |
+| --- | --- | --- | --- |
+| credit: advantages from rewards | CreditRule | estimate | TokenGAE, TurnGAE, GroupNormalised, ... |
+| ratio: one a token, turn, sentence or sequence | RatioRule | ratio | Ratio |
+| clip: the range in which a ratio is trusted | ClipRule | bounds | Clip |
+| surrogate: each token's term, and what the clip does to it | SurrogateRule | terms | MinClip, Gate |
+| the same, of the form sg(f) A log pi | Weight | factor | ClippedWeight, Mask |
+| stabiliser: divides the gradient | Divisor | divisor | ClippingBiasNorm |
+| stabiliser: adds to the loss | Penalty | penalty | CtnKL |
+
+Clip, surrogate and penalty see `Tokens`: everything known of all agent tokens of the minibatch.
+"""
 
 from stppo.objectives.advantages import (
     BatchBaseline,

@@ -129,7 +129,7 @@ def band(curves: pd.DataFrame, panel: Panel) -> pd.DataFrame:
 
 
 def family_chunks(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> list[list[str]]:
-    """At most `TOGETHER` algorithms to a panel: those with a critic, then those without, in even parts."""
+    """At most `TOGETHER` algorithms to a panel: those with a critic, then those without, in their order."""
     if len(algorithms) <= TOGETHER:
         return [list(algorithms)]
     losses = metrics.iterations.reindex(columns=["regime", "algorithm", "critic_loss"]).dropna()
@@ -137,9 +137,8 @@ def family_chunks(metrics: Metrics, regime: str, algorithms: Sequence[str]) -> l
     chunks = []
     for critic in (True, False):
         family = [name for name in algorithms if (name in with_critic) == critic]
-        n = -(-len(family) // TOGETHER)
-        chunks += [list(part) for part in np.array_split(family, n)] if n else []
-    return [[str(name) for name in chunk] for chunk in chunks]
+        chunks += [family[i : i + TOGETHER] for i in range(0, len(family), TOGETHER)]
+    return chunks
 
 
 def queue_filled(metrics: Metrics, regime: str) -> int:

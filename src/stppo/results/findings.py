@@ -377,4 +377,7 @@ def coarser(metrics: Metrics, regime: str, families: Sequence[Mapping[str, str]]
     worse = sum(one.clear and one.other < one.one for one in found)
     if not better and not worse:
         return f"No clear difference between coarser and finer ratios in {len(steps)} comparisons"
-    return f"A coarser ratio ends clearly higher in {better} of {len(steps)} comparisons, clearly lower in {worse}"
+    return (
+        f"A coarser ratio ends clearly higher in {better or 'none'} of {len(steps)} comparisons, "
+        f"clearly lower in {worse or 'none'}"
+    )

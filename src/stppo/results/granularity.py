@@ -28,28 +28,28 @@ from stppo.results.style import Plot, in_order, style
 def granularity(metrics: Metrics) -> Plot | None:
     """Final success as the ratio goes from token to turn to sequence, everything else equal by the recorded configs."""
     regime = main_regime(metrics)
-    families = _families(metrics, regime)
-    if not families:
+    ladders = families(metrics, regime)
+    if not ladders:
         return None
     rungs = [
         rung
         for rung in ("token", "turn", "sentence", "sequence")
-        if any(rung in family for family in families)
+        if any(rung in family for family in ladders)
     ]
     question = (
         "Does a coarser ratio help? Final sampled success, all else in the configs of a line being equal."
     )
-    algorithms = in_order(name for family in families for name in family.values())
-    title = findings.coarser(metrics, regime, families)
+    algorithms = in_order(name for family in ladders for name in family.values())
+    title = findings.coarser(metrics, regime, ladders)
     rows = []
     with style():
-        n_columns = min(4, len(families))
-        n_rows = -(-len(families) // n_columns)
+        n_columns = min(4, len(ladders))
+        n_rows = -(-len(ladders) // n_columns)
         fig = page(
             title, question, source_of(metrics, [regime], algorithms), 2.6 * n_rows + 0.1, [start_handle()]
         )
         axes = list(fig.subplots(n_rows, n_columns, squeeze=False, sharey=True, sharex=True).flat)
-        for ax, family in zip(axes, families, strict=False):
+        for ax, family in zip(axes, ladders, strict=False):
             middles = {}
             for rung, name in family.items():
                 x, color = rungs.index(rung), metrics.look(name).color
@@ -73,7 +73,7 @@ def granularity(metrics: Metrics) -> Plot | None:
                 )
                 ax.plot([x, x], np.clip([low, high], 0, 1), color="#222222", linewidth=1.8, zorder=4)
                 ax.plot([x], [found.value], "D", color=color, ms=8, mec="white", zorder=5)
-                above = found.value < 0.75
+                above = found.value < 0.85
                 ax.annotate(
                     metrics.look(name).label,
                     (x, arm["final"].max() if above else arm["final"].min()),
@@ -101,7 +101,7 @@ def granularity(metrics: Metrics) -> Plot | None:
             start_line(ax, metrics, regime, list(family.values()), SUCCESS)
             ax.set_xticks(range(len(rungs)), rungs)
             ax.set_xlim(-0.5, len(rungs) - 0.5)
-        for ax in axes[len(families) :]:
+        for ax in axes[len(ladders) :]:
             ax.set_visible(False)
         axes[0].set_ylim(0, top_of([pd.DataFrame(rows)[["value"]]]))
         for ax in axes[::n_columns]:
@@ -114,7 +114,7 @@ def granularity(metrics: Metrics) -> Plot | None:
     return Plot("granularity", fig, pd.DataFrame(rows), caption, title=title)
 
 
-def _families(metrics: Metrics, regime: str) -> list[dict[str, str]]:
+def families(metrics: Metrics, regime: str) -> list[dict[str, str]]:
     """Granularity -> algorithm, for each set of algorithms whose recorded configs differ in it alone."""
     found: dict[str, dict[str, str]] = {}
     seen = set()

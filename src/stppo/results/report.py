@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from stppo import schema
 from stppo.files import write_atomically
 from stppo.results.figures import FIGURES
+from stppo.results.findings import main_regime
 from stppo.results.runs import Metrics, load_metrics
 
 METRICS, FIGURE_FOLDER, CLAIMS = "metrics", "figures", "claims/claims.csv"
@@ -112,13 +113,16 @@ def _arm(row: pd.Series, metrics: Metrics) -> str:
 
 
 def _rows(metrics: Metrics, reference: Metrics | None) -> list[dict[str, Any]]:
-    """`Metrics.table` with each row's colour and, if there is one, the reference's row of that regime and algorithm."""
+    """`Metrics.table` with each row's colour and, if there is one, the reference's row of that regime and algorithm; the regime
+    with most algorithms first."""
     theirs = reference.table.to_dict("records") if reference else []
     other = {(row["regime"], row["algorithm"]): row for row in theirs}
+    main = main_regime(metrics)
+    rows = sorted(metrics.table.to_dict("records"), key=lambda row: row["regime"] != main)
     return [
         row
         | {"look": metrics.look(row["algorithm"]), "reference": other.get((row["regime"], row["algorithm"]))}
-        for row in metrics.table.to_dict("records")
+        for row in rows
     ]
 
 
@@ -261,7 +265,7 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         lines=summary_lines(metrics),
         doubts=doubts(metrics),
         rows=_rows(metrics, theirs),
-        regimes=metrics.regimes,
+        several=len(metrics.regimes) > 1,
         has_reference=theirs is not None,
         unfolded=[section for name in UNFOLDED for section in sections if section.name == name],
         folded=_by_group(section for section in sections if section.name not in UNFOLDED),

@@ -33,36 +33,61 @@ ROW, PANEL = 0.36, 2.95  # heights in inches
 
 
 def objectives_figure(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame], axes: Sequence[str]) -> Plot:
-    """Up to four worked examples in two columns, above the matrix of all algorithms.
+    """Worked examples in two columns, above the matrix of all algorithms; either may be of any number, examples of none.
 
     table: index algorithm, columns `label` and the `axes`, as text. examples: by algorithm, one row per token
     with turn, token_ratio, advantage, low, high, ratio, clipped, gradient, divisor and step.
     """
     rows = -(-len(examples) // 2)
-    heights = (PANEL * rows + 0.7, ROW * (len(table) + 1.6))
+    heights = [PANEL * rows + 0.7] * bool(rows) + [ROW * (len(table) + 1.6)]
+    title = _examples_title(table, examples)
     with style():
         fig = Figure(figsize=(10.0, sum(heights)), layout="constrained")
         fig.get_layout_engine().set(h_pad=0.05, w_pad=0.05)
-        top, bottom = fig.subfigures(2, 1, height_ratios=heights)
-        top.suptitle("One made-up trajectory under different objectives", x=0.012, ha="left")
-        panels = np.atleast_2d(top.subfigures(rows, 2, wspace=0.03, hspace=0.03)).flat
-        limits = _limits(examples)
-        for panel, (algorithm, example) in zip(panels, examples.items(), strict=False):
-            _panel(panel, table.loc[algorithm], example, look(algorithm).color, limits)
-        _legend(top)
-        bottom.suptitle(
-            "Every algorithm as a point on the axes (shaded: differs from token PPO)", x=0.012, ha="left"
-        )
-        _matrix(bottom.subplots(), table, axes)
+        parts = np.atleast_1d(fig.subfigures(len(heights), 1, height_ratios=heights))
+        if examples:
+            parts[0].suptitle(title, x=0.012, ha="left")
+            panels = np.atleast_2d(parts[0].subfigures(rows, 2, wspace=0.03, hspace=0.03)).flat
+            limits = _limits(examples)
+            for panel, (algorithm, example) in zip(panels, examples.items(), strict=False):
+                _panel(panel, table.loc[algorithm], example, look(algorithm).color, limits)
+            _legend(parts[0])
+        parts[-1].suptitle(_matrix_title(table, axes), x=0.012, ha="left")
+        _matrix(parts[-1].subplots(), table, axes)
     caption = (
         "Schematic, from the algorithms' configs. Above: a made-up trajectory, its token ratios and the signs of its "
         "advantages (+, −) the same in all panels; ratios, clipped terms, gradients by log-probability (times |y|) and "
         "divisors are computed by the objectives themselves, ‖C‖ over the log-probabilities of this one trajectory. "
         "Below: every algorithm's choice on each axis; shaded where it differs from token PPO."
     )
-    stacked = pd.concat({name: frame for name, frame in examples.items()}, names=["algorithm"])
+    if not examples:
+        return Plot("objectives", fig, table.reset_index(), caption, title=_matrix_title(table, axes))
+    stacked = pd.concat(dict(examples), names=["algorithm"])
     tables = {"example": stacked.reset_index(level=0).reset_index(drop=True)}
-    return Plot("objectives", fig, table.reset_index(), caption, tables)
+    return Plot("objectives", fig, table.reset_index(), caption, tables, title)
+
+
+def _examples_title(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame]) -> str:
+    """What the algorithms do to the same tokens: how many they clip, and in how many turns these stand."""
+    told, n_tokens = [], 0
+    for name, frame in examples.items():
+        clipped = frame[(frame["turn"] >= 0) & (frame["clipped"] > 0)]
+        n_tokens = int((frame["turn"] >= 0).sum())
+        turns = clipped["turn"].nunique()
+        told.append(f"{table.loc[name, 'label']} {len(clipped)} in {turns} turn{'s' if turns != 1 else ''}")
+    text = f"Of the same {n_tokens} made-up tokens are clipped: by {', '.join(told)}"
+    return textwrap.fill(text, 92, break_on_hyphens=False)
+
+
+def _matrix_title(table: pd.DataFrame, axes: Sequence[str]) -> str:
+    """In how many choices the algorithms differ from token PPO."""
+    if BASELINE not in table.index or len(table) < 2:
+        return "Every algorithm is a choice on each of these axes"
+    others = table.drop(index=BASELINE)
+    counts = (others[list(axes)] != table.loc[BASELINE, list(axes)]).sum(axis=1)
+    low, high = counts.min(), counts.max()
+    many = f"{low}" if low == high else f"{low} to {high}"
+    return f"Every algorithm differs from {table.loc[BASELINE, 'label']} in {many} of {len(axes)} choices (shaded)"
 
 
 def _limits(examples: Mapping[str, pd.DataFrame]) -> tuple[float, float, float]:

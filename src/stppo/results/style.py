@@ -153,7 +153,7 @@ class Plot:
 def publish(plot: Plot | None, out_dir: str | Path) -> Plot | None:
     """Save a plot, print its caption and return it, so that a notebook cell ends by showing it."""
     if plot is None:
-        print("The recorded runs do not support this figure: none of its algorithms was trained.")
+        print("The recorded runs do not support this figure.")
         return None
     plot.save(repository_path(out_dir))
     print(textwrap.fill(plot.caption, 110))

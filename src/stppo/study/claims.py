@@ -255,22 +255,27 @@ def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
 
 
 def markdown(verdicts: Sequence[Verdict]) -> str:
-    """The table for people: a row per entry, its conditions one below the other as `estimate [95 % interval]`."""
+    """The table for people: a row per entry, its conditions one below the other as `estimate [95 % interval]`, and why an
+    entry was not asked."""
     lines = [
-        "| | claim | measured: estimate [95 %] | to show | worlds | verdict |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| | claim | source | measured: estimate [95 %] | to show | worlds | verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (name, claim, verdict, provisional), rows in table(verdicts).groupby(
-        ["id", "claim", "verdict", "provisional"], sort=False
-    ):
+    for verdict in verdicts:
+        rows = table([verdict])
         measured = [
             f"{row.measured}: "
             + ("–" if pd.isna(row.estimate) else f"{row.estimate:.2f} [{row.low:.2f}, {row.high:.2f}]")
             for row in rows.itertuples()
         ]
         cells = ["<br>".join(map(str, cell)) for cell in (measured, rows["threshold"], rows["worlds"])]
-        shown = f"{verdict} (provisional)" if provisional and verdict != NOT_ASKED else verdict
-        lines.append(f"| {name} | {claim} | {' | '.join(cells)} | {shown} |")
+        shown = verdict.verdict
+        if shown == NOT_ASKED:
+            shown += f" ({next(o for o in rows['outcome'] if o not in (HOLDS, OPEN, FAILS))})"
+        elif rows["provisional"].any():
+            shown += " (provisional)"
+        entry = verdict.entry
+        lines.append(f"| {entry.id} | {entry.claim} | {entry.source} | {' | '.join(cells)} | {shown} |")
     return "\n".join(lines) + "\n" if verdicts else "The preset of these runs has no claims.\n"
 
 
