@@ -11,6 +11,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml", "g
 # The generated ones are parts of other pages.
 exclude_patterns = ["_build", "_ext", "reference/generated/algorithms.md", "reference/generated/front.md"]
 html_theme = "furo"
+html_show_copyright = False
 html_title = "stppo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
