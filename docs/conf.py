@@ -22,6 +22,7 @@ myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the pipeline executed them: see `make docs`
 nb_merge_streams = True
+nb_ipywidgets_js = {}  # widgets would load scripts from elsewhere; their pictures are shown
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
