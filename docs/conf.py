@@ -22,10 +22,13 @@ myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the pipeline executed them: see `make docs`
 nb_merge_streams = True
+nb_output_stderr = "remove"
+nb_render_markdown_format = "myst"  # tables too
 nb_ipywidgets_js = {}  # widgets would load scripts from elsewhere; their pictures are shown
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
 autodoc_mock_imports = ["verl", "vllm", "trl", "peft", "bitsandbytes", "faiss", "fastapi", "uvicorn"]
 nitpicky = False
 suppress_warnings = ["mystnb.unknown_mime_type"]
