@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1) || \
 	{ echo 'No virtual environment: on Debian or Ubuntu run `sudo apt install python3-venv`, then make again.' >&2; exit 1; }
 
-.PHONY: setup lock lock-engines all test test-all test-engines bench
+.PHONY: setup lock lock-engines all docs test test-all test-engines bench
 
 setup: $(VENV)/.installed
 
@@ -37,6 +37,16 @@ lock-engines:
 
 all: setup
 	snakemake all --config preset=$(PRESET)
+
+# The site, in docs/_build/html. Its notebooks are the pipeline's executed copies: derivations are executed here where they
+# are not, the others are pages where `make all PRESET=$(DOCS_PRESET)` was run before. A warning is an error.
+DOCS_PRESET ?= smoke
+docs: setup
+	snakemake derivations --quiet --config preset=$(DOCS_PRESET)
+	rm -rf docs/notebooks && mkdir docs/notebooks
+	cp results/$(DOCS_PRESET)/[0-9]*.ipynb docs/notebooks
+	ls results/$(DOCS_PRESET)/runs/*/st_ppo/seed0/10-train.ipynb 2>/dev/null | head -n 1 | xargs -I{} cp {} docs/notebooks
+	sphinx-build -q -W --keep-going -b html docs docs/_build/html
 
 # Every day: a few minutes.
 test: setup

@@ -274,6 +274,12 @@ rule derivation:
         "papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
 
 
+# The derivations alone, without any training: what `make docs` shows of them.
+rule derivations:
+    input:
+        expand(f"{RESULTS}/{{name}}.ipynb", name=DERIVATIONS),
+
+
 # Not part of `all`: snakemake results/<preset>/25-plug-ins.html, whole only where verl and TRL are installed
 # (`make test-engines`, then `source .venv-engines/bin/activate`); the page's first lines say what is missing.
 rule plug_ins:

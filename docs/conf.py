@@ -7,9 +7,11 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "stppo"
 author = "the stppo contributors"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml", "generated"]
-exclude_patterns = ["_build", "_ext"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml", "generated", "links"]
+# The generated ones are parts of other pages.
+exclude_patterns = ["_build", "_ext", "reference/generated/algorithms.md", "reference/generated/front.md"]
 html_theme = "furo"
+html_show_copyright = False
 html_title = "stppo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -20,9 +22,13 @@ myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the pipeline executed them: see `make docs`
 nb_merge_streams = True
+nb_output_stderr = "remove"
+nb_render_markdown_format = "myst"  # tables too
+nb_ipywidgets_js = {}  # widgets would load scripts from elsewhere; their pictures are shown
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
 autodoc_mock_imports = ["verl", "vllm", "trl", "peft", "bitsandbytes", "faiss", "fastapi", "uvicorn"]
 nitpicky = False
 suppress_warnings = ["mystnb.unknown_mime_type"]

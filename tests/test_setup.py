@@ -261,7 +261,7 @@ def code_cells(notebook: Path) -> list[dict]:
 
 
 def test_notebooks_of_the_pipeline_are_there():
-    assert {*DERIVATIONS, "10-train", "20-collapse", "21-clip-ratio"} <= {path.stem for path in NOTEBOOKS}
+    assert {*DERIVATIONS, "10-train", "20-what-happened", "21-why"} <= {path.stem for path in NOTEBOOKS}
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

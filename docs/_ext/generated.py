@@ -1,4 +1,4 @@
-"""Reference pages that the code itself writes: config keys, metrics, commands, API."""
+"""Reference pages that the code itself writes: algorithms, config keys, metrics, commands, API."""
 
 import ast
 import importlib
@@ -70,7 +70,7 @@ def _commands() -> str:
 
 def _configs() -> str:
     """Every YAML file of every group, with its comments: they are the documentation of the keys."""
-    from stppo.config import config_dir
+    from stppo.config_files import config_dir, groups
 
     parts = [
         HEAD
@@ -79,11 +79,34 @@ def _configs() -> str:
     ]
     folder = config_dir()
     parts.append(f"\n## config.yaml\n\n```yaml\n{(folder / 'config.yaml').read_text().strip()}\n```\n")
-    for group in sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name != "cluster"):
+    for group in groups():
         parts.append(f"\n## {group}\n")
         for file in sorted((folder / group).glob("*.yaml")):
             parts.append(f"\n### {group}={file.stem}\n\n```yaml\n{file.read_text().strip()}\n```\n")
     return "".join(parts)
+
+
+def _algorithms() -> str:
+    """The names of the paper's two versions and the point that each algorithm's YAML stands for."""
+    from stppo.algorithms import aliases
+    from stppo.axes import axes_table
+
+    also = {name: f" (or `{alias}`)" for alias, name in aliases().items()}
+    shown = ["v1", "v2", "ratio", "aggregation", "credit", "clip", "stabiliser", "source"]
+    lines = [f"| `algorithm=` | {' | '.join(shown)} |", "| --- " * (len(shown) + 1) + "|"]
+    for name, row in axes_table().iterrows():
+        cells = (str(row[column]).replace("|", "\\|") or "–" for column in shown)
+        lines.append(f"| `{name}`{also.get(name, '')} | {' | '.join(cells)} |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def _front() -> str:
+    """The picture of the first page, with its title as the alternative text; nothing where there is none."""
+    picture = DOCS.parent / "results/reference/laptop/figures/learning.png"
+    if not picture.is_file():
+        return HEAD
+    title = picture.with_suffix(".txt").read_text(encoding="utf-8").strip().splitlines()[0]
+    return f"{HEAD}![{title}](../results/reference/laptop/figures/{picture.name})\n\n*{title}*\n"
 
 
 def _api() -> dict[str, str]:
@@ -109,7 +132,14 @@ def _api() -> dict[str, str]:
 
 def _write(app) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
-    pages = {"metrics": _metrics(), "commands": _commands(), "configs": _configs(), **_api()}
+    pages = {
+        "algorithms": _algorithms(),
+        "front": _front(),
+        "metrics": _metrics(),
+        "commands": _commands(),
+        "configs": _configs(),
+        **_api(),
+    }
     for name, text in pages.items():
         file = OUT / f"{name}.md"
         text = re.sub(r"\n{3,}", "\n\n", text)

@@ -1,16 +1,17 @@
-"""Formulas as native MathML, which browsers draw without a script or a network."""
+"""Formulas as native MathML, which browsers draw without a script or a network; the notebooks' pages have the same."""
 
 from docutils import nodes
-from latex2mathml.converter import convert
+
+from stppo.results.mathml import to_mathml
 
 
 def _inline(self, node):
-    self.body.append(convert(node.astext()))
+    self.body.append(to_mathml(node.astext()))
     raise nodes.SkipNode
 
 
 def _block(self, node):
-    self.body.append(f'<div class="formula">{convert(node.astext(), display="block")}</div>')
+    self.body.append(to_mathml(node.astext(), display=True))
     raise nodes.SkipNode
 
 

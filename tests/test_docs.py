@@ -1,0 +1,79 @@
+"""The site's examples run as they stand on the page, and its links lead somewhere."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stppo import config as configs
+from stppo import config_files
+from stppo.config import planned_runs
+from tests.objectives_cases import mixed_batch
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name not in ("generated", "notebooks")]
+MADE = ("reference/generated/", "notebooks/")  # by the build
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """files(page) writes the page's examples where their first lines say, as a folder of configs that is in use."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(config_files.VARIABLE, str(tmp_path))
+
+    def files(page: str) -> None:
+        code = "\n".join(block for block in blocks(page, "python") if "metrics: Metrics" not in block)
+        named = [*blocks(page, "yaml"), *([code] if code else [])]
+        for text in named:
+            if place := re.match(r"(?:# @package _global_\n)?# my_configs/([\w/.]+)", text):
+                file = tmp_path / place[1]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
+
+    yield files
+    for module in ("my_rules", "my_world"):
+        sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize("name", ["my_ppo", "harmonic", "wider_for_rare", "two_sided", "median"])
+def test_example_of_an_algorithm_gives_advantages_and_a_gradient(folder, name):
+    folder("howto/add-an-algorithm.md")
+    composed = configs.compose([f"algorithm={name}", "preset=smoke"])
+    configs.validate(composed)
+    objective = configs.build(composed["algorithm"]["objective"], "algorithm.objective")
+    batch = mixed_batch()
+    advantages = objective.credit(batch, torch.zeros_like(batch.rewards)).advantages
+    logprobs = (batch.behaviour_logprobs + 0.3 * torch.randn_like(batch.rewards)).requires_grad_()
+    objective(logprobs, batch, advantages, entropy=torch.ones_like(logprobs)).loss.backward()
+    assert advantages[batch.agent_mask].std() > 0
+    assert logprobs.grad[batch.agent_mask].abs().sum() > 0 and not logprobs.grad[~batch.agent_mask].any()
+
+
+def test_example_of_a_world_can_be_played(folder):
+    folder("howto/add-a-world-figure-claim.md")
+    world = configs.build(configs.compose(["world=two_documents", "preset=smoke"])["world"], "world")
+    assert len(world.documents) == 2 * world.n_entities
+    assert world.questions("train")
+
+
+def test_example_of_a_preset_plans_its_arms(folder):
+    folder("howto/compare-variants.md")
+    runs = {(run.algorithm, run.seed): run.config for run in planned_runs("mine", [])}
+    assert set(runs) == {(arm, seed) for arm in ("token_ppo", "short_steps") for seed in (0, 1)}
+    assert runs["short_steps", 1]["training"]["learning_rate"] == 1.75e-4
+    assert runs["short_steps", 1]["world"]["seed"] == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_relative_links_lead_to_files(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^()\s:#]+)(?:#[^()\s]*)?\)", text):
+        target = (page.parent / link).resolve()
+        made = target.is_relative_to(DOCS) and str(target.relative_to(DOCS)).startswith(MADE)
+        assert made or target.exists(), link
