@@ -186,6 +186,7 @@ def test_runs_of_a_sweep_do_not_overwrite_each_other(stppo, started):
     assert rates == {1e-4, 2e-4}
 
 
+@pytest.mark.slow
 def test_members_of_a_sweep_are_named_by_what_differs_and_can_be_compared(stppo, started):
     sweep = ["seed=0,1", "training.critic_epochs=1,2", "warm_start_seed=0"]
     code, _, err = stppo("train", *TINY, "training.iterations=1", *sweep)
@@ -223,6 +224,7 @@ def test_complete_run_says_that_nothing_was_trained(stppo, started):
     assert (run / "updates.parquet").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_edited_class_of_ones_own_is_not_taken_for_the_same_run(started, tmp_path):
     folder = tmp_path / "mine"
     (folder / "algorithm").mkdir(parents=True)
@@ -259,6 +261,7 @@ def test_version_is_that_of_the_package(stppo):
     assert code == 0 and re.fullmatch(r"stppo [\d.]+\w*( \(git [0-9a-f]{12}(, changed)?\))?\n", out)
 
 
+@pytest.mark.slow
 def test_interrupted_run_says_how_to_go_on_and_does(stppo, started):
     arguments = ["train", *TINY, "training.iterations=12", "training.checkpoint_every=1", "--out", "run"]
     # A shell's background job, as these tests may be, starts with SIGINT ignored.

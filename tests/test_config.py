@@ -92,7 +92,7 @@ def test_unknown_option_lists_the_allowed_ones(group):
         ("evaluation.foo", "questions"),
         ("warm_start.reading.foo", "target_accuracy"),
         ("algorithm.foo", "objective"),
-        ("algorithm.objective.foo", "credit, ratio, clip, stabilizer, loss_aggregation, surrogate"),
+        ("algorithm.objective.foo", "credit, ratio, clip"),
         ("algorithm.objective.clip.foo", "epsilon_low, epsilon_high, clip_on"),
         ("world.foo", "n_entities"),
     ],

@@ -79,6 +79,7 @@ def test_files_that_the_page_names_exist():
     assert missing == []
 
 
+@pytest.mark.slow
 def test_page_runs_to_its_picture(tmp_path):
     """Its checks by hand are assertions, so they are made here too."""
     names: dict = {}
@@ -141,7 +142,7 @@ def test_loss_gradient_and_clipping_bias(page, name, spread, turns):
     batch = off_policy(batch_from_turns(turns), policy, spread)
     advantages = normal(batch.rewards, 5)  # on environment tokens too, where they must not matter
     logprobs = policy.logprobs(batch.tokens)
-    expected = objective.surrogate(logprobs, batch, advantages)
+    expected = objective(logprobs, batch, advantages)
     level = page.METHODS[TITLES[name]]["level"]
     found = page.surrogate(logprobs, as_page_batch(page, batch), advantages, level)
 

@@ -258,7 +258,7 @@ def test_a_missing_critic_is_refused(rule):
 
 @pytest.mark.parametrize("rule", [*CRITIC, *GROUP, BatchBaseline])
 def test_options_are_validated_and_traits_declared(rule):
-    with pytest.raises(ValueError, match="pooling must be one of token, turn_mean, turn_sum"):
+    with pytest.raises(ValueError, match="pooling=.max.: must be one of token, turn_mean, turn_sum"):
         rule(pooling="max")
     assert rule.needs_critic is (rule in CRITIC)
     assert rule().group_size == (8 if rule in GROUP else 1)

@@ -93,5 +93,5 @@ def test_epsilon_must_be_positive(field, value):
 
 
 def test_unknown_clip_on():
-    with pytest.raises(ValueError, match="clip_on must be one of token, turn"):
+    with pytest.raises(ValueError, match="clip_on=.sequence.: must be one of token, turn"):
         Clip(clip_on="sequence")

@@ -203,7 +203,10 @@ def pooled(batch, values, level, mean):
     out = torch.zeros_like(values)
     for i in range(len(batch)):
         ids = batch.turn_ids[i]
-        groups = [ids == k for k in range(int(ids.max()) + 1)] if level == "turn" else [ids >= 0]
+        if level == "sentence":
+            groups = sentences_of(batch, i)
+        else:
+            groups = [ids == k for k in range(int(ids.max()) + 1)] if level == "turn" else [ids >= 0]
         for at in groups:
             out[i, at] = values[i, at].mean() if mean else values[i, at].sum()
     return out
@@ -522,7 +525,9 @@ def test_impossible_combinations_are_refused():
     for granularity in ("token", "sequence"):
         with pytest.raises(ValueError, match="clip_on='turn' needs Ratio.granularity='turn'"):
             make(granularity, clip_on="turn")
-    with pytest.raises(ValueError, match="loss_aggregation must be one of trajectory_mean, token_mean"):
+    with pytest.raises(
+        ValueError, match="loss_aggregation='sum': must be one of trajectory_mean, token_mean"
+    ):
         make(loss_aggregation="sum")
     with pytest.raises(ValueError, match="loss_aggregation=.sum.: must be one of"):
         loss_weights(torch.ones(1, 2, dtype=torch.bool), "sum")

@@ -136,7 +136,7 @@ def test_overflow_is_visible():
     ],
 )
 def test_unknown_choices_name_the_allowed(field, value, allowed):
-    with pytest.raises(ValueError, match=f"{field} must be one of {allowed}"):
+    with pytest.raises(ValueError, match=f"{field}='{value}': must be one of {allowed}"):
         Ratio(**{field: value})
 
 

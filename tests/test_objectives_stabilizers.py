@@ -106,14 +106,14 @@ def test_ctn_vanishes_on_policy():
     ("make", "message"),
     [
         (lambda: ClippingBiasNorm(c0=0.0), r"ClippingBiasNorm.c0=0.0: .*\(0, inf\]"),
-        (lambda: ClippingBiasNorm(form="min"), "form must be one of max, one_plus, floor"),
+        (lambda: ClippingBiasNorm(form="min"), "form='min': must be one of max, one_plus, floor"),
         (
             lambda: ClippingBiasNorm(estimator="none"),
-            "estimator must be one of exact, logprob, logit",
+            "estimator='none': must be one of exact, logprob, logit",
         ),
         (lambda: CtnKL(coefficient=-1.0), r"CtnKL.coefficient=-1.0: .*\[0, inf\]"),
-        (lambda: CtnKL(formula="both"), "formula must be one of inside, outside"),
-        (lambda: CtnKL(kl="k3"), "kl must be one of policy_to_behaviour, behaviour_to_policy"),
+        (lambda: CtnKL(formula="both"), "formula='both': must be one of inside, outside"),
+        (lambda: CtnKL(kl="k3"), "kl='k3': must be one of policy_to_behaviour, behaviour_to_policy"),
     ],
 )
 def test_bad_options_name_the_allowed(make, message):

@@ -144,14 +144,14 @@ def test_key_of_the_file_itself_is_not_called_inherited(own):
 
 
 def test_plan_counts_an_own_algorithm(own):
-    groups = plan("smoke", ["pipeline.regimes.A.algorithms=[token_ppo,my_ppo]"])
-    assert ("A", "my_ppo", 1) in {(g.regime, g.algorithm, g.runs) for g in groups}
+    groups = plan("smoke", ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,my_ppo]"])
+    assert ("OFF_POLICY", "my_ppo", 1) in {(g.regime, g.algorithm, g.runs) for g in groups}
 
 
 def test_command_takes_the_folder(own, tmp_path, monkeypatch):
     folder = str(tmp_path / "my configs")
     code = "from stppo.cli import main; main()"
-    override = "pipeline.regimes.A.algorithms=[my_ppo]"
+    override = "pipeline.regimes.OFF_POLICY.algorithms=[my_ppo]"
     monkeypatch.delenv(config_files.VARIABLE)
     for arguments in (
         ["plan", "preset=smoke", override, "--config-dir", folder],

@@ -64,7 +64,7 @@ def test_collect_takes_a_sweep_and_names_its_members(sweep, tmp_path):
     named = [f"st_ppo ({SLOW})", f"st_ppo ({FAST})", f"token_ppo ({SLOW})"]
     assert collected.algorithms() == named
     assert list(collected.table["variant"]) == list(collected.table["algorithm"].str.extract(r"\((.+)\)")[0])
-    assert list(collected.table["seeds"]) == [2, 2, 1] and "variant" in collected.summary
+    assert list(collected.table["runs"]) == [2, 2, 1] and "variant" in collected.summary
     collect(runs[:2], tmp_path / "part")
     collect([*runs[2:], tmp_path / "part"], tmp_path / "again")
     again = load_metrics(tmp_path / "again")

@@ -232,15 +232,15 @@ def test_the_protocol_is_search_r1s_by_default(files):
         ({"held_out": 0.5}, "held_out must be above 0 and below 0.5"),
         ({"train_limit": 0}, "train_limit must"),
         ({"test_limit": "all"}, "test_limit must"),
-        ({"unanswerable": "keep"}, "unanswerable must be one of skip, error"),
+        ({"unanswerable": "keep"}, "Reading.unanswerable='keep': must be one of skip, error"),
         ({"corpus": None}, "exactly one of corpus and retriever is needed: set world.corpus=FILE"),
         ({"retriever": OneDocument()}, "exactly one of corpus and retriever is needed"),
         ({"top_k": 0}, "top_k must"),
         ({"turn_budget": 0}, "turn_budget must"),
         ({"max_information_words": 0}, "max_information_words must"),
         ({"max_observation_tokens": 0}, "max_observation_tokens must"),
-        ({"parsing": "loose"}, "parsing must be one of strict, search_r1"),
-        ({"reward": "bleu"}, "reward must be one of em, f1"),
+        ({"parsing": "loose"}, "Protocol.parsing='loose': must be one of strict, search_r1"),
+        ({"reward": "bleu"}, "BenchmarkWorld.reward='bleu': must be one of em, f1"),
     ],
 )
 def test_wrong_values_name_the_field(files, options, problem):

@@ -215,8 +215,8 @@ def test_streaming_reads_no_further_than_it_must(tmp_path):
         ({"limit": 0}, "limit must be a whole number of at least 1"),
         ({"shuffle_buffer": 0}, "shuffle_buffer must"),
         ({"seed": -1}, "seed must"),
-        ({"unanswerable": "keep"}, "unanswerable must be one of skip, error, got 'keep'"),
-        ({"no_answer": "keep"}, "no_answer must be one of skip, error, got 'keep'"),
+        ({"unanswerable": "keep"}, "Reading.unanswerable='keep': must be one of skip, error"),
+        ({"no_answer": "keep"}, "Reading.no_answer='keep': must be one of skip, error"),
     ],
 )
 def test_reading_names_the_wrong_field(options, problem):

@@ -115,7 +115,7 @@ def test_misuse_is_refused():
 
 
 def test_wrong_settings_name_the_field():
-    with pytest.raises(ValueError, match="^reward must be one of em, f1, got 'bleu'$"):
+    with pytest.raises(ValueError, match="^SearchEnvironment.reward='bleu': must be one of em, f1$"):
         environment(reward="bleu")
     with pytest.raises(ValueError, match="^top_k must be a whole number"):
         SearchEnvironment(Protocol(), CountingRetriever(), 0)

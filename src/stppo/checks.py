@@ -24,7 +24,8 @@ def one_of(config: Any, name: str, allowed: Any) -> None:
     """ValueError unless the named field is one of the allowed values."""
     value = getattr(config, name)
     if value not in tuple(allowed):
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        choices = ", ".join(map(str, allowed))
+        raise ValueError(f"{type(config).__name__}.{name}={value!r}: must be one of {choices}")
 
 
 def in_range(owner: object, field: str, low: float, high: float = math.inf, low_open: bool = False) -> None:

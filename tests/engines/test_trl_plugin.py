@@ -54,6 +54,7 @@ def world():
         n_train=16,
         n_validation=4,
         n_test=4,
+        held_out=0.5,
         turn_budget=2,
         max_turn_tokens=8,
         think_probability=0.0,

@@ -41,15 +41,15 @@ The divisor
     orthonormal. It sees how much was clipped and at what advantages, not whether trajectories agree on it. Hence
     it has no limit: in a minibatch of B trajectories it falls like 1/sqrt(B) where ||C|| levels off
     (notebook 03), and so **a c0 belongs to this estimator and to one batch size and response length**: with c0 = 0.1,
-    which was meant for ||C||, it hardly ever acts. Our reference runs (regime A, minibatches of 32 trajectories of
-    about 50 tokens, one seed a run) recorded both. Pearson correlation of their iteration means within a run, lowest
-    and highest of three runs; median of ||C|| / n; median of ||C||:
+    which was meant for ||C||, it hardly ever acts. The first study's runs (main regime, minibatches of 32 trajectories
+    of about 50 tokens) recorded both. Pearson correlation of their iteration means within a run, lowest and highest of
+    18 runs; median of ||C|| / n; median of ||C||:
 
         algorithm      correlation     ||C|| / n   ||C||
-        turn_ppo       0.38 to 0.65    38.4        0.59
-        s_ppo          0.57 to 0.92    39.4        0.56
-        st_ppo         0.29 to 0.54    43.1        0.54
-        so_grpo        0.48 to 0.73    28.2        0.27
+        turn_ppo       0.29 to 0.73    37.4        0.56
+        s_ppo          0.52 to 1.00    39.2        0.54
+        st_ppo         -0.13 to 0.70   41.3        0.53
+        so_grpo        0.27 to 0.74    28.4        0.27
 
     It tracks, loosely. To set c0, run some iterations with turn_ppo, which logs `actor/clipping_bias_norm_logprob`,
     and take a fixed share of its median: c0 = 0.1 was about 1/5 of ||C|| in those runs of ST-PPO.

@@ -6,7 +6,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
 
-from stppo.results.style import SPARE_COLORS, Plot, style
+from stppo.algorithms import SPARE_COLORS
+from stppo.results.style import Plot, style
 
 CONFIDENCE = 0.95
 _COLORS = ("#0061A8", "#D55E00", "#009E73", *SPARE_COLORS)
