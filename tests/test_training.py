@@ -68,6 +68,7 @@ def test_same_seed_same_metrics_other_seed_other_metrics(undisturbed, tmp_path, 
     assert tables(tmp_path / "other")[0]["gradient_norm"][0] != tables(undisturbed)[0]["gradient_norm"][0]
 
 
+ROOT = Path(__file__).parents[1]
 KILLED_RUN = """
 import os, signal, sys
 from stppo import config
@@ -83,11 +84,15 @@ Trainer(config.compose(TINY), sys.argv[1], sys.argv[2], on_iteration=kill, progr
 
 
 # Checkpoints are written after iterations 2 and 4. The second kill leaves a queue that is already running out.
+@pytest.mark.slow
 @pytest.mark.parametrize(("killed_after", "kept_iterations"), [(3, 2), (4, 4)])
 def test_killed_run_resumes_bit_for_bit(
     killed_after, kept_iterations, undisturbed, tmp_path, tiny, barely_trained
 ):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("src", "")),
+        "OMP_NUM_THREADS": "1",
+    }
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(barely_trained), str(killed_after)],
         env=environment,
