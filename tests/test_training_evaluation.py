@@ -24,6 +24,7 @@ from stppo.training.trainer import Trainer
 from stppo.training.warm_start import warm_start
 from stppo.trajectories import Trajectories
 from stppo.world import DemonstrationNoise, Episode, Question, SyntheticWorld, play
+from tests.conftest import TINY
 
 NQ = [{"question": f"who wrote book {i}", "answer": [f"author {i}"]} for i in range(7)]
 BAMBOOGLE = [{"Question": f"Where is town {i}?", "Answer": f"Land {i}"} for i in range(5)]
@@ -254,13 +255,14 @@ def command(monkeypatch, capsys, *arguments):
     return status, said.out, said.err
 
 
-SMALL = ["preset=smoke", "world.n_train=64", "world.n_validation=32", "world.n_test=32"]
+SMALL = [option for option in TINY if option.startswith(("preset=", "world."))]
 
 
 def test_a_warm_start_and_a_run_folder_are_checkpoints(barely_trained, tmp_path, monkeypatch, capsys):
     arguments = ("evaluate", barely_trained, *SMALL, "--decoding", "both", "--out", tmp_path / "a")
-    status, said, _ = command(monkeypatch, capsys, *arguments)
-    assert status == 0 and said.splitlines()[0].split()[:4] == ["benchmark", "decoding", "n_questions", "em"]
+    status, said, error = command(monkeypatch, capsys, *arguments)
+    assert status == 0, error
+    assert said.splitlines()[0].split()[:4] == ["benchmark", "decoding", "n_questions", "em"]
     assert [line.split()[:3] for line in said.splitlines()[1:]] == [
         ["synthetic", "greedy", "32"],
         ["synthetic", "sampled", "32"],
