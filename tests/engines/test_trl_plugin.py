@@ -46,7 +46,7 @@ def quiet(monkeypatch):
 @pytest.fixture(scope="module")
 def world():
     return SyntheticWorld(
-        n_entities=16,
+        n_entities=12,
         n_relations=2,
         facts_per_document=2,
         n_name_parts=6,
@@ -54,7 +54,7 @@ def world():
         n_train=16,
         n_validation=4,
         n_test=4,
-        held_out=0.3,
+        held_out=0.34,
         turn_budget=2,
         max_turn_tokens=8,
         think_probability=0.0,
