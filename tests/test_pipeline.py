@@ -77,6 +77,7 @@ def test_plug_ins_benchmarks_and_claims_are_not_part_of_a_plain_preset(plan):
     assert planned(plan, "plug_ins") == planned(plan, "benchmarks") == planned(plan, "claims") == 0
 
 
+@pytest.mark.slow
 def test_pages_that_are_targets_of_their_own_take_their_own_options(tmp_path):
     options = ("--config", "preset=smoke", "checkpoint=a b", "n_questions=7")
     pages = ("results/smoke/24-benchmarks.html", "results/smoke/25-plug-ins.html")
@@ -97,6 +98,7 @@ def recorded(tmp_path):
     return tmp_path / "recorded" / "metrics"
 
 
+@pytest.mark.slow
 def test_recorded_metrics_are_rendered_without_training_and_a_missing_run_is_named(tmp_path, recorded):
     evaluations = pd.read_parquet(recorded / "evaluations.parquet")
     evaluations[evaluations["algorithm"] != "st_ppo"].to_parquet(
@@ -131,6 +133,7 @@ def test_bad_input_stops_before_anything_runs(tmp_path, option, said):
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.slow
 def test_pages_link_pages_and_need_no_widgets(tmp_path):
     bundle = {
         WIDGET_VIEW: {"model_id": "m", "version_major": 2, "version_minor": 0},

@@ -217,6 +217,7 @@ print(json.dumps(resident("VmHWM") - before))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_memory_of_an_update_is_near_the_estimate(checkpointing):

@@ -7,6 +7,8 @@ import pytest
 from stppo import config as configs
 from tests.test_pipeline import planned, snakemake
 
+pytestmark = pytest.mark.slow  # processes and dry runs of whole graphs
+
 pytest.importorskip("snakemake_executor_plugin_slurm", reason="needs the plug-in: pip install -e '.[slurm]'")
 
 PROFILE = ("--profile", "profiles/slurm", "--config", "preset=smoke")

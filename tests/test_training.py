@@ -249,6 +249,7 @@ def test_missing_warm_start_names_the_remedy(tmp_path, tiny):
         Trainer(tiny(), tmp_path, tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_warm_start_learns_until_the_target(tmp_path, tiny):
     easy = tiny("warm_start.target_success=0.01", "warm_start.max_steps=400", "warm_start.demonstrations=512")
     record = warm_start(easy, tmp_path, progress=False)

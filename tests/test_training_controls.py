@@ -421,6 +421,7 @@ def test_algorithms_without_critic_measure_none(tmp_path, f1_start):
     assert tables(tmp_path)[0]["critic_value_rmse"].isna().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wish", [MONTE_CARLO, VALUE_ERROR, ["training.target_kl=1e-4"]], ids=str)
 def test_interrupted_control_resumes_bit_for_bit(wish, tmp_path, f1_start):
     config = configs.compose([*F1, *wish])

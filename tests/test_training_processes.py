@@ -15,6 +15,8 @@ from stppo.training.failures import RunStopped
 from stppo.training.processes import in_own_process
 from tests.conftest import TINY
 
+pytestmark = pytest.mark.slow  # processes and dry runs of whole graphs
+
 HERE = "tests.test_training_processes"
 
 
