@@ -151,20 +151,6 @@ def test_a_changed_file_changes_the_drawing(edit, algorithm, old, new, gone, com
     assert (come is None or come in after) and bars != now
 
 
-def test_readme_names_the_algorithms_as_the_table_does(table):
-    rows = re.findall(
-        r"^\| (.+?) \| (.+?) \| `(\w+)`.*? \| (.+?) \| (.+?) \|$", (ROOT / "README.md").read_text(), re.M
-    )
-    assert [name for _, _, name, _, _ in rows] == list(NAMES)
-    for v1, v2, name, ratio, stabiliser in rows:
-        row = table.loc[name]
-        assert re.sub(r" \(.*\)$", "", v1).strip("–") == row["v1"], name
-        assert re.sub(r" \(.*\)$", "", v2).strip("–") == row["v2"], name
-        assert ratio == ", ".join(part for part in (row["ratio"], row["aggregation"]) if part != "–"), name
-        said = {"none": "–", "÷": "gradient ÷ clipping-bias norm", "+": "clipping-triggered KL"}
-        assert stabiliser == said[row["stabiliser"].split()[0]], name
-
-
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "results/reference").glob("*/figures/objectives.csv")), ids=lambda f: f.parts[-3]
 )

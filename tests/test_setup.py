@@ -335,8 +335,3 @@ def test_derivation_leads_to_its_neighbours(derivation):
     i = DERIVATIONS.index(derivation.stem)
     neighbours = {f"{name}.ipynb" for name in (*DERIVATIONS[max(i - 1, 0) : i], *DERIVATIONS[i + 1 : i + 2])}
     assert neighbours <= links
-
-
-def test_readme_lists_the_derivations_in_order():
-    rows = re.findall(r"^\| \[(\d\d)\]\((notebooks/[^)]+)\) \|", (ROOT / "README.md").read_text(), re.M)
-    assert [(name[:2], f"notebooks/{name}.ipynb") for name in DERIVATIONS] == rows
