@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -91,13 +90,3 @@ def test_import_is_light():
     code = "import sys, stppo.algorithms as a; a.algorithms(); print([m for m in ('torch', 'hydra', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_example_of_the_readme_is_an_algorithm_like_others(write):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (example,) = re.findall(r"```yaml\n(# configs/algorithm/my_ppo\.yaml.+?)```", readme, re.S)
-    write("my_ppo", example)
-    composed = configs.compose(["algorithm=my_ppo"])
-    assert configs.validate(composed).algorithm.name == "my_ppo"
-    assert composed["algorithm"]["objective"]["credit"]["pooling"] == "turn_mean"
-    assert "my_ppo" in [row.name for row in algorithms()]
