@@ -12,9 +12,8 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from stppo import axes, config_files
-from stppo.algorithms import ORDER, algorithms
+from stppo.algorithms import ORDER, algorithms, look
 from stppo.results.schematic import CHANGED
-from stppo.results.style import look
 
 ROOT = Path(__file__).parents[1]
 NAMES = ORDER  # of the shipped algorithms

@@ -109,7 +109,7 @@ def test_allowed_layers_have_no_cycle():
         ("stppo.results.figures", "from ..world import protocol"),
         ("stppo.results.figures", "from stppo.study import arms"),
         ("stppo.objectives.ratios", "from stppo import schema"),
-        ("stppo.training.trainer", "from stppo.results.figures import run_figure"),
+        ("stppo.training.trainer", "from stppo.results.live import run_figure"),
         ("stppo.world.protocol", "from stppo.trajectories import Trajectories"),
         ("stppo.retrieval.server", "from stppo.world import protocol"),
     ],

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from stppo import cli
 from stppo import config as configs
-from stppo.preflight import checks
-from stppo.preflight.report import preflight, text
+from stppo.preflight import requirements
+from stppo.preflight.fit import preflight, text
 
 
 @pytest.fixture
@@ -54,9 +54,11 @@ def test_a_gpu_that_is_too_small_fails_and_names_what_would_help(stppo):
 
 def test_qwen_is_estimated_without_network_and_every_missing_thing_has_its_remedy(monkeypatch):
     monkeypatch.setattr(
-        checks, "_on_the_hub", lambda name, kind, *_: (None, checks.Row(kind, "", "", False, "get it"))
+        requirements,
+        "_on_the_hub",
+        lambda name, kind, *_: (None, requirements.Row(kind, "", "", False, "get it")),
     )
-    monkeypatch.setattr(checks, "_vllm_row", lambda: checks.Row("vLLM", "", "", True))
+    monkeypatch.setattr(requirements, "_vllm_row", lambda: requirements.Row("vLLM", "", "", True))
     report = preflight(["preset=qwen", "world.retriever.url=http://127.0.0.1:9/retrieve"], gpu_gib=80)
     assert not report.ok and report.estimate.shape.parameters == 1_543_714_304
     assert all(row.remedy for row in report.rows if row.ok is False)
@@ -83,10 +85,10 @@ def weights(tmp_path):
 
 def test_truncated_weights_are_found(weights):
     run = configs.validate(configs.compose(["preset=laptop", f"policy.pretrained={weights}"]))
-    assert row(checks.model(run), "weights").ok
+    assert row(requirements.model(run), "weights").ok
     file = weights / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    found = row(checks.model(run), "weights")
+    found = row(requirements.model(run), "weights")
     assert found.ok is False and "model.safetensors" in found.found and "again" in found.remedy
 
 
@@ -100,7 +102,7 @@ def test_gated_model_says_where_its_licence_is(monkeypatch):
         raise GatedRepoError("gated", response=httpx.Response(403, request=request))
 
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", refuse)
-    place, found = checks._on_the_hub("someone/model", "model", "", "")
+    place, found = requirements._on_the_hub("someone/model", "model", "", "")
     assert place is None and found.ok is False and "https://hf.co/someone/model" in found.remedy
 
 
@@ -143,7 +145,7 @@ def served(tmp_path, reply: bytes):
             "_target_": "stppo.retrieval.client.RetrievalClient",
             "url": f"http://127.0.0.1:{server.server_port}/retrieve",
         }
-        return list(checks.data(*world(tmp_path, corpus=None, retriever=client)))
+        return list(requirements.data(*world(tmp_path, corpus=None, retriever=client)))
     finally:
         server.shutdown()
         server.server_close()
@@ -161,10 +163,10 @@ def test_a_server_that_answers_nonsense_fails(tmp_path, reply):
 
 
 def test_first_records_are_read(tmp_path):
-    found = list(checks.data(*world(tmp_path)))
+    found = list(requirements.data(*world(tmp_path)))
     assert row(found, "records nq").found == "first: 'who?'" and row(found, "corpus").ok
     (tmp_path / "nq.jsonl").write_text('{"question": "who?", "ans')
-    broken = row(checks.data(*world(tmp_path)), "records nq")
+    broken = row(requirements.data(*world(tmp_path)), "records nq")
     assert broken.ok is False and "nq.jsonl" in broken.remedy
 
 
@@ -172,11 +174,11 @@ def test_first_records_are_read(tmp_path):
 
 
 def test_output_folder_need_not_exist_but_must_be_writable(tmp_path, monkeypatch):
-    assert checks.writable(tmp_path / "a" / "b").ok
+    assert requirements.writable(tmp_path / "a" / "b").ok
 
     def refuse(**_):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
-    found = checks.writable(tmp_path / "a")
+    monkeypatch.setattr(requirements.tempfile, "TemporaryFile", refuse)
+    found = requirements.writable(tmp_path / "a")
     assert found.ok is False and str(tmp_path) in found.remedy

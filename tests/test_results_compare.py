@@ -40,8 +40,11 @@ def edit(folder, change):
     change(evaluations).to_parquet(folder / schema.EVALUATIONS_FILE, index=False)
 
 
-def test_variant_is_what_was_typed_but_for_algorithm_and_seed():
-    typed = ["preset=smoke", "algorithm=st_ppo", "+seed=3", "world.hop_shares=[1, 0, 0]"]
+def test_variant_is_what_was_typed_but_for_algorithm_seed_and_loggers():
+    typed = [
+        *("preset=smoke", "algorithm=st_ppo", "+seed=3", "world.hop_shares=[1, 0, 0]"),
+        "loggers=[{_target_: stppo.training.loggers.TensorBoard}]",
+    ]
     assert shlex.split(variant(typed)) == ["preset=smoke", "world.hop_shares=[1, 0, 0]"]
     members = expand_sweep(["algorithm=a,b", "training.epochs=2,4"])
     assert [variant(member) for member in members] == ["training.epochs=2", "training.epochs=4"] * 2

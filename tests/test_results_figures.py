@@ -7,7 +7,7 @@ import pytest
 
 from stppo.results import curves, findings, granularity
 from stppo.results.curves import Panel, band, curves_of
-from stppo.results.figures import FIGURES, all_figures, run_figure
+from stppo.results.figures import FIGURES, all_figures
 from tests.reference import assert_shows_all
 from tests.synthetic_runs import DYNAMICS, START, Dynamics, gather, simulate
 
@@ -204,13 +204,6 @@ def test_columns_that_were_never_recorded_leave_no_panel(smoke):
     )
     assert "clipping_bias_norm" not in set(FIGURES["norms"].draw(bare).data["metric"])
     assert "entropy" not in set(FIGURES["signals"].draw(bare).data["metric"])
-
-
-def test_run_figure_shows_a_run_that_has_just_begun():
-    _, updates, evaluations = simulate("st_ppo", iterations=2, every=1)
-    plot = run_figure(updates, evaluations, "a run")
-    assert plot.data["iteration"].tolist() == [1, 2]
-    assert plot._repr_png_()[0].startswith(b"\x89PNG")
 
 
 # ---- curves and bands ------------------------------------------------------------------------------

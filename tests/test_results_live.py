@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from stppo.results import live
-from stppo.results.live import LiveCurves, draw
+from stppo.results.live import LiveCurves, run_figure
 
 COLUMNS = (
     "success_train",
@@ -60,7 +60,7 @@ def test_picture_is_drawn_at_each_evaluation_and_not_between(drawn):
 
 def test_panels_show_the_recorded_numbers():
     updates, evaluations = map(pd.DataFrame, rows(4))
-    figure = draw(updates, evaluations, "a run", 8).figure
+    figure = run_figure(updates, evaluations, "a run", 8).figure
     success = lines(figure, "success")
     assert success["sampled"] == pytest.approx({0: 0.1, 2: 0.12, 4: 0.14})
     assert success["greedy"] == pytest.approx({0: 0.0, 4: 0.04})
@@ -75,7 +75,7 @@ def test_panels_show_the_recorded_numbers():
 
 def test_a_norm_of_zero_does_not_spoil_the_logarithmic_axis():
     updates, evaluations = map(pd.DataFrame, rows(4))
-    plot = draw(updates.assign(clipping_bias_norm=0.0), evaluations, "a run", 4)
+    plot = run_figure(updates.assign(clipping_bias_norm=0.0), evaluations, "a run", 4)
     assert plot._repr_png_()[0].startswith(b"\x89PNG")
 
 

@@ -119,7 +119,7 @@ def test_extras_and_command_of_the_package():
 
 def test_the_core_is_light():
     assert brought_by(None) <= {"torch", "numpy", "hydra-core", "packaging", "pydantic", "pyyaml", "typer"}
-    drawing = {"matplotlib", "seaborn", "snakemake", "papermill", "jupyterlab", "rliable", "datasets"}
+    drawing = {"matplotlib", "seaborn", "snakemake", "papermill", "jupyterlab", "datasets"}
     assert {"transformers", "pandas", "bm25s"} <= brought_by("train") and not drawing & brought_by("train")
     assert drawing | brought_by("train") <= brought_by("reproduce") <= brought_by("dev")
 
@@ -179,7 +179,7 @@ cli.main()
 """
 HEAVY = {
     *("transformers", "safetensors", "bm25s", "pandas", "pyarrow", "tqdm", "requests", "tenacity", "scipy"),
-    *("datasets", "matplotlib", "seaborn", "rliable", "jinja2", "tokenizers", "IPython", "fastapi", "faiss"),
+    *("datasets", "matplotlib", "seaborn", "jinja2", "tokenizers", "IPython", "fastapi", "faiss"),
 }
 
 

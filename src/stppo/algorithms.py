@@ -9,6 +9,7 @@ import colorsys
 import functools
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ def look(name: str) -> Algorithm:
     rest = name[len(base.name) :]
     rest = rest.strip(" ()") if rest.startswith(" (") else rest.replace("_", " ").strip()
     return Algorithm(name, f"{base.label}, {rest}", _color_of(name), base.line, granularity=base.granularity)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names in the order of `algorithms`, those without a file behind, by name; each once."""
+    ranks = {row.name: i for i, row in enumerate(algorithms())}
+    return sorted(set(names), key=lambda name: (ranks.get(name, len(ranks)), name))
 
 
 def _stamps() -> tuple[tuple[Path, int], ...]:

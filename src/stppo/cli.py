@@ -250,8 +250,8 @@ def preflight(
     Trains nothing. Exit code 1 where something is missing or does not fit; the table says what to change.
     """
     from stppo.files import write_json
-    from stppo.preflight.report import preflight as check
-    from stppo.preflight.report import text
+    from stppo.preflight.fit import preflight as check
+    from stppo.preflight.fit import text
 
     found = check(overrides, gpu_gib, out)
     typer.echo(text(found))

@@ -131,8 +131,12 @@ def expand_sweep(overrides: list[str]) -> list[list[str]]:
 
 
 def variant(overrides: Iterable[str]) -> str:
-    """The overrides that tell a run from others of its algorithm and seed, as one text that `shlex.split` takes apart."""
-    return shlex.join(o for o in overrides if o.partition("=")[0].lstrip("+") not in ("algorithm", "seed"))
+    """The overrides that tell a run from others of its algorithm and seed, as one text that `shlex.split` takes apart.
+
+    Not among them: `loggers`, which see what is recorded and change nothing.
+    """
+    told = ("algorithm", "seed", "loggers")
+    return shlex.join(o for o in overrides if o.partition("=")[0].lstrip("+") not in told)
 
 
 def validate(config: Config) -> RunConfig:

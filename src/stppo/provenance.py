@@ -35,7 +35,6 @@ PACKAGES = (
     "hydra-core",
     "bm25s",
     "datasets",
-    "rliable",
 )
 
 

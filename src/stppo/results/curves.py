@@ -15,9 +15,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from stppo.algorithms import in_order
 from stppo.results.resampling import curve_band, fewest_worlds
 from stppo.results.runs import Metrics
-from stppo.results.style import STYLE_NOTE, Plot, in_order, style
+from stppo.results.style import STYLE_NOTE, Plot, style
 
 WIDTH = 8.0  # inches
 LEVEL, DRAWS = 0.95, 2000  # of the bands

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from stppo.algorithms import in_order
 from stppo.results import findings
 from stppo.results.curves import (
     BANDS,
@@ -49,7 +49,7 @@ from stppo.results.outcomes import LABELS, LEARNED
 from stppo.results.resampling import by_world, fewest_worlds, mean
 from stppo.results.runs import Metrics
 from stppo.results.statistics import log_linear_trend
-from stppo.results.style import STYLE_NOTE, Plot, in_order, style
+from stppo.results.style import STYLE_NOTE, Plot, style
 from stppo.results.tolerance import tolerance
 
 HAPPENS, TOLERATES, WHY = "what happens", "how much it tolerates", "why"  # groups, in the order of the report
@@ -458,39 +458,3 @@ FIGURES: dict[str, Kind] = {
 def all_figures(metrics: Metrics) -> list[Plot]:
     """Every figure of `FIGURES` that the runs support, in order."""
     return [plot for kind in FIGURES.values() if (plot := kind.draw(metrics)) is not None]
-
-
-# ---- one run ------------------------------------------------------------------------------------
-def run_figure(updates: pd.DataFrame, evaluations: pd.DataFrame, title: str) -> Plot:
-    """One run as it stands, from its two tables, finished or not: for the training notebook."""
-    blue, orange, green = "#0061A8", "#D55E00", "#009E73"
-    panels = {
-        "gradient norms": {"gradient_norm": "gradient", "clipping_bias_norm": "clipping bias"},
-        "clipping": {"clip_fraction": "clip fraction", "out_of_range_fraction": "out of range"},
-        "policy": {
-            "entropy": "entropy (nats)",
-            "valid_format_rate": "valid format",
-            "kl_behaviour_k3": "KL to behaviour",
-        },
-    }
-    with style():
-        fig = Figure(figsize=(10.0, 5.6), layout="constrained")
-        axes = list(fig.subplots(2, 2).flat)
-        at = updates.groupby("iteration").mean(numeric_only=True)
-        axes[0].plot(at.index, at["success_train"], color="#BBBBBB", label="training questions")
-        for temperature, name, color in ((1.0, "held out, sampled", blue), (0.0, "held out, greedy", orange)):
-            rows = evaluations[evaluations["temperature"] == temperature]
-            axes[0].plot(rows["iteration"], rows["success"], "o-", markersize=3, color=color, label=name)
-        axes[0].set_ylim(bottom=0)
-        for ax, columns in zip(axes[1:], panels.values(), strict=True):
-            for (column, label), color in zip(columns.items(), (blue, orange, green), strict=False):
-                if column in at:
-                    values = at[column].where(at[column] > 0) if ax is axes[1] else at[column]
-                    ax.plot(at.index, values, color=color, label=label)
-        axes[1].set_yscale("log")  # a norm of exactly 0 (nothing clipped yet) has no place on it
-        for ax, name in zip(axes, ["success", *panels], strict=True):
-            ax.set_title(name, fontweight="bold")
-            ax.set_xlabel("iteration")
-            ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        fig.suptitle(title, x=0.012, ha="left")
-    return Plot("run", fig, at.reset_index(), f"{title}. Means over each iteration's updates.")

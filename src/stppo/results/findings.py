@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from stppo.algorithms import in_order
 from stppo.results.curves import BASELINE, curves_of, queue_filled
 from stppo.results.resampling import by_world, difference, fewest_worlds, joint_level
 from stppo.results.runs import Metrics
-from stppo.results.style import in_order
 
 MIN_ITERATIONS = 20  # shorter runs are trials of the machinery
 HEADLINE = (BASELINE, "st_ppo", "turn_ppo", "s_ppo")  # of the first picture, those that were trained

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
+from stppo.algorithms import in_order
 from stppo.results import findings
 from stppo.results.curves import (
     LEVEL,
@@ -22,7 +23,7 @@ from stppo.results.curves import (
 from stppo.results.findings import main_regime
 from stppo.results.resampling import by_world, fewest_worlds, mean
 from stppo.results.runs import Metrics
-from stppo.results.style import Plot, in_order, style
+from stppo.results.style import Plot, style
 
 
 def granularity(metrics: Metrics) -> Plot | None:

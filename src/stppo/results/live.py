@@ -45,11 +45,11 @@ class LiveCurves:
         """Take the rows recorded so far, of both tables."""
         if updates and len(evaluations) != self.evaluations:
             self.evaluations = len(evaluations)
-            plot = draw(pd.DataFrame(updates), pd.DataFrame(evaluations), self.title, self.iterations)
+            plot = run_figure(pd.DataFrame(updates), pd.DataFrame(evaluations), self.title, self.iterations)
             self.handle.update(plot)
 
 
-def draw(updates: pd.DataFrame, evaluations: pd.DataFrame, title: str, iterations: int) -> Plot:
+def run_figure(updates: pd.DataFrame, evaluations: pd.DataFrame, title: str, iterations: int) -> Plot:
     """One run as it stands, from its two tables: success, clip fraction, gradient norm, entropy.
 
     Means over each iteration's updates; success on the fixed held-out questions as it was evaluated.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -17,12 +17,10 @@ import pyarrow.parquet as pq
 import yaml
 
 from stppo import schema
+from stppo.algorithms import Algorithm, in_order, look
 from stppo.files import repository_path, write_atomically
 from stppo.results.outcomes import AFTER, Outcome, judge
 from stppo.results.statistics import area_under_curve, final_mean
-
-if TYPE_CHECKING:
-    from stppo.results.style import Look
 
 KEYS = list(schema.KEY_COLUMNS)
 INTEGERS = ("seed", "iteration", "n_questions")
@@ -241,10 +239,8 @@ class Metrics:
     iterations: pd.DataFrame  # one row per run and iteration
     evaluations: pd.DataFrame  # one row per run and evaluation
 
-    def look(self, algorithm: str) -> Look:
+    def look(self, algorithm: str) -> Algorithm:
         """How figures and tables show an algorithm; its label is the one that its runs recorded, if they did."""
-        from stppo.results.style import look  # here, because matplotlib takes a second to import
-
         found = look(algorithm)
         label = next((r["label"] for r in self.runs if r["algorithm"] == algorithm and r.get("label")), None)
         return replace(found, label=label) if label else found
@@ -372,8 +368,6 @@ class Metrics:
         Columns regime, algorithm, label, runs, worlds, learned, crashed, collapsed (numbers of runs; a collapsed run has
         crashed too) and `TABLE_MEANS`: means over worlds of the means of a world's runs, gain_kept of those that learned.
         """
-        from stppo.results.style import in_order  # here, because matplotlib takes a second to import
-
         rows = []
         for regime in self.regimes:
             for algorithm in in_order(self.algorithms(regime)):

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from stppo.results.style import Plot, look, style
+from stppo.algorithms import look
+from stppo.results.style import Plot, style
 
 INK, SOFT, FAINT = "#1D2530", "#5D6875", "#D9DDE2"
 BAND, CHANGED = "#E9F3EA", "#FDEBD0"

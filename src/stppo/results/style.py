@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
@@ -17,49 +16,12 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from PIL import Image
 
-from stppo import algorithms
 from stppo.files import repository_path, write_atomically
 
-TOKEN, TURN, SEQUENCE = (algorithms.LINES[of] for of in ("token", "turn", "sequence"))
 # In derivations, where no algorithm has a name yet, the colour is the granularity and the line the aggregation.
 GRANULARITY_COLORS = {"token": "#D55E00", "turn": "#0061A8", "sequence": "#4D4D4D"}
 AGGREGATION_LINES = {"geometric": "-", "arithmetic": "--", "product": ":"}
 STYLE_NOTE = "Dashed: token-level ratio; solid: turn-level; dotted: sequence-level."
-
-
-@dataclass(frozen=True)
-class Look:
-    """Name in figures, colour and line style of an algorithm."""
-
-    label: str
-    color: str
-    line: Any = TURN
-
-
-# The registry's colours are of Okabe & Ito's and of Paul Tol's "muted" set, told apart under the common colour-vision
-# deficiencies; the order is that of legends and tables. Arms of the study that are no file of configs/algorithm follow.
-LOOKS: dict[str, Look] = {
-    its.name: Look(its.label, its.color, its.line) for its in algorithms.algorithms()
-} | {
-    "turn_grpo": Look("turn GRPO", "#AA4499", TURN),
-    "s_grpo": Look("S-GRPO", "#332288", TOKEN),
-    "token_ppo_turn_mean": Look("token PPO, turn-mean credit", "#B07A50", TOKEN),
-    "turn_ppo_turn_mean": Look("Turn-PPO, turn-mean credit", "#C9A227", TURN),
-}
-
-
-def look(algorithm: str) -> Look:
-    """The algorithm's look (see `stppo.algorithms.look`)."""
-    if algorithm in LOOKS:
-        return LOOKS[algorithm]
-    its = algorithms.look(algorithm)
-    return Look(its.label, its.color, its.line)
-
-
-def in_order(algorithms: Iterable[str]) -> list[str]:
-    """Algorithms in the order of `LOOKS`, unlisted ones behind, by name."""
-    ranks = {name: i for i, name in enumerate(LOOKS)}
-    return sorted(set(algorithms), key=lambda name: (ranks.get(name, len(ranks)), name))
 
 
 def style() -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from stppo.algorithms import in_order
 from stppo.results import findings
 from stppo.results.curves import (
     BANDS,
@@ -31,7 +32,7 @@ from stppo.results.findings import main_regime
 from stppo.results.outcomes import LEARNED
 from stppo.results.resampling import fewest_worlds
 from stppo.results.runs import Metrics
-from stppo.results.style import STYLE_NOTE, Plot, in_order, style
+from stppo.results.style import STYLE_NOTE, Plot, style
 
 SETTINGS = {
     "learning_rate": "learning rate",

@@ -12,8 +12,7 @@ import torch
 
 from stppo import config as configs
 from stppo.files import repository_path
-from stppo.preflight import checks
-from stppo.preflight.checks import Row
+from stppo.preflight import requirements
 from stppo.preflight.memory import (
     GIB,
     Algorithm,
@@ -26,6 +25,7 @@ from stppo.preflight.memory import (
     micro_batch_tokens,
     phases_of,
 )
+from stppo.preflight.requirements import Row
 from stppo.preflight.shapes import Shape, policy_config, shape_of, smaller
 from stppo.preflight.speed import USUAL, Speed, estimate_speed
 from stppo.settings import RunConfig
@@ -45,7 +45,7 @@ class Machine:
     def found(cls, folder: Path, gpu_gib: float | None = None) -> "Machine":
         """This machine, its GPU as given by hand where `gpu_gib` (GiB) is; folder: on the disk that is written to."""
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        disk = shutil.disk_usage(checks.existing(folder)).free
+        disk = shutil.disk_usage(requirements.existing(folder)).free
         if gpu_gib is not None:
             return cls(USUAL, gpu_gib * GIB, gpu_gib * GIB, host, disk)
         if torch.cuda.is_available():
@@ -136,10 +136,10 @@ def preflight(
     download = name is not None and not Path(name).is_dir()
     made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name, download)
     rows = [
-        *checks.software(run, gpu_gib is not None),
-        *checks.model(run),
-        *checks.data(world, config["world"]),
-        checks.writable(folder),
+        *requirements.software(run, gpu_gib is not None),
+        *requirements.model(run),
+        *requirements.data(world, config["world"]),
+        requirements.writable(folder),
         *_fits(run, made, machine),
     ]
     largest = made.peak.total > (machine.gpu or machine.host)
