@@ -286,10 +286,11 @@ def clip_ratio(metrics: Metrics) -> Plot | None:
 
 
 def _varies(metrics: Metrics, regime: str, column: str) -> bool:
+    """Whether an algorithm's own values change."""
     if column not in metrics.iterations:
         return False
-    values = metrics.iterations.loc[metrics.iterations["regime"] == regime, column].dropna()
-    return len(values) > 0 and np.ptp(values) > 1e-6 * np.abs(values).max()
+    values = metrics.iterations[metrics.iterations["regime"] == regime].groupby("algorithm")[column]
+    return bool((values.max() - values.min() > 1e-6 * values.max().abs()).any())
 
 
 # ---- why ----------------------------------------------------------------------------------------
@@ -417,17 +418,16 @@ def _trends_title(metrics: Metrics, regime: str, table: pd.DataFrame) -> str:
         "clipping_bias_norm" if (table["metric"] == "clipping_bias_norm").any() else table["metric"].iloc[0]
     )
     part = table[table["metric"] == metric].set_index("algorithm")
-    what = {"clipping_bias_norm": "Clipping-bias norm ‖C‖"}.get(metric, "Gradient norm")
+    what = {"clipping_bias_norm": "clipping-bias norm ‖C‖"}.get(metric, "gradient norm")
     told = []
     for name in findings.pair(metrics, regime, list(part.index)):
         row = part.loc[name]
-        firm = f"× {row['factor_per_10']:.2f} per 10 iterations (R² {row['r_squared']:.2f})"
-        told.append(
-            f"{findings.name_of(metrics, name)} {firm if row['r_squared'] >= FIRM else 'no steady trend (R² ' + format(row['r_squared'], '.2f') + ')'}"
-        )
+        firm = row["r_squared"] >= FIRM
+        trend = f"× {row['factor_per_10']:.2f} per 10 iterations" if firm else "no steady trend"
+        told.append(f"{trend} with {findings.name_of(metrics, name)} (R² {row['r_squared']:.2f})")
     n_worlds = min(metrics.arm(regime, name)["world_seed"].nunique() for name in part.index)
     few = f"{findings.few_words(n_worlds)}: " if n_worlds < fewest_worlds(LEVEL) else ""
-    return f"{few}{what}: {', '.join(told)}"
+    return f"{few}{what if few else what[0].upper() + what[1:]}: {', '.join(told)}"
 
 
 # ---- the list -----------------------------------------------------------------------------------

@@ -20,14 +20,14 @@ BAND, CHANGED = "#E9F3EA", "#FDEBD0"
 BASELINE = "token_ppo"
 # Column heading, width (relative), and characters per line of each axis in the matrix; others get the default.
 COLUMNS = {
-    "credit": ("credit", 1.8, 25),
+    "credit": ("credit", 1.95, 23),
     "pooling": ("pooling", 0.68, 10),
     "whiten": ("whiten", 0.6, 8),
     "ratio": ("ratio", 0.75, 10),
     "aggregation": ("aggregation", 1.0, 12),
-    "clip": ("clip range", 1.2, 17),
+    "clip": ("clip range", 1.3, 17),
     "surrogate": ("surrogate", 0.92, 12),
-    "stabiliser": ("stabiliser", 1.9, 29),
+    "stabiliser": ("stabiliser", 1.9, 25),
     "loss aggregation": ("loss\naggregation", 0.95, 11),
 }
 ROW, PANEL = 0.36, 2.95  # heights in inches
@@ -221,7 +221,7 @@ def _legend(fig: SubFigure) -> None:
 
 def _matrix(ax: Axes, table: pd.DataFrame, axes: Sequence[str]) -> None:
     """Rows algorithms, columns axes; cells that differ from token PPO's are shaded."""
-    first = 1.6
+    first = 1.75
     columns = {name: COLUMNS.get(name, (name, 1.0, 12)) for name in axes}
     edges = first + np.cumsum([0.0, *(width for _, width, _ in columns.values())])
     ax.set_xlim(0, edges[-1])
@@ -245,7 +245,7 @@ def _matrix(ax: Axes, table: pd.DataFrame, axes: Sequence[str]) -> None:
                 i + 0.5,
                 text,
                 va="center",
-                fontsize=8.5,
+                fontsize=8.2,
                 linespacing=1.05,
                 color=INK if changed else SOFT,
             )
