@@ -20,14 +20,14 @@ BAND, CHANGED = "#E9F3EA", "#FDEBD0"
 BASELINE = "token_ppo"
 # Column heading, width (relative), and characters per line of each axis in the matrix; others get the default.
 COLUMNS = {
-    "credit": ("credit", 1.95, 23),
+    "credit": ("credit", 1.95, 25),
     "pooling": ("pooling", 0.68, 10),
     "whiten": ("whiten", 0.6, 8),
     "ratio": ("ratio", 0.75, 10),
-    "aggregation": ("aggregation", 1.0, 12),
+    "aggregation": ("aggregation", 1.1, 12),
     "clip": ("clip range", 1.3, 17),
     "surrogate": ("surrogate", 0.92, 12),
-    "stabiliser": ("stabiliser", 1.9, 25),
+    "stabiliser": ("stabiliser", 1.75, 24),
     "loss aggregation": ("loss\naggregation", 0.95, 11),
 }
 ROW, PANEL = 0.36, 2.95  # heights in inches
