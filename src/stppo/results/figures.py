@@ -48,6 +48,7 @@ from stppo.results.granularity import granularity
 from stppo.results.outcomes import LABELS, LEARNED
 from stppo.results.resampling import by_world, fewest_worlds, mean
 from stppo.results.runs import Metrics
+from stppo.results.settings_map import settings_map
 from stppo.results.statistics import log_linear_trend
 from stppo.results.style import STYLE_NOTE, Plot, style
 from stppo.results.tolerance import tolerance
@@ -447,6 +448,7 @@ FIGURES: dict[str, Kind] = {
         (HAPPENS, stability),
         (HAPPENS, clip_ratio),
         (TOLERATES, tolerance),
+        (TOLERATES, settings_map),
         (WHY, norms),
         (WHY, signals),
         (WHY, granularity),
