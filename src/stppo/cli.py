@@ -44,6 +44,7 @@ ConfigDir = Annotated[
     Path | None,
     typer.Option(
         callback=_own_configs,
+        readable=False,  # `use_config_dir` says it in one line
         show_default=False,
         help=f"Your folder with `algorithm/my_ppo.yaml` and the like, beside the shipped ones (or {VARIABLE}).",
     ),
