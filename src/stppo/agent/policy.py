@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from stppo.agent.compiled import is_compiled, states_at
 from stppo.agent.compute import body_of, computing, device_of, logits_of, recompute
 from stppo.agent.weights import named_weights, without_adapters
 from stppo.trajectories import Trajectories
@@ -218,6 +219,8 @@ def agent_states(body: nn.Module, batch: Trajectories, n_chunks: int) -> tuple[T
     Returns (states (N, H) on the body's device, flat positions (N,) into B·T on the batch's). Right padding needs no
     attention mask: causal attention never looks right.
     """
+    if is_compiled(body):  # it packs rows, so there is no padding to avoid by chunks
+        return states_at(body, batch.tokens, batch.agent_mask)
     width, device = batch.tokens.shape[1], device_of(body)
     states, positions = [], []
     for rows in length_sorted_chunks(batch.lengths, n_chunks):

@@ -1,0 +1,652 @@
+// Forward and backward passes of a small decoder (Qwen2, Llama, GPT-2) in float32 on one core, for `compiled.py`.
+//
+// Rows are packed: no padding is computed. They are taken in groups of about a hundred tokens, whose activations stay in
+// the processor's second cache from one layer's step to the next, where a step over a whole minibatch waits for memory.
+// Plain C++17 with the vector types of GCC and Clang; no header of PyTorch, so that it compiles in seconds.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr long W = 16;  // floats in a vector
+typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef float aligned_vec __attribute__((vector_size(4 * W)));
+
+inline long up(long n) { return (n + W - 1) / W * W; }
+inline aligned_vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
+inline void store(float* p, aligned_vec v) { *reinterpret_cast<vec*>(p) = v; }
+inline aligned_vec splat(float x) { return aligned_vec{} + x; }
+
+inline float sum(aligned_vec v) {
+    float s = 0;
+    for (long i = 0; i < W; i++) s += v[i];
+    return s;
+}
+
+// e^x within 2 units in the last place (Cephes' polynomial); NaN stays NaN, what is below -87.3 becomes e^-87.3.
+inline aligned_vec exp_of(aligned_vec x) {
+    const aligned_vec low = splat(-87.3f), high = splat(88.7f);
+    const aligned_vec top = splat(INFINITY);
+    const ivec over = x > high;
+    x = x < low ? low : x;
+    x = x > high ? high : x;
+    const aligned_vec shift = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    const aligned_vec n = (x * 1.44269504f + shift) - shift;
+    x = x - n * 0.693359375f;
+    x = x + n * 2.12194440e-4f;
+    aligned_vec p = splat(1.9875691500e-4f);
+    p = p * x + 1.3981999507e-3f;
+    p = p * x + 8.3334519073e-3f;
+    p = p * x + 4.1665795894e-2f;
+    p = p * x + 1.6666665459e-1f;
+    p = p * x + 5.0000001201e-1f;
+    p = p * (x * x) + x + 1.0f;
+    const ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
+    aligned_vec scale;
+    std::memcpy(&scale, &exponent, sizeof scale);
+    p = p * scale;
+    return over ? top : p;
+}
+
+inline aligned_vec sigmoid(aligned_vec x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+// ---- matrix products: C (m x n) [+]= A (m x k) B (k x n) -----------------------------------------------------------
+// A has any strides, the rows of B and C are contiguous, n is a multiple of W.
+
+template <int R, int C>
+inline void tile(const float* a, long row, long column, const float* b, long ldb, float* c, long ldc, long k, bool add) {
+    aligned_vec s[R][C];
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < C; j++) s[r][j] = add ? load(c + r * ldc + j * W) : aligned_vec{};
+    for (long i = 0; i < k; i++) {
+        aligned_vec line[C];
+        for (int j = 0; j < C; j++) line[j] = load(b + i * ldb + j * W);
+        for (int r = 0; r < R; r++) {
+            const aligned_vec x = splat(a[r * row + i * column]);
+            for (int j = 0; j < C; j++) s[r][j] += x * line[j];
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < C; j++) store(c + r * ldc + j * W, s[r][j]);
+}
+
+template <int C>
+inline void columns(const float* a, long row, long column, const float* b, long ldb, float* c, long ldc, long m, long k,
+                    bool add) {
+    constexpr int R = C == 1 ? 12 : C == 2 ? 8 : 6;  // what the registers hold
+    long r = 0;
+    for (; r + R <= m; r += R) tile<R, C>(a + r * row, row, column, b, ldb, c + r * ldc, ldc, k, add);
+    for (; r + 4 <= m; r += 4) tile<4, C>(a + r * row, row, column, b, ldb, c + r * ldc, ldc, k, add);
+    for (; r < m; r++) tile<1, C>(a + r * row, row, column, b, ldb, c + r * ldc, ldc, k, add);
+}
+
+void gemm(const float* a, long row, long column, const float* b, long ldb, float* c, long ldc, long m, long n, long k,
+          bool add) {
+    for (long j = 0; j < n;) {
+        const long left = (n - j) / W;
+        if (left >= 4) columns<4>(a, row, column, b + j, ldb, c + j, ldc, m, k, add), j += 4 * W;
+        else if (left == 3) columns<3>(a, row, column, b + j, ldb, c + j, ldc, m, k, add), j += 3 * W;
+        else if (left == 2) columns<2>(a, row, column, b + j, ldb, c + j, ldc, m, k, add), j += 2 * W;
+        else columns<1>(a, row, column, b + j, ldb, c + j, ldc, m, k, add), j += W;
+    }
+}
+
+// A weight (n x k), packed in panels of 64 columns so that a panel fits the first cache: for x W^T (k x n) and for
+// dy W (n x k).
+struct Packed {
+    std::vector<float> data;
+    long k = 0, n = 0;
+
+    void reserve(long depth, long width) {
+        k = depth, n = up(width);
+        data.assign(k * n, 0.f);
+    }
+    float& at(long i, long j) {
+        const long panel = j / 64, width = std::min<long>(64, n - panel * 64);
+        return data[panel * 64 * k + i * width + j % 64];
+    }
+    void apply(const float* a, long lda, float* c, long ldc, long m, bool add) const {
+        for (long j = 0; j < n; j += 64) {
+            const long width = std::min<long>(64, n - j);
+            gemm(a, lda, 1, data.data() + j * k, width, c + j, ldc, m, width, k, add);
+        }
+    }
+};
+
+void pack_forward(Packed& p, long first, const float* w, long n, long k) {
+    for (long j = 0; j < n; j++)
+        for (long i = 0; i < k; i++) p.at(i, first + j) = w[j * k + i];
+}
+
+void pack_backward(Packed& p, long first, const float* w, long n, long k) {
+    for (long i = 0; i < n; i++)
+        for (long j = 0; j < k; j++) p.at(first + i, j) = w[i * k + j];
+}
+
+// ---- the decoder ---------------------------------------------------------------------------------------------------
+
+// Filled by compiled.py; 
+struct Model {
+    int64_t hidden, layers, heads, kv_heads, head_size, inner, layer_norm, gated;
+    double epsilon;
+    const float *cosine, *sine;  // (positions, head_size / 2), null without rotary positions
+};
+
+enum { EMBED, PLACES, NORM, NORM_BIAS, FIRST };  // then, for each layer:
+enum { N1, N1B, Q, QB, K, KB, V, VB, O, OB, N2, N2B, G, GB, U, UB, D, DB, PER_LAYER };
+
+struct Layer {
+    Packed qkv, o, up_gate, down, qkv_back, o_back, up_gate_back, down_back;
+    std::vector<float> qkv_bias, gate_bias;
+};
+
+struct Body {
+    Model m;
+    const float* const* w;
+    long H, Q_, KV, QKV, I, GI, dp, half;
+    std::vector<Layer> layers;
+
+    const float* weight(long layer, long which) const { return w[FIRST + layer * PER_LAYER + which]; }
+
+    Body(const Model& model, const float* const* weights, bool back) : m(model), w(weights) {
+        H = m.hidden, Q_ = m.heads * m.head_size, KV = m.kv_heads * m.head_size, QKV = Q_ + 2 * KV;
+        I = m.inner, GI = m.gated ? 2 * I : I, dp = up(m.head_size), half = m.head_size / 2;
+        layers.resize(m.layers);
+        for (long l = 0; l < m.layers; l++) {
+            Layer& p = layers[l];
+            const float *q = weight(l, Q), *k = weight(l, K), *v = weight(l, V), *g = weight(l, G), *u = weight(l, U);
+            p.qkv.reserve(H, QKV), p.o.reserve(Q_, H), p.up_gate.reserve(H, GI), p.down.reserve(I, H);
+            pack_forward(p.qkv, 0, q, Q_, H), pack_forward(p.qkv, Q_, k, KV, H);
+            pack_forward(p.qkv, Q_ + KV, v, KV, H), pack_forward(p.o, 0, weight(l, O), H, Q_);
+            if (m.gated) pack_forward(p.up_gate, 0, g, I, H);
+            pack_forward(p.up_gate, GI - I, u, I, H), pack_forward(p.down, 0, weight(l, D), H, I);
+            p.qkv_bias.assign(up(QKV), 0.f), p.gate_bias.assign(GI, 0.f);
+            const long at[3] = {0, Q_, Q_ + KV}, size[3] = {Q_, KV, KV};
+            for (long i = 0; i < 3; i++)
+                if (const float* b = weight(l, QB + 2 * i)) std::copy(b, b + size[i], p.qkv_bias.begin() + at[i]);
+            if (const float* b = weight(l, UB)) std::copy(b, b + I, p.gate_bias.begin() + GI - I);
+            if (!back) continue;
+            p.qkv_back.reserve(QKV, H), p.o_back.reserve(H, Q_), p.up_gate_back.reserve(GI, H);
+            p.down_back.reserve(H, I);
+            pack_backward(p.qkv_back, 0, q, Q_, H), pack_backward(p.qkv_back, Q_, k, KV, H);
+            pack_backward(p.qkv_back, Q_ + KV, v, KV, H), pack_backward(p.o_back, 0, weight(l, O), H, Q_);
+            if (m.gated) pack_backward(p.up_gate_back, 0, g, I, H);
+            pack_backward(p.up_gate_back, GI - I, u, I, H), pack_backward(p.down_back, 0, weight(l, D), H, I);
+        }
+    }
+};
+
+// One row of a group: n new tokens after `past` ones whose keys and values are in the cache.
+struct Row {
+    const int64_t* tokens;
+    long n, past, first;  // first: of its new tokens in the group
+    float *keys, *values;  // all layers: (layers, kv_heads, dp, room) and (layers, kv_heads, room, dp)
+    long room;
+};
+
+// Floats that one layer keeps of a group of M tokens, for the way back: each at its offset.
+struct Kept {
+    long x, norm1, q, probs, o, mid, norm2, gate, size;
+    Kept(const Body& b, long M, long squares) {
+        long at = 0;
+        auto take = [&](long n) { return std::exchange(at, at + up(n)); };
+        x = take(M * b.H), norm1 = take(2 * M), q = take(M * b.m.heads * b.dp), probs = take(squares * b.m.heads);
+        o = take(M * b.Q_), mid = take(M * b.H), norm2 = take(2 * M), gate = take(M * b.GI), size = at;
+    }
+    static long squares(const std::vector<Row>& rows) {
+        long total = 0;
+        for (const Row& r : rows) total += r.n * up(r.past + r.n);
+        return total;
+    }
+};
+
+// y = norm(x), and for each token its mean and the reciprocal of its spread (RMSNorm: mean 0).
+void normalise(const Body& b, const float* x, const float* w, const float* bias, float* y, float* kept, long M) {
+    for (long t = 0; t < M; t++) {
+        const float* row = x + t * b.H;
+        aligned_vec s{}, q{};
+        float mean = 0;
+        if (b.m.layer_norm) {
+            for (long i = 0; i < b.H; i += W) s += load(row + i);
+            mean = sum(s) / b.H;
+        }
+        for (long i = 0; i < b.H; i += W) {
+            const aligned_vec d = load(row + i) - mean;
+            q += d * d;
+        }
+        const float scale = 1.0f / std::sqrt(sum(q) / b.H + static_cast<float>(b.m.epsilon));
+        kept[2 * t] = mean, kept[2 * t + 1] = scale;
+        for (long i = 0; i < b.H; i += W) {
+            aligned_vec v = load(w + i) * ((load(row + i) - mean) * scale);
+            if (bias) v += load(bias + i);
+            store(y + t * b.H + i, v);
+        }
+    }
+}
+
+// dx += the gradient through norm(x); adds to dw and dbias, and gives y again where it is asked for.
+void normalise_back(const Body& b, const float* x, const float* w, const float* dy, const float* kept, float* dx,
+                    float* dw, float* dbias, long M) {
+    for (long t = 0; t < M; t++) {
+        const float mean = kept[2 * t], scale = kept[2 * t + 1];
+        aligned_vec along{}, plain{};
+        for (long i = 0; i < b.H; i += W) {
+            const aligned_vec n = (load(x + t * b.H + i) - mean) * scale, g = load(dy + t * b.H + i);
+            store(dw + i, load(dw + i) + g * n);
+            if (dbias) store(dbias + i, load(dbias + i) + g);
+            along += g * load(w + i) * n, plain += g * load(w + i);
+        }
+        const float a = sum(along) / b.H, p = b.m.layer_norm ? sum(plain) / b.H : 0.f;
+        for (long i = 0; i < b.H; i += W) {
+            const aligned_vec n = (load(x + t * b.H + i) - mean) * scale;
+            const aligned_vec g = load(dy + t * b.H + i) * load(w + i);
+            store(dx + t * b.H + i, load(dx + t * b.H + i) + (g - n * a - p) * scale);
+        }
+    }
+}
+
+void add_bias(float* y, const float* bias, long M, long n) {
+    for (long t = 0; t < M; t++)
+        for (long i = 0; i < n; i += W) store(y + t * n + i, load(y + t * n + i) + load(bias + i));
+}
+
+void add_columns(const float* y, long ld, float* total, long M, long n) {
+    for (long t = 0; t < M; t++)
+        for (long i = 0; i < n; i++) total[i] += y[t * ld + i];
+}
+
+// Rotary positions of one head: (a, b) -> (a cos - b sin, b cos + a sin), or back with sign = -1.
+inline void rotate(const Body& b, const float* from, float* to, long position, float sign) {
+    const long h = b.half;
+    if (!b.m.cosine) {
+        std::copy(from, from + b.m.head_size, to);
+        return;
+    }
+    const float *c = b.m.cosine + position * h, *s = b.m.sine + position * h;
+    for (long i = 0; i < h; i++) {
+        const float x = from[i], y = from[i + h];
+        to[i] = x * c[i] - sign * y * s[i];
+        to[i + h] = y * c[i] + sign * x * s[i];
+    }
+}
+
+constexpr long ROWS = 12;  // queries that attend together
+
+inline void softmax_row(float* s, long n, long room, float scale) {
+    float top = -INFINITY;
+    for (long i = 0; i < n; i++) top = s[i] > top ? s[i] : top;
+    for (long i = n; i < room; i++) s[i] = -INFINITY;
+    aligned_vec total{};
+    for (long i = 0; i < room; i += W) {
+        aligned_vec e = exp_of((load(s + i) - top) * scale);
+        if (i + W > n)
+            for (long j = std::max(0L, n - i); j < W; j++) e[j] = 0.f;
+        total += e;
+        store(s + i, e);
+    }
+    const float part = 1.0f / sum(total);
+    for (long i = 0; i < room; i += W) store(s + i, load(s + i) * part);
+}
+
+// Attention of one row in one layer: writes q (heads, n, dp) and probs (heads, n, keys), fills the cache, gives o.
+void attend(const Body& b, const Row& r, long layer, const float* qkv, float* q, float* probs, float* o) {
+    const long d = b.m.head_size, dp = b.dp, wide = up(b.QKV), group = b.m.heads / b.m.kv_heads;
+    const long all = r.past + r.n, ld = up(all);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(d));
+    float line[512];
+    float* keys = r.keys + layer * b.m.kv_heads * dp * r.room;
+    float* values = r.values + layer * b.m.kv_heads * dp * r.room;
+    for (long h = 0; h < b.m.kv_heads; h++) {
+        float *kt = keys + h * dp * r.room, *v = values + h * dp * r.room;
+        for (long t = 0; t < r.n; t++) {
+            const float* from = qkv + (r.first + t) * wide + b.Q_ + h * d;
+            rotate(b, from, line, r.past + t, 1.f);
+            for (long i = 0; i < d; i++) kt[i * r.room + r.past + t] = line[i];
+            std::copy(from + b.KV, from + b.KV + d, v + (r.past + t) * dp);
+            std::fill(v + (r.past + t) * dp + d, v + (r.past + t) * dp + dp, 0.f);
+        }
+        for (long i = 0; i < d; i++) std::fill(kt + i * r.room + all, kt + i * r.room + ld, 0.f);
+    }
+    for (long h = 0; h < b.m.heads; h++) {
+        const float *kt = keys + h / group * dp * r.room, *v = values + h / group * dp * r.room;
+        float *qh = q + h * r.n * dp, *ph = probs + h * r.n * ld, mixed[ROWS * 512];
+        for (long t = 0; t < r.n; t++) {
+            rotate(b, qkv + (r.first + t) * wide + h * d, qh + t * dp, r.past + t, 1.f);
+            std::fill(qh + t * dp + d, qh + (t + 1) * dp, 0.f);
+        }
+        for (long t = 0; t < r.n; t += ROWS) {
+            const long m = std::min(ROWS, r.n - t), seen = up(r.past + t + m);
+            gemm(qh + t * dp, dp, 1, kt, r.room, ph + t * ld, ld, m, seen, d, false);
+            for (long i = 0; i < m; i++) softmax_row(ph + (t + i) * ld, r.past + t + i + 1, ld, scale);
+            gemm(ph + t * ld, ld, 1, v, dp, mixed, dp, m, dp, r.past + t + m, false);
+            for (long i = 0; i < m; i++)
+                std::copy(mixed + i * dp, mixed + i * dp + d, o + (r.first + t + i) * b.Q_ + h * d);
+        }
+    }
+}
+
+// The gradients of q, k and v of one row (no past) from that of o, written to dqkv.
+void attend_back(const Body& b, const Row& r, long layer, const float* q, const float* probs, const float* o,
+                 const float* d_o, float* dqkv, std::vector<float>& work) {
+    const long d = b.m.head_size, dp = b.dp, wide = up(b.QKV), group = b.m.heads / b.m.kv_heads, n = r.n, ld = up(n);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(d));
+    work.assign(6 * n * dp + dp * ld + n * ld, 0.f);
+    float *k = work.data(), *dout = k + n * dp, *dq = dout + n * dp, *dk = dq + n * dp, *dv = dk + n * dp;
+    float *vt = dv + n * dp, *ds = vt + dp * ld, line[512];
+    for (long g = 0; g < b.m.kv_heads; g++) {
+        const float* kt = r.keys + (layer * b.m.kv_heads + g) * dp * r.room;
+        const float* v = r.values + (layer * b.m.kv_heads + g) * dp * r.room;
+        for (long t = 0; t < n; t++)
+            for (long i = 0; i < d; i++) k[t * dp + i] = kt[i * r.room + t], vt[i * ld + t] = v[t * dp + i];
+        std::fill(dk, dk + 2 * n * dp, 0.f);  // and dv
+        for (long h = g * group; h < (g + 1) * group; h++) {
+            const float *ph = probs + h * n * ld, *qh = q + h * n * dp;
+            for (long t = 0; t < n; t++)
+                std::copy(d_o + (r.first + t) * b.Q_ + h * d, d_o + (r.first + t) * b.Q_ + (h + 1) * d, dout + t * dp);
+            for (long t = 0; t < n; t += ROWS) {
+                const long m = std::min(ROWS, n - t), seen = up(t + m);
+                gemm(dout + t * dp, dp, 1, vt, ld, ds + t * ld, ld, m, seen, d, false);
+                for (long i = t; i < t + m; i++) {
+                    const float *out = o + (r.first + i) * b.Q_ + h * d, *dx = dout + i * dp;
+                    float along = 0;
+                    for (long j = 0; j < d; j++) along += out[j] * dx[j];
+                    float* s = ds + i * ld;
+                    for (long j = 0; j < seen; j += W)
+                        store(s + j, load(ph + i * ld + j) * (load(s + j) - along) * scale);
+                    std::fill(s + seen, s + ld, 0.f);
+                }
+                gemm(ds + t * ld, ld, 1, k, dp, dq + t * dp, dp, m, dp, t + m, false);
+            }
+            for (long t = 0; t < n; t += ROWS) {  // keys t.. are seen by queries t.. alone
+                const long m = std::min(ROWS, n - t);
+                gemm(ds + t * ld + t, 1, ld, qh + t * dp, dp, dk + t * dp, dp, m, dp, n - t, true);
+                gemm(ph + t * ld + t, 1, ld, dout + t * dp, dp, dv + t * dp, dp, m, dp, n - t, true);
+            }
+            for (long t = 0; t < n; t++)
+                rotate(b, dq + t * dp, dqkv + (r.first + t) * wide + h * d, t, -1.f);
+        }
+        for (long t = 0; t < n; t++) {
+            float* to = dqkv + (r.first + t) * wide + b.Q_ + g * d;
+            rotate(b, dk + t * dp, line, t, -1.f);
+            std::copy(line, line + d, to);
+            std::copy(dv + t * dp, dv + t * dp + d, to + b.KV);
+        }
+    }
+}
+
+// gate (M x GI) -> act (M x I): silu(g) u, or gelu(u) with tanh.
+inline aligned_vec gelu_slope(aligned_vec u, aligned_vec& value) {
+    const aligned_vec s = sigmoid(1.5957691216f * (u + 0.044715f * u * u * u));
+    value = u * s;
+    return s + u * s * (1.0f - s) * 1.5957691216f * (1.0f + 0.134145f * u * u);
+}
+
+void activate(const Body& b, const float* gate, float* act, long M) {
+    for (long t = 0; t < M; t++)
+        for (long i = 0; i < b.I; i += W) {
+            const float* g = gate + t * b.GI + i;
+            aligned_vec v;
+            if (b.m.gated) v = load(g) / (1.0f + exp_of(-load(g))) * load(g + b.I);
+            else gelu_slope(load(g), v);
+            store(act + t * b.I + i, v);
+        }
+}
+
+// d (gate) from d (act); gives act again.
+void activate_back(const Body& b, const float* gate, const float* dact, float* act, float* dgate, long M) {
+    for (long t = 0; t < M; t++)
+        for (long i = 0; i < b.I; i += W) {
+            const float* g = gate + t * b.GI + i;
+            const aligned_vec d = load(dact + t * b.I + i);
+            aligned_vec v;
+            if (b.m.gated) {
+                const aligned_vec x = load(g), u = load(g + b.I), s = sigmoid(x);
+                v = x * s * u;
+                store(dgate + t * b.GI + i, d * u * s * (1.0f + x * (1.0f - s)));
+                store(dgate + t * b.GI + b.I + i, d * x * s);
+            } else {
+                store(dgate + t * b.GI + i, d * gelu_slope(load(g), v));
+            }
+            store(act + t * b.I + i, v);
+        }
+}
+
+struct Scratch {
+    std::vector<float> x, h, qkv, gate, act, dx, dh, dmore, work;
+};
+
+// All layers over a group; `kept` (layers * Kept.size floats) is written, `s.x` holds what the last layer gives.
+void forward(const Body& b, const std::vector<Row>& rows, long M, float* kept, const Kept& k, bool keep, Scratch& s) {
+    const long H = b.H, wide = up(b.QKV);
+    s.x.resize(M * H), s.h.resize(M * std::max(H, b.Q_)), s.qkv.resize(M * wide), s.act.resize(M * b.I);
+    for (const Row& r : rows)
+        for (long t = 0; t < r.n; t++) {
+            const float* e = b.w[EMBED] + r.tokens[t] * H;
+            float* x = s.x.data() + (r.first + t) * H;
+            for (long i = 0; i < H; i += W) {
+                aligned_vec v = load(e + i);
+                if (b.w[PLACES]) v += load(b.w[PLACES] + (r.past + t) * H + i);
+                store(x + i, v);
+            }
+        }
+    for (long l = 0; l < b.m.layers; l++) {
+        float* at = kept + (keep ? l * k.size : 0);
+        const Layer& p = b.layers[l];
+        std::copy(s.x.begin(), s.x.begin() + M * H, at + k.x);
+        normalise(b, s.x.data(), b.weight(l, N1), b.weight(l, N1B), s.h.data(), at + k.norm1, M);
+        p.qkv.apply(s.h.data(), H, s.qkv.data(), wide, M, false);
+        add_bias(s.qkv.data(), p.qkv_bias.data(), M, wide);
+        long square = 0;
+        for (const Row& r : rows) {
+            attend(b, r, l, s.qkv.data(), at + k.q + r.first * b.m.heads * b.dp, at + k.probs + square, at + k.o);
+            square += r.n * up(r.past + r.n) * b.m.heads;
+        }
+        p.o.apply(at + k.o, b.Q_, s.x.data(), H, M, true);
+        if (b.weight(l, OB)) add_bias(s.x.data(), b.weight(l, OB), M, H);
+        std::copy(s.x.begin(), s.x.begin() + M * H, at + k.mid);
+        normalise(b, s.x.data(), b.weight(l, N2), b.weight(l, N2B), s.h.data(), at + k.norm2, M);
+        p.up_gate.apply(s.h.data(), H, at + k.gate, b.GI, M, false);
+        if (b.weight(l, UB)) add_bias(at + k.gate, p.gate_bias.data(), M, b.GI);
+        activate(b, at + k.gate, s.act.data(), M);
+        p.down.apply(s.act.data(), b.I, s.x.data(), H, M, true);
+        if (b.weight(l, DB)) add_bias(s.x.data(), b.weight(l, DB), M, H);
+    }
+}
+
+// From `s.dx`, the gradient of what the last layer gives, to the weights' gradients.
+void backward(const Body& b, const std::vector<Row>& rows, long M, const float* kept, const Kept& k, float* const* grad,
+              int64_t no_gradient, Scratch& s) {
+    const long H = b.H, wide = up(b.QKV), I = b.I;
+    s.h.resize(M * H), s.qkv.resize(M * wide), s.act.resize(M * I), s.gate.resize(M * b.GI);
+    s.dh.resize(M * std::max(H, b.Q_)), s.dmore.resize(M * I);
+    float* dx = s.dx.data();
+    for (long l = b.m.layers - 1; l >= 0; l--) {
+        const float* at = kept + l * k.size;
+        const Layer& p = b.layers[l];
+        float* const* g = grad + FIRST + l * PER_LAYER;
+        p.down_back.apply(dx, H, s.dmore.data(), I, M, false);
+        activate_back(b, at + k.gate, s.dmore.data(), s.act.data(), s.gate.data(), M);
+        gemm(dx, 1, H, s.act.data(), I, g[D], I, H, I, M, true);
+        if (g[DB]) add_columns(dx, H, g[DB], M, H);
+        std::vector<float>& again = s.work;
+        again.resize(2 * M);
+        normalise(b, at + k.mid, b.weight(l, N2), b.weight(l, N2B), s.h.data(), again.data(), M);
+        if (g[G]) gemm(s.gate.data(), 1, b.GI, s.h.data(), H, g[G], H, I, H, M, true);
+        gemm(s.gate.data() + b.GI - I, 1, b.GI, s.h.data(), H, g[U], H, I, H, M, true);
+        if (g[UB]) add_columns(s.gate.data() + b.GI - I, b.GI, g[UB], M, I);
+        p.up_gate_back.apply(s.gate.data(), b.GI, s.dh.data(), H, M, false);
+        normalise_back(b, at + k.mid, b.weight(l, N2), s.dh.data(), at + k.norm2, dx, g[N2], g[N2B], M);
+
+        p.o_back.apply(dx, H, s.dh.data(), b.Q_, M, false);
+        gemm(dx, 1, H, at + k.o, b.Q_, g[O], b.Q_, H, b.Q_, M, true);
+        if (g[OB]) add_columns(dx, H, g[OB], M, H);
+        long square = 0;
+        for (const Row& r : rows) {
+            attend_back(b, r, l, at + k.q + r.first * b.m.heads * b.dp, at + k.probs + square, at + k.o, s.dh.data(),
+                        s.qkv.data(), s.work);
+            square += r.n * up(r.n) * b.m.heads;
+        }
+        s.work.resize(std::max<size_t>(s.work.size(), 2 * M));
+        normalise(b, at + k.x, b.weight(l, N1), b.weight(l, N1B), s.h.data(), s.work.data(), M);
+        const long first[3] = {0, b.Q_, b.Q_ + b.KV}, size[3] = {b.Q_, b.KV, b.KV};
+        for (long i = 0; i < 3; i++) {
+            gemm(s.qkv.data() + first[i], 1, wide, s.h.data(), H, g[Q + 2 * i], H, size[i], H, M, true);
+            if (g[QB + 2 * i]) add_columns(s.qkv.data() + first[i], wide, g[QB + 2 * i], M, size[i]);
+        }
+        p.qkv_back.apply(s.qkv.data(), wide, s.dh.data(), H, M, false);
+        normalise_back(b, at + k.x, b.weight(l, N1), s.dh.data(), at + k.norm1, dx, g[N1], g[N1B], M);
+    }
+    for (const Row& r : rows)
+        for (long t = 0; t < r.n; t++) {
+            const float* d = dx + (r.first + t) * H;
+            float* e = grad[EMBED] + r.tokens[t] * H;
+            if (r.tokens[t] != no_gradient)
+                for (long i = 0; i < H; i += W) store(e + i, load(e + i) + load(d + i));
+            if (float* place = grad[PLACES])
+                for (long i = 0; i < H; i += W) store(place + t * H + i, load(place + t * H + i) + load(d + i));
+        }
+}
+
+constexpr long GROUP = 128;  // tokens of a group, unless one row has more
+
+// Calls with (first row, one past the last row) of each group.
+template <class Call>
+void groups(const int64_t* lengths, long n_rows, Call call) {
+    for (long begin = 0; begin < n_rows;) {
+        long end = begin + 1, total = lengths[begin];
+        while (end < n_rows && total + lengths[end] <= GROUP) total += lengths[end++];
+        call(begin, end);
+        begin = end;
+    }
+}
+
+struct Group {
+    std::vector<Row> rows;
+    long M = 0, cached = 0;
+};
+
+// Rows without a past; their keys and values lie in `cache` (set later), 2 * cached floats.
+Group fresh(const Body& b, const int64_t* tokens, long stride, const int64_t* lengths, long begin, long end) {
+    Group g;
+    for (long i = begin; i < end; i++) {
+        g.rows.push_back({tokens + i * stride, lengths[i], 0, g.M, nullptr, nullptr, up(lengths[i])});
+        g.M += lengths[i], g.cached += b.m.layers * b.m.kv_heads * b.dp * up(lengths[i]);
+    }
+    return g;
+}
+
+void place(Group& g, const Body& b, float* cache) {
+    for (Row& r : g.rows) {
+        const long size = b.m.layers * b.m.kv_heads * b.dp * r.room;
+        r.keys = cache, r.values = cache + size, cache += 2 * size;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Floats of the buffer that `states` fills for `states_back`.
+int64_t kept_size(const Model* model, const float* const* weights, const int64_t* lengths, int64_t n_rows) {
+    Model shape = *model;
+    shape.layers = 0;
+    Body b(shape, weights, false);
+    b.m.layers = model->layers;
+    long total = 0;
+    groups(lengths, n_rows, [&](long begin, long end) {
+        Group g = fresh(b, nullptr, 0, lengths, begin, end);
+        total += b.m.layers * Kept(b, g.M, Kept::squares(g.rows)).size + 2 * g.cached + g.M * (b.H + 2);
+    });
+    return total;
+}
+
+// Normed hidden states (., hidden) at the chosen positions of rows (n_rows, stride) of token ids.
+// chosen: columns, row after row; counts (n_rows): how many of them each row has.
+void states(const Model* model, const float* const* weights, const int64_t* tokens, int64_t stride,
+            const int64_t* lengths, int64_t n_rows, const int64_t* chosen, const int64_t* counts, float* kept,
+            float* out) {
+    Body b(*model, weights, false);
+    Scratch s;
+    std::vector<float> own, y;
+    groups(lengths, n_rows, [&](long begin, long end) {
+        Group g = fresh(b, tokens, stride, lengths, begin, end);
+        const Kept k(b, g.M, Kept::squares(g.rows));
+        float* at = kept;
+        if (!kept) own.resize(k.size + 2 * g.cached + g.M * (b.H + 2)), at = own.data();
+        float* layers = at + 2 * g.cached;
+        float* last = layers + (kept ? b.m.layers : 1) * k.size;
+        place(g, b, at);
+        forward(b, g.rows, g.M, layers, k, kept != nullptr, s);
+        std::copy(s.x.begin(), s.x.begin() + g.M * b.H, last);
+        y.resize(g.M * b.H);
+        normalise(b, last, b.w[NORM], b.w[NORM_BIAS], y.data(), last + g.M * b.H, g.M);
+        for (long i = begin; i < end; i++)
+            for (long j = 0; j < counts[i]; j++, out += b.H) {
+                const float* from = y.data() + (g.rows[i - begin].first + *chosen++) * b.H;
+                std::copy(from, from + b.H, out);
+            }
+        if (kept) kept = last + g.M * (b.H + 2);
+    });
+}
+
+// Adds to `grad` (as `weights`, null where there is no weight) the gradients from that of what `states` gave.
+void states_back(const Model* model, const float* const* weights, const int64_t* tokens, int64_t stride,
+                 const int64_t* lengths, int64_t n_rows, const int64_t* chosen, const int64_t* counts, float* kept,
+                 const float* seed, float* const* grad, int64_t no_gradient) {
+    Body b(*model, weights, true);
+    Scratch s;
+    std::vector<float> dy;
+    groups(lengths, n_rows, [&](long begin, long end) {
+        Group g = fresh(b, tokens, stride, lengths, begin, end);
+        const Kept k(b, g.M, Kept::squares(g.rows));
+        place(g, b, kept);
+        const float *layers = kept + 2 * g.cached, *last = layers + b.m.layers * k.size;
+        bool any = false;
+        dy.assign(g.M * b.H, 0.f);
+        for (long i = begin; i < end; i++)
+            for (long j = 0; j < counts[i]; j++, seed += b.H) {
+                float* to = dy.data() + (g.rows[i - begin].first + *chosen++) * b.H;
+                for (long c = 0; c < b.H; c++) to[c] += seed[c], any |= seed[c] != 0.f;
+            }
+        if (any) {
+            s.dx.assign(g.M * b.H, 0.f);
+            normalise_back(b, last, b.w[NORM], dy.data(), last + g.M * b.H, s.dx.data(), grad[NORM], grad[NORM_BIAS], g.M);
+            backward(b, g.rows, g.M, layers, k, grad, no_gradient, s);
+        }
+        kept = const_cast<float*>(last) + g.M * (b.H + 2);
+    });
+}
+
+// Appends n[i] tokens to each lane's cache and gives the normed state (hidden) of its last one; lanes with n = 0 are left
+// alone. Lane i has past[i] tokens in its cache, with room for `room` (a multiple of 16).
+void extend(const Model* model, const float* const* weights, const int64_t* tokens, int64_t stride, const int64_t* n,
+            const int64_t* past, float* const* caches, int64_t room, int64_t n_lanes, float* out) {
+    Body b(*model, weights, false);
+    Scratch s;
+    std::vector<float> own;
+    const long size = b.m.layers * b.m.kv_heads * b.dp * room;
+    groups(n, n_lanes, [&](long begin, long end) {
+        std::vector<Row> rows;
+        long M = 0;
+        for (long i = begin; i < end; i++)
+            if (n[i]) rows.push_back({tokens + i * stride, n[i], past[i], M, caches[i], caches[i] + size, room}), M += n[i];
+        if (!M) return;
+        const Kept k(b, M, Kept::squares(rows));
+        own.resize(k.size);
+        forward(b, rows, M, own.data(), k, false, s);
+        float norm[2];
+        for (long i = begin, j = 0; i < end; i++)
+            if (n[i]) {
+                const Row& r = rows[j++];
+                const float* x = s.x.data() + (r.first + r.n - 1) * b.H;
+                normalise(b, x, b.w[NORM], b.w[NORM_BIAS], out + i * b.H, norm, 1);
+            }
+    });
+}
+}
