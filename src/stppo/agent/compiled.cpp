@@ -24,8 +24,23 @@ inline void store(float* p, aligned_vec v) { *reinterpret_cast<vec*>(p) = v; }
 inline aligned_vec splat(float x) { return aligned_vec{} + x; }
 
 inline float sum(aligned_vec v) {
-    float s = 0;
-    for (long i = 0; i < W; i++) s += v[i];
+    typedef float half __attribute__((vector_size(2 * W)));
+    typedef float quarter __attribute__((vector_size(W)));
+    half h[2];
+    std::memcpy(h, &v, sizeof h);
+    h[0] += h[1];
+    quarter q[2];
+    std::memcpy(q, h, sizeof q);
+    q[0] += q[1];
+    return (q[0][0] + q[0][1]) + (q[0][2] + q[0][3]);
+}
+
+inline float dot(const float* x, const float* y, long n) {
+    aligned_vec lanes{};
+    long i = 0;
+    for (; i + W <= n; i += W) lanes += load(x + i) * load(y + i);
+    float s = i ? sum(lanes) : 0.f;
+    for (; i < n; i++) s += x[i] * y[i];
     return s;
 }
 
@@ -262,7 +277,7 @@ void add_columns(const float* y, long ld, float* total, long M, long n) {
 }
 
 // Rotary positions of one head: (a, b) -> (a cos - b sin, b cos + a sin), or back with sign = -1.
-inline void rotate(const Body& b, const float* from, float* to, long position, float sign) {
+inline void rotate(const Body& b, const float* from, float* __restrict to, long position, float sign) {
     const long h = b.half;
     if (!b.m.cosine) {
         std::copy(from, from + b.m.head_size, to);
@@ -278,15 +293,20 @@ inline void rotate(const Body& b, const float* from, float* to, long position, f
 
 constexpr long ROWS = 12;  // queries that attend together
 
+// The first n of `room` scores become probabilities, the others 0; room is a multiple of W.
 inline void softmax_row(float* s, long n, long room, float scale) {
-    float top = -INFINITY;
-    for (long i = 0; i < n; i++) top = s[i] > top ? s[i] : top;
-    for (long i = n; i < room; i++) s[i] = -INFINITY;
-    aligned_vec total{};
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    aligned_vec tops = splat(-INFINITY), total{};
+    for (long i = 0; i < room; i += W) {
+        const aligned_vec x = lane + int(i) < int(n) ? load(s + i) : splat(-INFINITY);
+        store(s + i, x);
+        tops = x > tops ? x : tops;
+    }
+    float top = tops[0];
+    for (long i = 1; i < W; i++) top = tops[i] > top ? tops[i] : top;
     for (long i = 0; i < room; i += W) {
         aligned_vec e = exp_of((load(s + i) - top) * scale);
-        if (i + W > n)
-            for (long j = std::max(0L, n - i); j < W; j++) e[j] = 0.f;
+        e = lane + int(i) < int(n) ? e : aligned_vec{};
         total += e;
         store(s + i, e);
     }
@@ -323,7 +343,7 @@ void attend(const Body& b, const Row& r, long layer, const float* qkv, float* q,
         for (long t = 0; t < r.n; t += ROWS) {
             const long m = std::min(ROWS, r.n - t), seen = up(r.past + t + m);
             gemm(qh + t * dp, dp, 1, kt, r.room, ph + t * ld, ld, m, seen, d, false);
-            for (long i = 0; i < m; i++) softmax_row(ph + (t + i) * ld, r.past + t + i + 1, ld, scale);
+            for (long i = 0; i < m; i++) softmax_row(ph + (t + i) * ld, r.past + t + i + 1, seen, scale);
             gemm(ph + t * ld, ld, 1, v, dp, mixed, dp, m, dp, r.past + t + m, false);
             for (long i = 0; i < m; i++)
                 std::copy(mixed + i * dp, mixed + i * dp + d, o + (r.first + t + i) * b.Q_ + h * d);
@@ -353,13 +373,10 @@ void attend_back(const Body& b, const Row& r, long layer, const float* q, const 
                 const long m = std::min(ROWS, n - t), seen = up(t + m);
                 gemm(dout + t * dp, dp, 1, vt, ld, ds + t * ld, ld, m, seen, d, false);
                 for (long i = t; i < t + m; i++) {
-                    const float *out = o + (r.first + i) * b.Q_ + h * d, *dx = dout + i * dp;
-                    float along = 0;
-                    for (long j = 0; j < d; j++) along += out[j] * dx[j];
+                    const float along = dot(o + (r.first + i) * b.Q_ + h * d, dout + i * dp, d);
                     float* s = ds + i * ld;
                     for (long j = 0; j < seen; j += W)
                         store(s + j, load(ph + i * ld + j) * (load(s + j) - along) * scale);
-                    std::fill(s + seen, s + ld, 0.f);
                 }
                 gemm(ds + t * ld, ld, 1, k, dp, dq + t * dp, dp, m, dp, t + m, false);
             }
