@@ -19,12 +19,13 @@ from stppo.agent.compute import body_of, device_of
 
 log = logging.getLogger(__name__)
 
+Kernels = Literal["auto", "eager"]
 SOURCE = Path(__file__).with_suffix(".cpp")
 LANES = 16  # floats that the code takes at once
 MAX_HIDDEN = 256  # in wider policies matrix products take the time, and PyTorch's are as good
 
 
-def choose_kernels(policy: PreTrainedModel, wanted: Literal["auto", "eager"]) -> Literal["eager", "compiled"]:
+def choose_kernels(policy: PreTrainedModel, wanted: Kernels) -> Literal["eager", "compiled"]:
     """Decide how a policy on its device, and copies of its body, compute from now on; returns what was decided.
 
     "auto" takes compiled code where it can; where it cannot, a line of the log says why.
@@ -55,7 +56,7 @@ def _require_supported(body: nn.Module) -> None:
         raise CannotCompile(f"{type(body).__name__} is none of Qwen2, Llama and GPT-2")
     for module in body.modules():
         if type(module).__module__.split(".")[0] not in ("torch", "transformers"):
-            raise CannotCompile(f"{type(module).__name__} layers have no compiled form")
+            raise CannotCompile(f"{type(module).__module__}.{type(module).__name__} has no compiled form")
     if getattr(body, "autocast_dtype", None) or getattr(body, "checkpoint_layers", False):
         raise CannotCompile("training.precision=bfloat16 and gradient_checkpointing have no compiled form")
     if any(weight.dtype != torch.float32 for weight in body.parameters()):
