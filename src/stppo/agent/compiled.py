@@ -230,3 +230,39 @@ def _batch(batch: tuple[Tensor, ...]) -> tuple:
     tokens, lengths, columns, counts = batch
     stride, rows = ctypes.c_int64(tokens.shape[1]), ctypes.c_int64(len(tokens))
     return _at(tokens), stride, _at(lengths), rows, _at(columns), _at(counts)
+
+
+# ---- decoding -------------------------------------------------------------------------------------
+
+
+class CompiledLanes:
+    """Keys and values of n lanes of at most `room` tokens, and the states of what is appended to them. While it lives the
+    weights must not change."""
+
+    def __init__(self, body: nn.Module, n: int, room: int) -> None:
+        self.room = -(-room // LANES) * LANES
+        self.body = _Body(body, self.room)
+        shape = self.body.shape
+        padded = -(-shape.head_size // LANES) * LANES
+        self.size = 2 * shape.layers * shape.kv_heads * padded * self.room
+        self.memory = _Memory(n * self.size)
+        self.lanes, self.past = torch.arange(n), torch.zeros(n, dtype=torch.long)
+
+    def feed(self, chunk: Tensor, mask: Tensor) -> Tensor:
+        """Append to each lane the tokens (n, m) that the mask (n, m) leaves, its first ones; returns the state (n, H) of each
+        lane's last one, 0 where there is none."""
+        n, counts = len(chunk), mask.sum(1)
+        if int((self.past + counts).max()) > self.room:
+            raise ValueError(f"a lane holds more than {self.room} tokens")
+        caches = self.memory.floats.data_ptr() + self.lanes * (4 * self.size)
+        out = torch.zeros(n, self.body.shape.hidden)
+        chunk = chunk.contiguous()
+        sizes = ctypes.c_int64(self.room), ctypes.c_int64(n)
+        read = _at(chunk), ctypes.c_int64(chunk.shape[1]), _at(counts), _at(self.past), _at(caches)
+        _library().extend(*self.body.arguments, *read, *sizes, _at(out))
+        self.past = self.past + counts
+        return out
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all lanes but these."""
+        self.lanes, self.past = self.lanes[rows], self.past[rows]
