@@ -122,26 +122,25 @@ struct Packed {
         k = depth, n = up(width);
         data.assign(k * n, 0.f);
     }
-    float& at(long i, long j) {
-        const long panel = j / 64, width = std::min<long>(64, n - panel * 64);
-        return data[panel * 64 * k + i * width + j % 64];
-    }
+    long width(long j) const { return std::min<long>(64, n - j / 64 * 64); }  // of the panel of column j
+    float* at(long i, long j) { return data.data() + j / 64 * 64 * k + i * width(j) + j % 64; }
     void apply(const float* a, long lda, float* c, long ldc, long m, bool add) const {
         for (long j = 0; j < n; j += 64) {
-            const long width = std::min<long>(64, n - j);
-            gemm(a, lda, 1, data.data() + j * k, width, c + j, ldc, m, width, k, add);
+            gemm(a, lda, 1, data.data() + j * k, width(j), c + j, ldc, m, width(j), k, add);
         }
     }
 };
 
 void pack_forward(Packed& p, long first, const float* w, long n, long k) {
-    for (long j = 0; j < n; j++)
-        for (long i = 0; i < k; i++) p.at(i, first + j) = w[j * k + i];
+    for (long j = 0; j < n; j++) {
+        float* to = p.at(0, first + j);
+        for (long i = 0, width = p.width(first + j); i < k; i++) to[i * width] = w[j * k + i];
+    }
 }
 
 void pack_backward(Packed& p, long first, const float* w, long n, long k) {
-    for (long i = 0; i < n; i++)
-        for (long j = 0; j < k; j++) p.at(first + i, j) = w[i * k + j];
+    for (long j = 0; j < k; j += 64)
+        for (long i = 0; i < n; i++) std::copy(w + i * k + j, w + i * k + std::min(k, j + 64), p.at(first + i, j));
 }
 
 // ---- the decoder ---------------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ class Board:
         self.sampler, n, limit = sampler, len(questions), sampler.config.max_tokens
         self.max_turn = sampler.environment.protocol.max_turn_tokens
         self.episodes = [sampler.environment.start(question) for question in questions]
-        prompts = [sampler.encoder.prompt(episode.prompt) for episode in self.episodes]
+        prompts = sampler.encoder.prompts([episode.prompt for episode in self.episodes])
         longest = max(map(len, prompts))
         if longest + self.max_turn > limit:
             raise ValueError(
@@ -250,11 +250,12 @@ class Board:
             self.sentence_ends[lane, begin : begin + len(ends)] = torch.tensor(ends)
         texts = [through_first(encoder.turn(turn), stops) for turn in turns]
         observations = environment.step([self.episodes[lane] for lane in ids], texts)
+        encoded = iter(encoder.observations([text for text in observations if text is not None]))
         keep = []
         for row, (lane, observation) in enumerate(zip(ids, observations, strict=True)):
             if observation is None:
                 continue
-            observed = self.sampler.encode(observation)
+            observed = next(encoded)
             begin, end = int(self.lengths[lane]), int(self.lengths[lane]) + len(observed)
             if end + self.max_turn > self.tokens.shape[1]:
                 continue  # out of room: the trajectory ends unanswered, with no reward
