@@ -184,6 +184,7 @@ struct Body {
             const long at[3] = {0, Q_, Q_ + KV}, size[3] = {Q_, KV, KV};
             for (long i = 0; i < 3; i++)
                 if (const float* b = weight(l, QB + 2 * i)) std::copy(b, b + size[i], p.qkv_bias.begin() + at[i]);
+            if (const float* b = weight(l, GB)) std::copy(b, b + I, p.gate_bias.begin());
             if (const float* b = weight(l, UB)) std::copy(b, b + I, p.gate_bias.begin() + GI - I);
             if (!back) continue;
             p.qkv_back.reserve(QKV, H), p.o_back.reserve(H, Q_), p.up_gate_back.reserve(GI, H);
@@ -206,12 +207,13 @@ struct Row {
 
 // Floats that one layer keeps of a group of M tokens, for the way back: each at its offset.
 struct Kept {
-    long x, norm1, q, probs, o, mid, norm2, gate, size;
+    long x, q, probs, o, mid, gate, size;
     Kept(const Body& b, long M, long squares) {
         long at = 0;
         auto take = [&](long n) { return std::exchange(at, at + up(n)); };
-        x = take(M * b.H), norm1 = take(2 * M), q = take(M * b.m.heads * b.dp), probs = take(squares * b.m.heads);
-        o = take(M * b.Q_), mid = take(M * b.H), norm2 = take(2 * M), gate = take(M * b.GI), size = at;
+        x = take(M * b.H), q = take(M * b.m.heads * b.dp), probs = take(squares * b.m.heads);
+        o = take(M * b.Q_), mid = take(M * b.H);
+        gate = take(M * b.GI), size = at;
     }
     static long squares(const std::vector<Row>& rows) {
         long total = 0;
@@ -292,9 +294,10 @@ inline void rotate(const Body& b, const float* from, float* __restrict to, long 
 
 constexpr long ROWS = 12;  // queries that attend together
 
+const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 // The first n of `room` scores become probabilities, the others 0; room is a multiple of W.
 inline void softmax_row(float* s, long n, long room, float scale) {
-    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     aligned_vec tops = splat(-INFINITY), total{};
     for (long i = 0; i < room; i += W) {
         const aligned_vec x = lane + int(i) < int(n) ? load(s + i) : splat(-INFINITY);
@@ -350,10 +353,10 @@ void attend(const Body& b, const Row& r, long layer, const float* qkv, float* q,
     }
 }
 
-// The gradients of q, k and v of one row (no past) from that of o, written to dqkv.
-void attend_back(const Body& b, const Row& r, long layer, const float* q, const float* probs, const float* o,
+// The gradients of q, k and v of the first n tokens of a row (no past) from that of o, written to dqkv.
+void attend_back(const Body& b, const Row& r, long n, long layer, const float* q, const float* probs, const float* o,
                  const float* d_o, float* dqkv, std::vector<float>& work) {
-    const long d = b.m.head_size, dp = b.dp, wide = up(b.QKV), group = b.m.heads / b.m.kv_heads, n = r.n, ld = up(n);
+    const long d = b.m.head_size, dp = b.dp, wide = up(b.QKV), group = b.m.heads / b.m.kv_heads, ld = up(r.n);
     const float scale = 1.0f / std::sqrt(static_cast<float>(d));
     work.assign(6 * n * dp + dp * ld + n * ld, 0.f);
     float *k = work.data(), *dout = k + n * dp, *dq = dout + n * dp, *dk = dq + n * dp, *dv = dk + n * dp;
@@ -365,14 +368,14 @@ void attend_back(const Body& b, const Row& r, long layer, const float* q, const 
             for (long i = 0; i < d; i++) k[t * dp + i] = kt[i * r.room + t], vt[i * ld + t] = v[t * dp + i];
         std::fill(dk, dk + 2 * n * dp, 0.f);  // and dv
         for (long h = g * group; h < (g + 1) * group; h++) {
-            const float *ph = probs + h * n * ld, *qh = q + h * n * dp;
+            const float *ph = probs + h * r.n * ld, *qh = q + h * r.n * dp;
             for (long t = 0; t < n; t++)
-                std::copy(d_o + (r.first + t) * b.Q_ + h * d, d_o + (r.first + t) * b.Q_ + (h + 1) * d, dout + t * dp);
+                std::copy(d_o + t * b.Q_ + h * d, d_o + t * b.Q_ + (h + 1) * d, dout + t * dp);
             for (long t = 0; t < n; t += ROWS) {
                 const long m = std::min(ROWS, n - t), seen = up(t + m);
                 gemm(dout + t * dp, dp, 1, vt, ld, ds + t * ld, ld, m, seen, d, false);
                 for (long i = t; i < t + m; i++) {
-                    const float along = dot(o + (r.first + i) * b.Q_ + h * d, dout + i * dp, d);
+                    const float along = dot(o + i * b.Q_ + h * d, dout + i * dp, d);
                     float* s = ds + i * ld;
                     for (long j = 0; j < seen; j += W)
                         store(s + j, load(ph + i * ld + j) * (load(s + j) - along) * scale);
@@ -384,11 +387,10 @@ void attend_back(const Body& b, const Row& r, long layer, const float* q, const 
                 gemm(ds + t * ld + t, 1, ld, qh + t * dp, dp, dk + t * dp, dp, m, dp, n - t, true);
                 gemm(ph + t * ld + t, 1, ld, dout + t * dp, dp, dv + t * dp, dp, m, dp, n - t, true);
             }
-            for (long t = 0; t < n; t++)
-                rotate(b, dq + t * dp, dqkv + (r.first + t) * wide + h * d, t, -1.f);
+            for (long t = 0; t < n; t++) rotate(b, dq + t * dp, dqkv + t * wide + h * d, t, -1.f);
         }
         for (long t = 0; t < n; t++) {
-            float* to = dqkv + (r.first + t) * wide + b.Q_ + g * d;
+            float* to = dqkv + t * wide + b.Q_ + g * d;
             rotate(b, dk + t * dp, line, t, -1.f);
             std::copy(line, line + d, to);
             std::copy(dv + t * dp, dv + t * dp + d, to + b.KV);
@@ -434,13 +436,14 @@ void activate_back(const Body& b, const float* gate, const float* dact, float* a
 }
 
 struct Scratch {
-    std::vector<float> x, h, qkv, gate, act, dx, dh, dmore, work;
+    std::vector<float> x, h, qkv, gate, act, dx, dy, dh, dmore, norm, work;
 };
 
 // All layers over a group; `kept` (layers * Kept.size floats) is written, `s.x` holds what the last layer gives.
 void forward(const Body& b, const std::vector<Row>& rows, long M, float* kept, const Kept& k, bool keep, Scratch& s) {
     const long H = b.H, wide = up(b.QKV);
     s.x.resize(M * H), s.h.resize(M * std::max(H, b.Q_)), s.qkv.resize(M * wide), s.act.resize(M * b.I);
+    s.norm.resize(2 * M);
     for (const Row& r : rows)
         for (long t = 0; t < r.n; t++) {
             const float* e = b.w[EMBED] + r.tokens[t] * H;
@@ -455,7 +458,7 @@ void forward(const Body& b, const std::vector<Row>& rows, long M, float* kept, c
         float* at = kept + (keep ? l * k.size : 0);
         const Layer& p = b.layers[l];
         std::copy(s.x.begin(), s.x.begin() + M * H, at + k.x);
-        normalise(b, s.x.data(), b.weight(l, N1), b.weight(l, N1B), s.h.data(), at + k.norm1, M);
+        normalise(b, s.x.data(), b.weight(l, N1), b.weight(l, N1B), s.h.data(), s.norm.data(), M);
         p.qkv.apply(s.h.data(), H, s.qkv.data(), wide, M, false);
         add_bias(s.qkv.data(), p.qkv_bias.data(), M, wide);
         long square = 0;
@@ -466,67 +469,61 @@ void forward(const Body& b, const std::vector<Row>& rows, long M, float* kept, c
         p.o.apply(at + k.o, b.Q_, s.x.data(), H, M, true);
         if (b.weight(l, OB)) add_bias(s.x.data(), b.weight(l, OB), M, H);
         std::copy(s.x.begin(), s.x.begin() + M * H, at + k.mid);
-        normalise(b, s.x.data(), b.weight(l, N2), b.weight(l, N2B), s.h.data(), at + k.norm2, M);
+        normalise(b, s.x.data(), b.weight(l, N2), b.weight(l, N2B), s.h.data(), s.norm.data(), M);
         p.up_gate.apply(s.h.data(), H, at + k.gate, b.GI, M, false);
-        if (b.weight(l, UB)) add_bias(at + k.gate, p.gate_bias.data(), M, b.GI);
+        if (b.weight(l, UB) || b.weight(l, GB)) add_bias(at + k.gate, p.gate_bias.data(), M, b.GI);
         activate(b, at + k.gate, s.act.data(), M);
         p.down.apply(s.act.data(), b.I, s.x.data(), H, M, true);
         if (b.weight(l, DB)) add_bias(s.x.data(), b.weight(l, DB), M, H);
     }
 }
 
-// From `s.dx`, the gradient of what the last layer gives, to the weights' gradients.
-void backward(const Body& b, const std::vector<Row>& rows, long M, const float* kept, const Kept& k, float* const* grad,
+// From `s.dx`, the gradient of what the last layer gives for the first n tokens of a row, to the weights' gradients.
+// square: where the row's part of a layer's `probs` begins.
+void backward(const Body& b, const Row& r, long n, long square, const float* kept, const Kept& k, float* const* grad,
               int64_t no_gradient, Scratch& s) {
     const long H = b.H, wide = up(b.QKV), I = b.I;
-    s.h.resize(M * H), s.qkv.resize(M * wide), s.act.resize(M * I), s.gate.resize(M * b.GI);
-    s.dh.resize(M * std::max(H, b.Q_)), s.dmore.resize(M * I);
+    s.h.resize(n * H), s.qkv.resize(n * wide), s.act.resize(n * I), s.gate.resize(n * b.GI);
+    s.dh.resize(n * std::max(H, b.Q_)), s.dmore.resize(n * I), s.norm.resize(2 * n);
     float* dx = s.dx.data();
     for (long l = b.m.layers - 1; l >= 0; l--) {
         const float* at = kept + l * k.size;
+        const float *x = at + k.x + r.first * H, *mid = at + k.mid + r.first * H, *o = at + k.o + r.first * b.Q_;
         const Layer& p = b.layers[l];
         float* const* g = grad + FIRST + l * PER_LAYER;
-        p.down_back.apply(dx, H, s.dmore.data(), I, M, false);
-        activate_back(b, at + k.gate, s.dmore.data(), s.act.data(), s.gate.data(), M);
-        gemm(dx, 1, H, s.act.data(), I, g[D], I, H, I, M, true);
-        if (g[DB]) add_columns(dx, H, g[DB], M, H);
-        std::vector<float>& again = s.work;
-        again.resize(2 * M);
-        normalise(b, at + k.mid, b.weight(l, N2), b.weight(l, N2B), s.h.data(), again.data(), M);
-        if (g[G]) gemm(s.gate.data(), 1, b.GI, s.h.data(), H, g[G], H, I, H, M, true);
-        gemm(s.gate.data() + b.GI - I, 1, b.GI, s.h.data(), H, g[U], H, I, H, M, true);
-        if (g[UB]) add_columns(s.gate.data() + b.GI - I, b.GI, g[UB], M, I);
-        p.up_gate_back.apply(s.gate.data(), b.GI, s.dh.data(), H, M, false);
-        normalise_back(b, at + k.mid, b.weight(l, N2), s.dh.data(), at + k.norm2, dx, g[N2], g[N2B], M);
+        p.down_back.apply(dx, H, s.dmore.data(), I, n, false);
+        activate_back(b, at + k.gate + r.first * b.GI, s.dmore.data(), s.act.data(), s.gate.data(), n);
+        gemm(dx, 1, H, s.act.data(), I, g[D], I, H, I, n, true);
+        if (g[DB]) add_columns(dx, H, g[DB], n, H);
+        normalise(b, mid, b.weight(l, N2), b.weight(l, N2B), s.h.data(), s.norm.data(), n);
+        if (g[G]) gemm(s.gate.data(), 1, b.GI, s.h.data(), H, g[G], H, I, H, n, true);
+        if (g[GB]) add_columns(s.gate.data(), b.GI, g[GB], n, I);
+        gemm(s.gate.data() + b.GI - I, 1, b.GI, s.h.data(), H, g[U], H, I, H, n, true);
+        if (g[UB]) add_columns(s.gate.data() + b.GI - I, b.GI, g[UB], n, I);
+        p.up_gate_back.apply(s.gate.data(), b.GI, s.dh.data(), H, n, false);
+        normalise_back(b, mid, b.weight(l, N2), s.dh.data(), s.norm.data(), dx, g[N2], g[N2B], n);
 
-        p.o_back.apply(dx, H, s.dh.data(), b.Q_, M, false);
-        gemm(dx, 1, H, at + k.o, b.Q_, g[O], b.Q_, H, b.Q_, M, true);
-        if (g[OB]) add_columns(dx, H, g[OB], M, H);
-        long square = 0;
-        for (const Row& r : rows) {
-            attend_back(b, r, l, at + k.q + r.first * b.m.heads * b.dp, at + k.probs + square, at + k.o, s.dh.data(),
-                        s.qkv.data(), s.work);
-            square += r.n * up(r.n) * b.m.heads;
-        }
-        s.work.resize(std::max<size_t>(s.work.size(), 2 * M));
-        normalise(b, at + k.x, b.weight(l, N1), b.weight(l, N1B), s.h.data(), s.work.data(), M);
+        p.o_back.apply(dx, H, s.dh.data(), b.Q_, n, false);
+        gemm(dx, 1, H, o, b.Q_, g[O], b.Q_, H, b.Q_, n, true);
+        if (g[OB]) add_columns(dx, H, g[OB], n, H);
+        attend_back(b, r, n, l, at + k.q + r.first * b.m.heads * b.dp, at + k.probs + square, o, s.dh.data(),
+                    s.qkv.data(), s.work);
+        normalise(b, x, b.weight(l, N1), b.weight(l, N1B), s.h.data(), s.norm.data(), n);
         const long first[3] = {0, b.Q_, b.Q_ + b.KV}, size[3] = {b.Q_, b.KV, b.KV};
         for (long i = 0; i < 3; i++) {
-            gemm(s.qkv.data() + first[i], 1, wide, s.h.data(), H, g[Q + 2 * i], H, size[i], H, M, true);
-            if (g[QB + 2 * i]) add_columns(s.qkv.data() + first[i], wide, g[QB + 2 * i], M, size[i]);
+            gemm(s.qkv.data() + first[i], 1, wide, s.h.data(), H, g[Q + 2 * i], H, size[i], H, n, true);
+            if (g[QB + 2 * i]) add_columns(s.qkv.data() + first[i], wide, g[QB + 2 * i], n, size[i]);
         }
-        p.qkv_back.apply(s.qkv.data(), wide, s.dh.data(), H, M, false);
-        normalise_back(b, at + k.x, b.weight(l, N1), s.dh.data(), at + k.norm1, dx, g[N1], g[N1B], M);
+        p.qkv_back.apply(s.qkv.data(), wide, s.dh.data(), H, n, false);
+        normalise_back(b, x, b.weight(l, N1), s.dh.data(), s.norm.data(), dx, g[N1], g[N1B], n);
     }
-    for (const Row& r : rows)
-        for (long t = 0; t < r.n; t++) {
-            const float* d = dx + (r.first + t) * H;
-            float* e = grad[EMBED] + r.tokens[t] * H;
-            if (r.tokens[t] != no_gradient)
-                for (long i = 0; i < H; i += W) store(e + i, load(e + i) + load(d + i));
-            if (float* place = grad[PLACES])
-                for (long i = 0; i < H; i += W) store(place + t * H + i, load(place + t * H + i) + load(d + i));
-        }
+    for (long t = 0; t < n; t++) {
+        float* e = grad[EMBED] + r.tokens[t] * H;
+        if (r.tokens[t] != no_gradient)
+            for (long i = 0; i < H; i += W) store(e + i, load(e + i) + load(dx + t * H + i));
+        if (float* place = grad[PLACES])
+            for (long i = 0; i < H; i += W) store(place + t * H + i, load(place + t * H + i) + load(dx + t * H + i));
+    }
 }
 
 constexpr long GROUP = 128;  // tokens of a group, unless one row has more
@@ -617,26 +614,95 @@ void states_back(const Model* model, const float* const* weights, const int64_t*
                  const float* seed, float* const* grad, int64_t no_gradient) {
     Body b(*model, weights, true);
     Scratch s;
-    std::vector<float> dy;
     groups(lengths, n_rows, [&](long begin, long end) {
         Group g = fresh(b, tokens, stride, lengths, begin, end);
         const Kept k(b, g.M, Kept::squares(g.rows));
         place(g, b, kept);
         const float *layers = kept + 2 * g.cached, *last = layers + b.m.layers * k.size;
-        bool any = false;
-        dy.assign(g.M * b.H, 0.f);
-        for (long i = begin; i < end; i++)
-            for (long j = 0; j < counts[i]; j++, seed += b.H) {
-                float* to = dy.data() + (g.rows[i - begin].first + *chosen++) * b.H;
-                for (long c = 0; c < b.H; c++) to[c] += seed[c], any |= seed[c] != 0.f;
+        long square = 0;
+        for (long i = begin; i < end; i++) {
+            const Row& r = g.rows[i - begin];
+            long n = 0;  // what follows the last state with a gradient has none: later tokens are not looked at
+            s.dy.assign(r.n * b.H, 0.f), s.dx.assign(r.n * b.H, 0.f);
+            for (long j = 0; j < counts[i]; j++, chosen++, seed += b.H) {
+                bool any = false;
+                for (long c = 0; c < b.H; c++) any |= seed[c] != 0.f;
+                std::copy(seed, seed + b.H, s.dy.data() + *chosen * b.H);
+                if (any) n = *chosen + 1;
             }
-        if (any) {
-            s.dx.assign(g.M * b.H, 0.f);
-            normalise_back(b, last, b.w[NORM], dy.data(), last + g.M * b.H, s.dx.data(), grad[NORM], grad[NORM_BIAS], g.M);
-            backward(b, g.rows, g.M, layers, k, grad, no_gradient, s);
+            normalise_back(b, last + r.first * b.H, b.w[NORM], s.dy.data(), last + g.M * b.H + 2 * r.first, s.dx.data(),
+                           grad[NORM], grad[NORM_BIAS], n);
+            if (n) backward(b, r, n, square, layers, k, grad, no_gradient, s);
+            square += r.n * up(r.n) * b.m.heads;
         }
         kept = const_cast<float*>(last) + g.M * (b.H + 2);
     });
+}
+
+// Logits are states (N, H) times weight (V, H), over the temperature. Gives log-softmax (N, V), and of it the log-prob of
+// each id, entropy and sum of squared probabilities (N).
+void scores(const float* states, const float* weight, const int64_t* ids, int64_t N, int64_t V, int64_t H,
+            double temperature, float* log_softmax, float* chosen, float* entropy, float* squares) {
+    Packed p;
+    p.reserve(H, V);
+    pack_forward(p, 0, weight, V, H);
+    const long ld = up(V), some = 48;
+    std::vector<float> logits(some * ld);
+    const float by = static_cast<float>(temperature);
+    for (long from = 0; from < N; from += some) {
+        const long m = std::min<long>(some, N - from);
+        p.apply(states + from * H, H, logits.data(), ld, m, false);
+        for (long t = 0; t < m; t++) {
+            float* z = logits.data() + t * ld;
+            std::fill(z + V, z + ld, -INFINITY);
+            aligned_vec tops = splat(-INFINITY), total{}, square{}, plogp{};
+            for (long i = 0; i < ld; i += W) {
+                const aligned_vec x = load(z + i) / by;
+                store(z + i, x);
+                tops = x > tops ? x : tops;
+            }
+            float top = tops[0];
+            for (long i = 1; i < W; i++) top = tops[i] > top ? tops[i] : top;
+            for (long i = 0; i < ld; i += W) total += exp_of(load(z + i) - top);
+            const float shift = top + std::log(sum(total));
+            for (long i = 0; i < ld; i += W) {
+                const aligned_vec l = load(z + i) - shift, e = exp_of(l);
+                store(z + i, l);
+                square += e * e;
+                plogp += lane + int(i) < int(V) ? e * l : aligned_vec{};
+            }
+            std::copy(z, z + V, log_softmax + (from + t) * V);
+            chosen[from + t] = z[ids[from + t]], entropy[from + t] = -sum(plogp), squares[from + t] = sum(square);
+        }
+    }
+}
+
+// The gradients of states (N, H) and, added, of weight (V, H) from those of the ids' log-probs and the entropies (N).
+void scores_back(const float* states, const float* weight, const int64_t* ids, int64_t N, int64_t V, int64_t H,
+                 double temperature, const float* log_softmax, const float* entropy, const float* d_chosen,
+                 const float* d_entropy, float* d_states, float* d_weight) {
+    Packed p;
+    p.reserve(V, H);
+    pack_backward(p, 0, weight, V, H);
+    const long ld = up(V), some = 48;
+    std::vector<float> dz(some * ld);
+    const float by = 1.0f / static_cast<float>(temperature);
+    for (long from = 0; from < N; from += some) {
+        const long m = std::min<long>(some, N - from);
+        for (long t = 0; t < m; t++) {
+            const float *l = log_softmax + (from + t) * V, dc = d_chosen[from + t];
+            const float de = d_entropy ? d_entropy[from + t] : 0.f, mean = entropy[from + t];
+            float* z = dz.data() + t * ld;
+            std::copy(l, l + V, z);
+            for (long i = 0; i < ld; i += W) {
+                const aligned_vec e = exp_of(load(z + i));
+                store(z + i, (d_entropy ? -e * (dc + de * (load(z + i) + mean)) : -e * dc) * by);
+            }
+            z[ids[from + t]] += dc * by;
+        }
+        p.apply(dz.data(), ld, d_states + from * H, H, m, false);
+        gemm(dz.data(), 1, ld, states + from * H, H, d_weight, H, V, H, m, true);
+    }
 }
 
 // Appends n[i] tokens to each lane's cache and gives the normed state (hidden) of its last one; lanes with n = 0 are left

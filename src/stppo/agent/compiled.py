@@ -152,10 +152,7 @@ class _Body:
             self.shape.cosine, self.shape.sine = self.cosine.data_ptr(), self.sine.data_ptr()
         embedding = body.get_input_embeddings()
         self.no_gradient = -1 if embedding.padding_idx is None else embedding.padding_idx
-
-    @property
-    def arguments(self) -> tuple:
-        return ctypes.byref(self.shape), _pointers(self.weights)
+        self.arguments = ctypes.byref(self.shape), _pointers(self.weights)
 
 
 def _pointers(tensors: list[Tensor | None]) -> ctypes.Array:
@@ -230,6 +227,42 @@ def _batch(batch: tuple[Tensor, ...]) -> tuple:
     tokens, lengths, columns, counts = batch
     stride, rows = ctypes.c_int64(tokens.shape[1]), ctypes.c_int64(len(tokens))
     return _at(tokens), stride, _at(lengths), rows, _at(columns), _at(counts)
+
+
+# ---- scores of tokens -----------------------------------------------------------------------------
+
+MAX_VOCABULARY = 4096  # log-softmaxes of a minibatch are kept whole
+
+
+def scores_of(head: nn.Linear, states: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Log-prob of each id (N,), entropy and sum of squared probabilities of the distributions that states (N, H) lead to;
+    the first two with graph."""
+    return _Scores.apply(states.contiguous(), head.weight, ids, temperature)
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, ...]:
+        sizes = *(ctypes.c_int64(n) for n in (len(states), *weight.shape)), ctypes.c_double(temperature)
+        log_softmax = torch.empty(len(states), len(weight))
+        chosen, entropy, squares = torch.empty(3, len(states)).unbind()
+        given = _at(states), _at(weight), _at(ids), *sizes, _at(log_softmax)
+        _library().scores(*given, _at(chosen), _at(entropy), _at(squares))
+        ctx.given, ctx.kept = given, (states, weight, ids, log_softmax, entropy)
+        ctx.mark_non_differentiable(squares)
+        ctx.set_materialize_grads(False)
+        return chosen, entropy, squares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_chosen: Tensor | None, d_entropy: Tensor | None, _) -> tuple[Tensor | None, ...]:
+        states, weight, *_, entropy = ctx.kept
+        d_chosen = torch.zeros(len(states)) if d_chosen is None else d_chosen.contiguous()
+        d_entropy = None if d_entropy is None else d_entropy.contiguous()
+        d_states, d_weight = torch.empty_like(states), torch.zeros_like(weight)
+        seeds = _at(d_chosen), _at(d_entropy)
+        _library().scores_back(*ctx.given, _at(entropy), *seeds, _at(d_states), _at(d_weight))
+        return d_states, d_weight, None, None
 
 
 # ---- decoding -------------------------------------------------------------------------------------

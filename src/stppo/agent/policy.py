@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from stppo.agent.compiled import is_compiled, states_at
-from stppo.agent.compute import body_of, computing, device_of, logits_of, recompute
+from stppo.agent.compiled import MAX_VOCABULARY, is_compiled, scores_of, states_at
+from stppo.agent.compute import body_of, computing, device_of, head_of, logits_of, recompute
 from stppo.agent.weights import named_weights, without_adapters
 from stppo.trajectories import Trajectories
 
@@ -271,6 +271,9 @@ def _score_tokens(
     policy: PreTrainedModel, states: Tensor, ids: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of each id (N,), entropy and sum of squares of the distributions that states (N, H) lead to."""
+    if is_compiled(body_of(policy)) and policy.config.vocab_size <= MAX_VOCABULARY:
+        chosen, entropy, squares = scores_of(head_of(policy), states, ids, temperature)
+        return chosen, entropy if entropy_gradient else entropy.detach(), squares
     logits = logits_of(policy, states)
     log_probs = torch.log_softmax(logits / temperature, dim=-1)
     chosen = log_probs.gather(1, ids[:, None]).squeeze(1)
