@@ -156,53 +156,69 @@ enum { EMBED, PLACES, NORM, NORM_BIAS, FIRST };  // then, for each layer:
 enum { N1, N1B, Q, QB, K, KB, V, VB, O, OB, N2, N2B, G, GB, U, UB, D, DB, PER_LAYER };
 
 struct Layer {
-    Packed qkv, o, up_gate, down, qkv_back, o_back, up_gate_back, down_back;
-    std::vector<float> qkv_bias, gate_bias;
+    Packed q, kv, o, up_gate, down, q_back, kv_back, o_back, up_gate_back, down_back;
+    std::vector<float> q_bias, kv_bias, gate_bias;
 };
 
 struct Body {
     Model m;
     const float* const* w;
-    long H, Q_, KV, QKV, I, GI, dp, half;
+    long H, Q_, KV, I, GI, dp, half;
     std::vector<Layer> layers;
 
     const float* weight(long layer, long which) const { return w[FIRST + layer * PER_LAYER + which]; }
 
     Body(const Model& model, const float* const* weights, bool back) : m(model), w(weights) {
-        H = m.hidden, Q_ = m.heads * m.head_size, KV = m.kv_heads * m.head_size, QKV = Q_ + 2 * KV;
+        H = m.hidden, Q_ = m.heads * m.head_size, KV = m.kv_heads * m.head_size;
         I = m.inner, GI = m.gated ? 2 * I : I, dp = up(m.head_size), half = m.head_size / 2;
         layers.resize(m.layers);
         for (long l = 0; l < m.layers; l++) {
             Layer& p = layers[l];
             const float *q = weight(l, Q), *k = weight(l, K), *v = weight(l, V), *g = weight(l, G), *u = weight(l, U);
-            p.qkv.reserve(H, QKV), p.o.reserve(Q_, H), p.up_gate.reserve(H, GI), p.down.reserve(I, H);
-            pack_forward(p.qkv, 0, q, Q_, H), pack_forward(p.qkv, Q_, k, KV, H);
-            pack_forward(p.qkv, Q_ + KV, v, KV, H), pack_forward(p.o, 0, weight(l, O), H, Q_);
+            p.q.reserve(H, Q_), p.kv.reserve(H, 2 * KV), p.o.reserve(Q_, H), p.up_gate.reserve(H, GI);
+            p.down.reserve(I, H);
+            pack_forward(p.q, 0, q, Q_, H), pack_forward(p.kv, 0, k, KV, H);
+            pack_forward(p.kv, KV, v, KV, H), pack_forward(p.o, 0, weight(l, O), H, Q_);
             if (m.gated) pack_forward(p.up_gate, 0, g, I, H);
             pack_forward(p.up_gate, GI - I, u, I, H), pack_forward(p.down, 0, weight(l, D), H, I);
-            p.qkv_bias.assign(up(QKV), 0.f), p.gate_bias.assign(GI, 0.f);
-            const long at[3] = {0, Q_, Q_ + KV}, size[3] = {Q_, KV, KV};
-            for (long i = 0; i < 3; i++)
-                if (const float* b = weight(l, QB + 2 * i)) std::copy(b, b + size[i], p.qkv_bias.begin() + at[i]);
+            p.q_bias.assign(Q_, 0.f), p.kv_bias.assign(2 * KV, 0.f), p.gate_bias.assign(GI, 0.f);
+            if (const float* b = weight(l, QB)) std::copy(b, b + Q_, p.q_bias.begin());
+            if (const float* b = weight(l, KB)) std::copy(b, b + KV, p.kv_bias.begin());
+            if (const float* b = weight(l, VB)) std::copy(b, b + KV, p.kv_bias.begin() + KV);
             if (const float* b = weight(l, GB)) std::copy(b, b + I, p.gate_bias.begin());
             if (const float* b = weight(l, UB)) std::copy(b, b + I, p.gate_bias.begin() + GI - I);
             if (!back) continue;
-            p.qkv_back.reserve(QKV, H), p.o_back.reserve(H, Q_), p.up_gate_back.reserve(GI, H);
-            p.down_back.reserve(H, I);
-            pack_backward(p.qkv_back, 0, q, Q_, H), pack_backward(p.qkv_back, Q_, k, KV, H);
-            pack_backward(p.qkv_back, Q_ + KV, v, KV, H), pack_backward(p.o_back, 0, weight(l, O), H, Q_);
+            p.q_back.reserve(Q_, H), p.kv_back.reserve(2 * KV, H), p.o_back.reserve(H, Q_);
+            p.up_gate_back.reserve(GI, H), p.down_back.reserve(H, I);
+            pack_backward(p.q_back, 0, q, Q_, H), pack_backward(p.kv_back, 0, k, KV, H);
+            pack_backward(p.kv_back, KV, v, KV, H), pack_backward(p.o_back, 0, weight(l, O), H, Q_);
             if (m.gated) pack_backward(p.up_gate_back, 0, g, I, H);
             pack_backward(p.up_gate_back, GI - I, u, I, H), pack_backward(p.down_back, 0, weight(l, D), H, I);
         }
     }
 };
 
-// One row of a group: n new tokens after `past` ones whose keys and values are in the cache.
+// One row of a group: n new tokens after `past` ones whose keys and values are in the cache, and the ascending positions
+// whose states are asked for: in the last layer these alone have queries, and all that follows attention.
 struct Row {
-    const int64_t* tokens;
-    long n, past, first;  // first: of its new tokens in the group
-    float *keys, *values;  // all layers: (layers, kv_heads, dp, room) and (layers, kv_heads, room, dp)
-    long room;
+    const int64_t *tokens, *asked;
+    long n, n_asked, past, room;
+    long first = 0, first_asked = 0;            // where it begins among the group's tokens
+    float *keys = nullptr, *values = nullptr;  // (layers, kv_heads, dp, room) and (layers, kv_heads, room, dp)
+
+    long queries(bool last) const { return last ? n_asked : n; }
+    long begin(bool last) const { return last ? first_asked : first; }
+    long position(bool last, long t) const { return last ? asked[t] : past + t; }
+};
+
+struct Group {
+    std::vector<Row> rows;
+    long M = 0, asked = 0;
+
+    void add(Row r) {
+        r.first = M, r.first_asked = asked, M += r.n, asked += r.n_asked;
+        rows.push_back(r);
+    }
 };
 
 // Floats that one layer keeps of a group of M tokens, for the way back: each at its offset.
@@ -215,9 +231,9 @@ struct Kept {
         o = take(M * b.Q_), mid = take(M * b.H);
         gate = take(M * b.GI), size = at;
     }
-    static long squares(const std::vector<Row>& rows) {
+    static long squares(const Group& g) {
         long total = 0;
-        for (const Row& r : rows) total += r.n * up(r.past + r.n);
+        for (const Row& r : g.rows) total += r.n * up(r.past + r.n);
         return total;
     }
 };
@@ -316,18 +332,19 @@ inline void softmax_row(float* s, long n, long room, float scale) {
     for (long i = 0; i < room; i += W) store(s + i, load(s + i) * part);
 }
 
-// Attention of one row in one layer: writes q (heads, n, dp) and probs (heads, n, keys), fills the cache, gives o.
-void attend(const Body& b, const Row& r, long layer, const float* qkv, float* q, float* probs, float* o) {
-    const long d = b.m.head_size, dp = b.dp, wide = up(b.QKV), group = b.m.heads / b.m.kv_heads;
-    const long all = r.past + r.n, ld = up(all);
+// Attention of one row in one layer from its queries and its keys and values: writes q (heads, queries, dp) and probs
+// (heads, queries, keys), fills the cache, gives o.
+void attend(const Body& b, const Row& r, long layer, bool last, const float* queries, const float* kv, float* q,
+            float* probs, float* o) {
+    const long d = b.m.head_size, dp = b.dp, group = b.m.heads / b.m.kv_heads;
+    const long n = r.queries(last), all = r.past + r.n, ld = up(all);
     const float scale = 1.0f / std::sqrt(static_cast<float>(d));
-    float line[512];
-    float* keys = r.keys + layer * b.m.kv_heads * dp * r.room;
-    float* values = r.values + layer * b.m.kv_heads * dp * r.room;
+    float line[512], mixed[ROWS * 512];
     for (long h = 0; h < b.m.kv_heads; h++) {
-        float *kt = keys + h * dp * r.room, *v = values + h * dp * r.room;
+        float* kt = r.keys + (layer * b.m.kv_heads + h) * dp * r.room;
+        float* v = r.values + (layer * b.m.kv_heads + h) * dp * r.room;
         for (long t = 0; t < r.n; t++) {
-            const float* from = qkv + (r.first + t) * wide + b.Q_ + h * d;
+            const float* from = kv + t * 2 * b.KV + h * d;
             rotate(b, from, line, r.past + t, 1.f);
             for (long i = 0; i < d; i++) kt[i * r.room + r.past + t] = line[i];
             std::copy(from + b.KV, from + b.KV + d, v + (r.past + t) * dp);
@@ -336,31 +353,35 @@ void attend(const Body& b, const Row& r, long layer, const float* qkv, float* q,
         for (long i = 0; i < d; i++) std::fill(kt + i * r.room + all, kt + i * r.room + ld, 0.f);
     }
     for (long h = 0; h < b.m.heads; h++) {
-        const float *kt = keys + h / group * dp * r.room, *v = values + h / group * dp * r.room;
-        float *qh = q + h * r.n * dp, *ph = probs + h * r.n * ld, mixed[ROWS * 512];
-        for (long t = 0; t < r.n; t++) {
-            rotate(b, qkv + (r.first + t) * wide + h * d, qh + t * dp, r.past + t, 1.f);
+        const float* kt = r.keys + (layer * b.m.kv_heads + h / group) * dp * r.room;
+        const float* v = r.values + (layer * b.m.kv_heads + h / group) * dp * r.room;
+        float *qh = q + h * n * dp, *ph = probs + h * n * ld;
+        for (long t = 0; t < n; t++) {
+            rotate(b, queries + t * b.Q_ + h * d, qh + t * dp, r.position(last, t), 1.f);
             std::fill(qh + t * dp + d, qh + (t + 1) * dp, 0.f);
         }
-        for (long t = 0; t < r.n; t += ROWS) {
-            const long m = std::min(ROWS, r.n - t), seen = up(r.past + t + m);
+        for (long t = 0; t < n; t += ROWS) {
+            const long m = std::min(ROWS, n - t), sees = r.position(last, t + m - 1) + 1, seen = up(sees);
             gemm(qh + t * dp, dp, 1, kt, r.room, ph + t * ld, ld, m, seen, d, false);
-            for (long i = 0; i < m; i++) softmax_row(ph + (t + i) * ld, r.past + t + i + 1, seen, scale);
-            gemm(ph + t * ld, ld, 1, v, dp, mixed, dp, m, dp, r.past + t + m, false);
-            for (long i = 0; i < m; i++)
-                std::copy(mixed + i * dp, mixed + i * dp + d, o + (r.first + t + i) * b.Q_ + h * d);
+            for (long i = t; i < t + m; i++) {
+                softmax_row(ph + i * ld, r.position(last, i) + 1, seen, scale);
+                std::fill(ph + i * ld + seen, ph + (i + 1) * ld, 0.f);
+            }
+            gemm(ph + t * ld, ld, 1, v, dp, mixed, dp, m, dp, sees, false);
+            for (long i = 0; i < m; i++) std::copy(mixed + i * dp, mixed + i * dp + d, o + (t + i) * b.Q_ + h * d);
         }
     }
 }
 
-// The gradients of q, k and v of the first n tokens of a row (no past) from that of o, written to dqkv.
-void attend_back(const Body& b, const Row& r, long n, long layer, const float* q, const float* probs, const float* o,
-                 const float* d_o, float* dqkv, std::vector<float>& work) {
-    const long d = b.m.head_size, dp = b.dp, wide = up(b.QKV), group = b.m.heads / b.m.kv_heads, ld = up(r.n);
+// The gradients of the first nq queries of a row (no past), and of its first n keys and values, from that of o.
+void attend_back(const Body& b, const Row& r, long n, long nq, long layer, bool last, const float* q,
+                 const float* probs, const float* o, const float* d_o, float* d_queries, float* d_kv,
+                 std::vector<float>& work) {
+    const long d = b.m.head_size, dp = b.dp, group = b.m.heads / b.m.kv_heads, ld = up(r.n), whole = r.queries(last);
     const float scale = 1.0f / std::sqrt(static_cast<float>(d));
-    work.assign(6 * n * dp + dp * ld + n * ld, 0.f);
-    float *k = work.data(), *dout = k + n * dp, *dq = dout + n * dp, *dk = dq + n * dp, *dv = dk + n * dp;
-    float *vt = dv + n * dp, *ds = vt + dp * ld, line[512];
+    work.assign(3 * n * dp + 2 * nq * dp + dp * ld + nq * ld, 0.f);
+    float *k = work.data(), *dk = k + n * dp, *dv = dk + n * dp, *dout = dv + n * dp, *dq = dout + nq * dp;
+    float *vt = dq + nq * dp, *ds = vt + dp * ld, line[512];
     for (long g = 0; g < b.m.kv_heads; g++) {
         const float* kt = r.keys + (layer * b.m.kv_heads + g) * dp * r.room;
         const float* v = r.values + (layer * b.m.kv_heads + g) * dp * r.room;
@@ -368,11 +389,11 @@ void attend_back(const Body& b, const Row& r, long n, long layer, const float* q
             for (long i = 0; i < d; i++) k[t * dp + i] = kt[i * r.room + t], vt[i * ld + t] = v[t * dp + i];
         std::fill(dk, dk + 2 * n * dp, 0.f);  // and dv
         for (long h = g * group; h < (g + 1) * group; h++) {
-            const float *ph = probs + h * r.n * ld, *qh = q + h * r.n * dp;
-            for (long t = 0; t < n; t++)
+            const float *ph = probs + h * whole * ld, *qh = q + h * whole * dp;
+            for (long t = 0; t < nq; t++)
                 std::copy(d_o + t * b.Q_ + h * d, d_o + t * b.Q_ + (h + 1) * d, dout + t * dp);
-            for (long t = 0; t < n; t += ROWS) {
-                const long m = std::min(ROWS, n - t), seen = up(t + m);
+            for (long t = 0; t < nq; t += ROWS) {
+                const long m = std::min(ROWS, nq - t), sees = r.position(last, t + m - 1) + 1, seen = up(sees);
                 gemm(dout + t * dp, dp, 1, vt, ld, ds + t * ld, ld, m, seen, d, false);
                 for (long i = t; i < t + m; i++) {
                     const float along = dot(o + i * b.Q_ + h * d, dout + i * dp, d);
@@ -380,17 +401,19 @@ void attend_back(const Body& b, const Row& r, long n, long layer, const float* q
                     for (long j = 0; j < seen; j += W)
                         store(s + j, load(ph + i * ld + j) * (load(s + j) - along) * scale);
                 }
-                gemm(ds + t * ld, ld, 1, k, dp, dq + t * dp, dp, m, dp, t + m, false);
+                gemm(ds + t * ld, ld, 1, k, dp, dq + t * dp, dp, m, dp, sees, false);
             }
-            for (long t = 0; t < n; t += ROWS) {  // keys t.. are seen by queries t.. alone
+            for (long t = 0, from = 0; t < n; t += ROWS) {  // no query before position t sees keys from t on
                 const long m = std::min(ROWS, n - t);
-                gemm(ds + t * ld + t, 1, ld, qh + t * dp, dp, dk + t * dp, dp, m, dp, n - t, true);
-                gemm(ph + t * ld + t, 1, ld, dout + t * dp, dp, dv + t * dp, dp, m, dp, n - t, true);
+                while (from < nq && r.position(last, from) < t) from++;
+                gemm(ds + from * ld + t, 1, ld, qh + from * dp, dp, dk + t * dp, dp, m, dp, nq - from, true);
+                gemm(ph + from * ld + t, 1, ld, dout + from * dp, dp, dv + t * dp, dp, m, dp, nq - from, true);
             }
-            for (long t = 0; t < n; t++) rotate(b, dq + t * dp, dqkv + t * wide + h * d, t, -1.f);
+            for (long t = 0; t < nq; t++)
+                rotate(b, dq + t * dp, d_queries + t * b.Q_ + h * d, r.position(last, t), -1.f);
         }
         for (long t = 0; t < n; t++) {
-            float* to = dqkv + t * wide + b.Q_ + g * d;
+            float* to = d_kv + t * 2 * b.KV + g * d;
             rotate(b, dk + t * dp, line, t, -1.f);
             std::copy(line, line + d, to);
             std::copy(dv + t * dp, dv + t * dp + d, to + b.KV);
@@ -436,15 +459,21 @@ void activate_back(const Body& b, const float* gate, const float* dact, float* a
 }
 
 struct Scratch {
-    std::vector<float> x, h, qkv, gate, act, dx, dy, dh, dmore, norm, work;
+    std::vector<float> x, h, some, queries, kv, gate, act, dx, dy, dh, dmore, norm, work;
 };
 
-// All layers over a group; `kept` (layers * Kept.size floats) is written, `s.x` holds what the last layer gives.
-void forward(const Body& b, const std::vector<Row>& rows, long M, float* kept, const Kept& k, bool keep, Scratch& s) {
-    const long H = b.H, wide = up(b.QKV);
-    s.x.resize(M * H), s.h.resize(M * std::max(H, b.Q_)), s.qkv.resize(M * wide), s.act.resize(M * b.I);
-    s.norm.resize(2 * M);
-    for (const Row& r : rows)
+// Rows of x (., H) at a row's asked positions.
+void pick(const Row& r, const float* x, float* to, long n, long H) {
+    for (long t = 0; t < n; t++) std::copy(x + (r.asked[t] - r.past) * H, x + (r.asked[t] - r.past + 1) * H, to + t * H);
+}
+
+// All layers over a group. Of `kept` each layer writes its own part, or with keep = false all the same. `s.x` holds what
+// the last layer gives at the asked positions.
+void forward(const Body& b, const Group& g, float* kept, const Kept& k, bool keep, Scratch& s) {
+    const long H = b.H, M = g.M;
+    s.x.resize(M * H), s.h.resize(M * H), s.some.resize(M * H), s.queries.resize(M * b.Q_), s.kv.resize(M * 2 * b.KV);
+    s.act.resize(M * b.I), s.norm.resize(2 * M);
+    for (const Row& r : g.rows)
         for (long t = 0; t < r.n; t++) {
             const float* e = b.w[EMBED] + r.tokens[t] * H;
             float* x = s.x.data() + (r.first + t) * H;
@@ -457,64 +486,97 @@ void forward(const Body& b, const std::vector<Row>& rows, long M, float* kept, c
     for (long l = 0; l < b.m.layers; l++) {
         float* at = kept + (keep ? l * k.size : 0);
         const Layer& p = b.layers[l];
+        const bool last = l + 1 == b.m.layers;
+        const long m = last ? g.asked : M;
         std::copy(s.x.begin(), s.x.begin() + M * H, at + k.x);
         normalise(b, s.x.data(), b.weight(l, N1), b.weight(l, N1B), s.h.data(), s.norm.data(), M);
-        p.qkv.apply(s.h.data(), H, s.qkv.data(), wide, M, false);
-        add_bias(s.qkv.data(), p.qkv_bias.data(), M, wide);
+        p.kv.apply(s.h.data(), H, s.kv.data(), 2 * b.KV, M, false);
+        add_bias(s.kv.data(), p.kv_bias.data(), M, 2 * b.KV);
+        const float* asking = s.h.data();
+        if (last) {
+            asking = s.some.data();
+            for (const Row& r : g.rows) {
+                pick(r, s.h.data() + r.first * H, s.some.data() + r.first_asked * H, r.n_asked, H);
+                pick(r, at + k.x + r.first * H, s.x.data() + r.first_asked * H, r.n_asked, H);
+            }
+        }
+        p.q.apply(asking, H, s.queries.data(), b.Q_, m, false);
+        add_bias(s.queries.data(), p.q_bias.data(), m, b.Q_);
         long square = 0;
-        for (const Row& r : rows) {
-            attend(b, r, l, s.qkv.data(), at + k.q + r.first * b.m.heads * b.dp, at + k.probs + square, at + k.o);
+        for (const Row& r : g.rows) {
+            const long first = r.begin(last);
+            attend(b, r, l, last, s.queries.data() + first * b.Q_, s.kv.data() + r.first * 2 * b.KV,
+                   at + k.q + first * b.m.heads * b.dp, at + k.probs + square, at + k.o + first * b.Q_);
             square += r.n * up(r.past + r.n) * b.m.heads;
         }
-        p.o.apply(at + k.o, b.Q_, s.x.data(), H, M, true);
-        if (b.weight(l, OB)) add_bias(s.x.data(), b.weight(l, OB), M, H);
-        std::copy(s.x.begin(), s.x.begin() + M * H, at + k.mid);
-        normalise(b, s.x.data(), b.weight(l, N2), b.weight(l, N2B), s.h.data(), s.norm.data(), M);
-        p.up_gate.apply(s.h.data(), H, at + k.gate, b.GI, M, false);
-        if (b.weight(l, UB) || b.weight(l, GB)) add_bias(at + k.gate, p.gate_bias.data(), M, b.GI);
-        activate(b, at + k.gate, s.act.data(), M);
-        p.down.apply(s.act.data(), b.I, s.x.data(), H, M, true);
-        if (b.weight(l, DB)) add_bias(s.x.data(), b.weight(l, DB), M, H);
+        p.o.apply(at + k.o, b.Q_, s.x.data(), H, m, true);
+        if (b.weight(l, OB)) add_bias(s.x.data(), b.weight(l, OB), m, H);
+        std::copy(s.x.begin(), s.x.begin() + m * H, at + k.mid);
+        normalise(b, s.x.data(), b.weight(l, N2), b.weight(l, N2B), s.h.data(), s.norm.data(), m);
+        p.up_gate.apply(s.h.data(), H, at + k.gate, b.GI, m, false);
+        if (b.weight(l, UB) || b.weight(l, GB)) add_bias(at + k.gate, p.gate_bias.data(), m, b.GI);
+        activate(b, at + k.gate, s.act.data(), m);
+        p.down.apply(s.act.data(), b.I, s.x.data(), H, m, true);
+        if (b.weight(l, DB)) add_bias(s.x.data(), b.weight(l, DB), m, H);
     }
 }
 
-// From `s.dx`, the gradient of what the last layer gives for the first n tokens of a row, to the weights' gradients.
-// square: where the row's part of a layer's `probs` begins.
-void backward(const Body& b, const Row& r, long n, long square, const float* kept, const Kept& k, float* const* grad,
-              int64_t no_gradient, Scratch& s) {
-    const long H = b.H, wide = up(b.QKV), I = b.I;
-    s.h.resize(n * H), s.qkv.resize(n * wide), s.act.resize(n * I), s.gate.resize(n * b.GI);
-    s.dh.resize(n * std::max(H, b.Q_)), s.dmore.resize(n * I), s.norm.resize(2 * n);
+// From `s.dx`, the gradient of what the last layer gives at the first `asked` asked positions of a row, to the weights'
+// gradients. What stands behind the last of these has no gradient and is not looked at. square: where the row's part of
+// a layer's `probs` begins.
+void backward(const Body& b, const Row& r, long asked, long square, const float* kept, const Kept& k,
+              float* const* grad, int64_t no_gradient, Scratch& s) {
+    const long H = b.H, I = b.I, n = r.asked[asked - 1] + 1;
+    s.h.resize(n * H), s.some.resize(n * H), s.queries.resize(n * b.Q_), s.kv.resize(n * 2 * b.KV);
+    s.act.resize(n * I), s.gate.resize(n * b.GI), s.dh.resize(n * std::max(H, b.Q_)), s.dmore.resize(n * std::max(H, I));
+    s.norm.resize(2 * n), s.dx.resize(n * H);
     float* dx = s.dx.data();
     for (long l = b.m.layers - 1; l >= 0; l--) {
+        const bool last = l + 1 == b.m.layers;
         const float* at = kept + l * k.size;
-        const float *x = at + k.x + r.first * H, *mid = at + k.mid + r.first * H, *o = at + k.o + r.first * b.Q_;
+        const long first = r.begin(last), m = last ? asked : n;
+        const float *x = at + k.x + r.first * H, *mid = at + k.mid + first * H, *o = at + k.o + first * b.Q_;
         const Layer& p = b.layers[l];
         float* const* g = grad + FIRST + l * PER_LAYER;
-        p.down_back.apply(dx, H, s.dmore.data(), I, n, false);
-        activate_back(b, at + k.gate + r.first * b.GI, s.dmore.data(), s.act.data(), s.gate.data(), n);
-        gemm(dx, 1, H, s.act.data(), I, g[D], I, H, I, n, true);
-        if (g[DB]) add_columns(dx, H, g[DB], n, H);
-        normalise(b, mid, b.weight(l, N2), b.weight(l, N2B), s.h.data(), s.norm.data(), n);
-        if (g[G]) gemm(s.gate.data(), 1, b.GI, s.h.data(), H, g[G], H, I, H, n, true);
-        if (g[GB]) add_columns(s.gate.data(), b.GI, g[GB], n, I);
-        gemm(s.gate.data() + b.GI - I, 1, b.GI, s.h.data(), H, g[U], H, I, H, n, true);
-        if (g[UB]) add_columns(s.gate.data() + b.GI - I, b.GI, g[UB], n, I);
-        p.up_gate_back.apply(s.gate.data(), b.GI, s.dh.data(), H, n, false);
-        normalise_back(b, mid, b.weight(l, N2), s.dh.data(), s.norm.data(), dx, g[N2], g[N2B], n);
+        p.down_back.apply(dx, H, s.dmore.data(), I, m, false);
+        activate_back(b, at + k.gate + first * b.GI, s.dmore.data(), s.act.data(), s.gate.data(), m);
+        gemm(dx, 1, H, s.act.data(), I, g[D], I, H, I, m, true);
+        if (g[DB]) add_columns(dx, H, g[DB], m, H);
+        normalise(b, mid, b.weight(l, N2), b.weight(l, N2B), s.h.data(), s.norm.data(), m);
+        if (g[G]) gemm(s.gate.data(), 1, b.GI, s.h.data(), H, g[G], H, I, H, m, true);
+        if (g[GB]) add_columns(s.gate.data(), b.GI, g[GB], m, I);
+        gemm(s.gate.data() + b.GI - I, 1, b.GI, s.h.data(), H, g[U], H, I, H, m, true);
+        if (g[UB]) add_columns(s.gate.data() + b.GI - I, b.GI, g[UB], m, I);
+        p.up_gate_back.apply(s.gate.data(), b.GI, s.dh.data(), H, m, false);
+        normalise_back(b, mid, b.weight(l, N2), s.dh.data(), s.norm.data(), dx, g[N2], g[N2B], m);
 
-        p.o_back.apply(dx, H, s.dh.data(), b.Q_, n, false);
-        gemm(dx, 1, H, o, b.Q_, g[O], b.Q_, H, b.Q_, n, true);
-        if (g[OB]) add_columns(dx, H, g[OB], n, H);
-        attend_back(b, r, n, l, at + k.q + r.first * b.m.heads * b.dp, at + k.probs + square, o, s.dh.data(),
-                    s.qkv.data(), s.work);
+        p.o_back.apply(dx, H, s.dh.data(), b.Q_, m, false);
+        gemm(dx, 1, H, o, b.Q_, g[O], b.Q_, H, b.Q_, m, true);
+        if (g[OB]) add_columns(dx, H, g[OB], m, H);
+        attend_back(b, r, n, m, l, last, at + k.q + first * b.m.heads * b.dp, at + k.probs + square, o, s.dh.data(),
+                    s.queries.data(), s.kv.data(), s.work);
         normalise(b, x, b.weight(l, N1), b.weight(l, N1B), s.h.data(), s.norm.data(), n);
-        const long first[3] = {0, b.Q_, b.Q_ + b.KV}, size[3] = {b.Q_, b.KV, b.KV};
-        for (long i = 0; i < 3; i++) {
-            gemm(s.qkv.data() + first[i], 1, wide, s.h.data(), H, g[Q + 2 * i], H, size[i], H, n, true);
-            if (g[QB + 2 * i]) add_columns(s.qkv.data() + first[i], wide, g[QB + 2 * i], n, size[i]);
+        const float* asking = s.h.data();
+        if (last) pick(r, s.h.data(), s.some.data(), m, H), asking = s.some.data();
+        gemm(s.queries.data(), 1, b.Q_, asking, H, g[Q], H, b.Q_, H, m, true);
+        gemm(s.kv.data(), 1, 2 * b.KV, s.h.data(), H, g[K], H, b.KV, H, n, true);
+        gemm(s.kv.data() + b.KV, 1, 2 * b.KV, s.h.data(), H, g[V], H, b.KV, H, n, true);
+        if (g[QB]) add_columns(s.queries.data(), b.Q_, g[QB], m, b.Q_);
+        if (g[KB]) add_columns(s.kv.data(), 2 * b.KV, g[KB], n, b.KV);
+        if (g[VB]) add_columns(s.kv.data() + b.KV, 2 * b.KV, g[VB], n, b.KV);
+        p.kv_back.apply(s.kv.data(), 2 * b.KV, s.dh.data(), H, n, false);
+        if (last) {  // from the asked positions to all
+            p.q_back.apply(s.queries.data(), b.Q_, s.dmore.data(), H, m, false);
+            std::copy(dx, dx + m * H, s.some.data());
+            std::fill(dx, dx + n * H, 0.f);
+            for (long t = 0; t < m; t++)
+                for (long i = 0, to = r.asked[t] * H; i < H; i += W) {
+                    store(s.dh.data() + to + i, load(s.dh.data() + to + i) + load(s.dmore.data() + t * H + i));
+                    store(dx + to + i, load(s.some.data() + t * H + i));
+                }
+        } else {
+            p.q_back.apply(s.queries.data(), b.Q_, s.dh.data(), H, m, true);
         }
-        p.qkv_back.apply(s.qkv.data(), wide, s.dh.data(), H, n, false);
         normalise_back(b, x, b.weight(l, N1), s.dh.data(), s.norm.data(), dx, g[N1], g[N1B], n);
     }
     for (long t = 0; t < n; t++) {
@@ -539,72 +601,77 @@ void groups(const int64_t* lengths, long n_rows, Call call) {
     }
 }
 
-struct Group {
-    std::vector<Row> rows;
-    long M = 0, cached = 0;
+long cache_size(const Body& b, long room) { return b.m.layers * b.m.kv_heads * b.dp * room; }
+
+// A minibatch as `states` gets it: walks through its groups and through `kept`, of which each group has a part: caches,
+// then what each layer keeps, then what the last layer gives and its norms.
+struct Batch {
+    const Body& b;
+    const int64_t *tokens, *lengths, *chosen, *counts;
+    long stride, n_rows;
+
+    template <class Call>
+    void walk(Call call) const {
+        const int64_t* asked = chosen;
+        groups(lengths, n_rows, [&](long begin, long end) {
+            Group g;
+            for (long i = begin; i < end; i++) {
+                g.add({tokens + i * stride, asked, lengths[i], counts[i], 0, up(lengths[i])});
+                asked += counts[i];
+            }
+            call(g, Kept(b, g.M, Kept::squares(g)));
+        });
+    }
+    long cached(const Group& g) const {
+        long total = 0;
+        for (const Row& r : g.rows) total += 2 * cache_size(b, r.room);
+        return total;
+    }
+    long size(const Group& g, const Kept& k) const { return cached(g) + b.m.layers * k.size + g.M * (b.H + 2); }
+    void place(Group& g, float* cache) const {
+        for (Row& r : g.rows) {
+            const long size = cache_size(b, r.room);
+            r.keys = cache, r.values = cache + size, cache += 2 * size;
+        }
+    }
 };
-
-// Rows without a past; their keys and values lie in `cache` (set later), 2 * cached floats.
-Group fresh(const Body& b, const int64_t* tokens, long stride, const int64_t* lengths, long begin, long end) {
-    Group g;
-    for (long i = begin; i < end; i++) {
-        g.rows.push_back({tokens + i * stride, lengths[i], 0, g.M, nullptr, nullptr, up(lengths[i])});
-        g.M += lengths[i], g.cached += b.m.layers * b.m.kv_heads * b.dp * up(lengths[i]);
-    }
-    return g;
-}
-
-void place(Group& g, const Body& b, float* cache) {
-    for (Row& r : g.rows) {
-        const long size = b.m.layers * b.m.kv_heads * b.dp * r.room;
-        r.keys = cache, r.values = cache + size, cache += 2 * size;
-    }
-}
 
 }  // namespace
 
 extern "C" {
 
 // Floats of the buffer that `states` fills for `states_back`.
-int64_t kept_size(const Model* model, const float* const* weights, const int64_t* lengths, int64_t n_rows) {
+int64_t kept_size(const Model* model, const float* const* weights, const int64_t* lengths, const int64_t* counts,
+                  int64_t n_rows) {
     Model shape = *model;
     shape.layers = 0;
     Body b(shape, weights, false);
     b.m.layers = model->layers;
+    const Batch batch{b, nullptr, lengths, nullptr, counts, 0, n_rows};
     long total = 0;
-    groups(lengths, n_rows, [&](long begin, long end) {
-        Group g = fresh(b, nullptr, 0, lengths, begin, end);
-        total += b.m.layers * Kept(b, g.M, Kept::squares(g.rows)).size + 2 * g.cached + g.M * (b.H + 2);
-    });
+    batch.walk([&](Group& g, const Kept& k) { total += batch.size(g, k); });
     return total;
 }
 
 // Normed hidden states (., hidden) at the chosen positions of rows (n_rows, stride) of token ids.
-// chosen: columns, row after row; counts (n_rows): how many of them each row has.
+// chosen: ascending columns, row after row; counts (n_rows): how many of them each row has.
 void states(const Model* model, const float* const* weights, const int64_t* tokens, int64_t stride,
             const int64_t* lengths, int64_t n_rows, const int64_t* chosen, const int64_t* counts, float* kept,
             float* out) {
-    Body b(*model, weights, false);
+    const Body b(*model, weights, false);
+    const Batch batch{b, tokens, lengths, chosen, counts, stride, n_rows};
     Scratch s;
-    std::vector<float> own, y;
-    groups(lengths, n_rows, [&](long begin, long end) {
-        Group g = fresh(b, tokens, stride, lengths, begin, end);
-        const Kept k(b, g.M, Kept::squares(g.rows));
-        float* at = kept;
-        if (!kept) own.resize(k.size + 2 * g.cached + g.M * (b.H + 2)), at = own.data();
-        float* layers = at + 2 * g.cached;
-        float* last = layers + (kept ? b.m.layers : 1) * k.size;
-        place(g, b, at);
-        forward(b, g.rows, g.M, layers, k, kept != nullptr, s);
-        std::copy(s.x.begin(), s.x.begin() + g.M * b.H, last);
-        y.resize(g.M * b.H);
-        normalise(b, last, b.w[NORM], b.w[NORM_BIAS], y.data(), last + g.M * b.H, g.M);
-        for (long i = begin; i < end; i++)
-            for (long j = 0; j < counts[i]; j++, out += b.H) {
-                const float* from = y.data() + (g.rows[i - begin].first + *chosen++) * b.H;
-                std::copy(from, from + b.H, out);
-            }
-        if (kept) kept = last + g.M * (b.H + 2);
+    std::vector<float> own;
+    batch.walk([&](Group& g, const Kept& k) {
+        if (!kept) own.resize(batch.size(g, k));
+        float* at = kept ? kept : own.data();
+        float *layers = at + batch.cached(g), *last = layers + b.m.layers * k.size;
+        batch.place(g, at);
+        forward(b, g, layers, k, kept != nullptr, s);
+        std::copy(s.x.begin(), s.x.begin() + g.asked * b.H, last);
+        normalise(b, last, b.w[NORM], b.w[NORM_BIAS], out, last + g.M * b.H, g.asked);
+        out += g.asked * b.H;
+        if (kept) kept += batch.size(g, k);
     });
 }
 
@@ -612,30 +679,29 @@ void states(const Model* model, const float* const* weights, const int64_t* toke
 void states_back(const Model* model, const float* const* weights, const int64_t* tokens, int64_t stride,
                  const int64_t* lengths, int64_t n_rows, const int64_t* chosen, const int64_t* counts, float* kept,
                  const float* seed, float* const* grad, int64_t no_gradient) {
-    Body b(*model, weights, true);
+    const Body b(*model, weights, true);
+    const Batch batch{b, tokens, lengths, chosen, counts, stride, n_rows};
     Scratch s;
-    groups(lengths, n_rows, [&](long begin, long end) {
-        Group g = fresh(b, tokens, stride, lengths, begin, end);
-        const Kept k(b, g.M, Kept::squares(g.rows));
-        place(g, b, kept);
-        const float *layers = kept + 2 * g.cached, *last = layers + b.m.layers * k.size;
+    batch.walk([&](Group& g, const Kept& k) {
+        const float *layers = kept + batch.cached(g), *last = layers + b.m.layers * k.size;
+        batch.place(g, kept);
         long square = 0;
-        for (long i = begin; i < end; i++) {
-            const Row& r = g.rows[i - begin];
-            long n = 0;  // what follows the last state with a gradient has none: later tokens are not looked at
-            s.dy.assign(r.n * b.H, 0.f), s.dx.assign(r.n * b.H, 0.f);
-            for (long j = 0; j < counts[i]; j++, chosen++, seed += b.H) {
+        for (const Row& r : g.rows) {
+            long asked = 0;  // up to the last one with a gradient
+            for (long t = 0; t < r.n_asked; t++) {
                 bool any = false;
-                for (long c = 0; c < b.H; c++) any |= seed[c] != 0.f;
-                std::copy(seed, seed + b.H, s.dy.data() + *chosen * b.H);
-                if (any) n = *chosen + 1;
+                for (long i = 0; i < b.H; i++) any |= seed[t * b.H + i] != 0.f;
+                if (any) asked = t + 1;
             }
-            normalise_back(b, last + r.first * b.H, b.w[NORM], s.dy.data(), last + g.M * b.H + 2 * r.first, s.dx.data(),
-                           grad[NORM], grad[NORM_BIAS], n);
-            if (n) backward(b, r, n, square, layers, k, grad, no_gradient, s);
-            square += r.n * up(r.n) * b.m.heads;
+            if (asked) {
+                s.dx.assign(r.n * b.H, 0.f);
+                normalise_back(b, last + r.first_asked * b.H, b.w[NORM], seed, last + g.M * b.H + 2 * r.first_asked,
+                               s.dx.data(), grad[NORM], grad[NORM_BIAS], asked);
+                backward(b, r, asked, square, layers, k, grad, no_gradient, s);
+            }
+            square += r.n * up(r.n) * b.m.heads, seed += r.n_asked * b.H;
         }
-        kept = const_cast<float*>(last) + g.M * (b.H + 2);
+        kept += batch.size(g, k);
     });
 }
 
@@ -709,26 +775,26 @@ void scores_back(const float* states, const float* weight, const int64_t* ids, i
 // alone. Lane i has past[i] tokens in its cache, with room for `room` (a multiple of 16).
 void extend(const Model* model, const float* const* weights, const int64_t* tokens, int64_t stride, const int64_t* n,
             const int64_t* past, float* const* caches, int64_t room, int64_t n_lanes, float* out) {
-    Body b(*model, weights, false);
+    const Body b(*model, weights, false);
     Scratch s;
-    std::vector<float> own;
-    const long size = b.m.layers * b.m.kv_heads * b.dp * room;
+    std::vector<float> own, norms;
+    std::vector<int64_t> ends(n_lanes);
     groups(n, n_lanes, [&](long begin, long end) {
-        std::vector<Row> rows;
-        long M = 0;
+        Group g;
+        for (long i = begin; i < end; i++) {
+            if (!n[i]) continue;
+            ends[i] = past[i] + n[i] - 1;
+            Row r{tokens + i * stride, &ends[i], n[i], 1, past[i], room};
+            r.keys = caches[i], r.values = caches[i] + cache_size(b, room);
+            g.add(r);
+        }
+        if (!g.M) return;
+        const Kept k(b, g.M, Kept::squares(g));
+        own.resize(k.size), norms.resize(2);
+        forward(b, g, own.data(), k, false, s);
+        const float* x = s.x.data();
         for (long i = begin; i < end; i++)
-            if (n[i]) rows.push_back({tokens + i * stride, n[i], past[i], M, caches[i], caches[i] + size, room}), M += n[i];
-        if (!M) return;
-        const Kept k(b, M, Kept::squares(rows));
-        own.resize(k.size);
-        forward(b, rows, M, own.data(), k, false, s);
-        float norm[2];
-        for (long i = begin, j = 0; i < end; i++)
-            if (n[i]) {
-                const Row& r = rows[j++];
-                const float* x = s.x.data() + (r.first + r.n - 1) * b.H;
-                normalise(b, x, b.w[NORM], b.w[NORM_BIAS], out + i * b.H, norm, 1);
-            }
+            if (n[i]) normalise(b, x, b.w[NORM], b.w[NORM_BIAS], out + i * b.H, norms.data(), 1), x += b.H;
     });
 }
 }

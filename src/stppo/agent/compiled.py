@@ -205,7 +205,8 @@ class _States(torch.autograd.Function):
         out = torch.empty(len(columns), body.shape.hidden)
         kept = None
         if with_graph:
-            size = library.kept_size(*body.arguments, _at(lengths), ctypes.c_int64(len(lengths)))
+            rows = _at(lengths), _at(counts), ctypes.c_int64(len(lengths))
+            size = library.kept_size(*body.arguments, *rows)
             kept = _Memory(size)
             ctx.kept, ctx.body, ctx.batch = kept, body, batch
         library.states(*body.arguments, *_batch(batch), _at(kept and kept.floats), _at(out))
