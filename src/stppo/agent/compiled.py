@@ -28,11 +28,11 @@ MAX_HIDDEN = 256  # in wider policies matrix products take the time, and PyTorch
 def choose_kernels(policy: PreTrainedModel, wanted: Kernels) -> Literal["eager", "compiled"]:
     """Decide how a policy on its device, and copies of its body, compute from now on; returns what was decided.
 
-    "auto" takes compiled code where it can; where it cannot, a line of the log says why.
+    "auto" takes compiled code where it can; a line of the log says why a small policy on a CPU cannot have it.
     """
     body = body_of(policy)
     body.compiled = False
-    if wanted == "eager" or device_of(body).type != "cpu":
+    if wanted == "eager" or device_of(body).type != "cpu" or body.config.hidden_size > MAX_HIDDEN:
         return "eager"
     try:
         _require_supported(body)
@@ -61,8 +61,6 @@ def _require_supported(body: nn.Module) -> None:
         raise CannotCompile("training.precision=bfloat16 and gradient_checkpointing have no compiled form")
     if any(weight.dtype != torch.float32 for weight in body.parameters()):
         raise CannotCompile("its weights are not float32")
-    if config.hidden_size > MAX_HIDDEN:
-        raise CannotCompile(f"hidden_size={config.hidden_size} is above {MAX_HIDDEN}")
     shape = _shape(body)
     widths = config.hidden_size, shape.inner, *(n * shape.head_size for n in (shape.heads, shape.kv_heads))
     if any(width % LANES for width in widths) or shape.head_size % 2:
