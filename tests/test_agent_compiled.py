@@ -81,7 +81,7 @@ def test_gradient_of_a_few_tokens_and_of_a_second_scalar(played):
     for model in (exact, compiled):
         logprobs = score(model, batch).logprobs
         row = int(batch.n_turns.argmax())
-        first = logprobs[row][batch.agent_mask[row]][1]  # what follows it, and all other rows, have no gradient
+        first = logprobs[row][batch.agent_mask[row]][1]  # no gradient behind it, nor in other rows
         parts = torch.autograd.grad(first, list(model.parameters()), retain_graph=True)
         of_first = dict(zip(dict(model.named_parameters()), (p.double() for p in parts), strict=True))
         found[model] = of_first, gradients(model, logprobs.sum())
@@ -140,16 +140,14 @@ def test_twenty_updates_agree_with_eager(tmp_path, tiny, barely_trained):
         trainer._iterate()
     eager, compiled = (trainer.update_rows for trainer in trainers)
     assert len(eager) == len(compiled) == 20
-    for column in ("ppo_loss", "gradient_norm", "clipping_bias_norm", "stabilizer_divisor", "entropy"):
-        if column in eager[0]:
-            left, right = ([row[column] for row in rows] for rows in (eager, compiled))
-            torch.testing.assert_close(
-                torch.tensor(right), torch.tensor(left), rtol=2e-3, atol=1e-5, equal_nan=True
-            )
+    assert any(row["clipping_bias_norm"] > 0 for row in eager)
+    for column in ("gradient_norm", "clipping_bias_norm", "entropy", "update_norm"):
+        left, right = (torch.tensor([row[column] for row in rows]) for rows in (eager, compiled))
+        torch.testing.assert_close(right, left, rtol=1e-3, atol=1e-6)
     with torch.no_grad():
         left, right = (score(t.policy, batch.trajectories).logprobs for t in trainers)
     assert (left - batch.trajectories.behaviour_logprobs).abs().max() > 0.1, "the policy has moved"
-    torch.testing.assert_close(right, left, atol=1e-3, rtol=0)
+    torch.testing.assert_close(right, left, atol=2e-4, rtol=0)
 
 
 # ---- falling back ---------------------------------------------------------------------------------
@@ -157,11 +155,11 @@ def test_twenty_updates_agree_with_eager(tmp_path, tiny, barely_trained):
 
 @pytest.fixture
 def warned(caplog, monkeypatch, tmp_path):
-    """Compiles anew, in a folder of its own; returns the warnings."""
+    """Compiles anew, in a folder of its own; returns what was logged."""
     compiled_library.cache_clear()
     monkeypatch.setenv("STPPO_CACHE_DIR", str(tmp_path / "cache"))
     caplog.set_level(logging.WARNING, "stppo")
-    yield caplog.messages
+    yield caplog
     compiled_library.cache_clear()
 
 
@@ -176,21 +174,21 @@ def test_no_compiler(policy, warned, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     assert choose_kernels(policy, "auto") == "eager"
-    assert len(warned) == 1 and "there is no C++ compiler; install g++" in warned[0]
+    assert len(warned.messages) == 1 and "there is no C++ compiler; install g++" in warned.messages[0]
 
 
 @pytest.mark.parametrize("command", ["false", "/nowhere/g++"])
 def test_compiler_that_fails_or_is_not_there(policy, warned, monkeypatch, command):
     monkeypatch.setenv("CXX", command)
     assert choose_kernels(policy, "auto") == "eager"
-    assert len(warned) == 1 and command in warned[0] and "set CXX" in warned[0]
+    assert len(warned.messages) == 1 and command in warned.messages[0] and "set CXX" in warned.messages[0]
 
 
 def test_cache_folder_that_cannot_be_written(policy, warned, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("STPPO_CACHE_DIR", str(tmp_path / "file"))
     assert choose_kernels(policy, "auto") == "eager"
-    assert len(warned) == 1 and "set STPPO_CACHE_DIR" in warned[0]
+    assert len(warned.messages) == 1 and "set STPPO_CACHE_DIR" in warned.messages[0]
 
 
 def test_library_that_is_damaged(policy, warned, tmp_path):
@@ -204,16 +202,16 @@ def test_library_that_is_damaged(policy, warned, tmp_path):
         patch.setenv("STPPO_CACHE_DIR", str(copied))
         compiled_library.cache_clear()
         assert choose_kernels(policy, "auto") == "eager"
-    assert len(warned) == 1 and str(copied) in warned[0]
+    assert len(warned.messages) == 1 and str(copied) in warned.messages[0]
 
 
 def test_other_families_and_widths(policy, warned):
     shape = GPTNeoXConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     assert choose_kernels(GPTNeoXForCausalLM(shape), "auto") == "eager"
-    assert len(warned) == 1 and "GPTNeoXModel is none of" in warned[0]
+    assert len(warned.messages) == 1 and "GPTNeoXModel is none of" in warned.messages[0]
     policy.config.hidden_act = "gelu"
     assert choose_kernels(policy, "auto") == "eager"
-    assert len(warned) == 2 and "unusual" in warned[1]
+    assert len(warned.messages) == 2 and "unusual" in warned.messages[1]
 
 
 def test_run_without_a_compiler_is_the_eager_run(tmp_path, tiny, barely_trained, warned, monkeypatch):
@@ -222,7 +220,7 @@ def test_run_without_a_compiler_is_the_eager_run(tmp_path, tiny, barely_trained,
     monkeypatch.setenv("CXX", "false")
     run(tiny(*short), tmp_path / "fallen", barely_trained)
     records = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("eager", "fallen")]
-    assert [record["kernels"] for record in records] == [["eager"], ["eager"]] and len(warned) == 1
+    assert [record["kernels"] for record in records] == [["eager"], ["eager"]] and len(warned.messages) == 1
     weights = [(tmp_path / n / "policy" / "model.safetensors").read_bytes() for n in ("eager", "fallen")]
     assert weights[0] == weights[1]
 
@@ -234,4 +232,4 @@ def test_run_that_goes_on_under_other_kernels_says_so(tmp_path, tiny, barely_tra
         pytest.skip("no C++ compiler here")
     run(tiny("training.kernels=eager"), tmp_path, barely_trained)
     assert json.loads((tmp_path / "run.json").read_text())["kernels"] == ["compiled", "eager"]
-    assert [line for line in warned if "goes on with eager kernels" in line]
+    assert [line for line in warned.messages if "goes on with eager kernels" in line]

@@ -236,8 +236,8 @@ def code_hash(
     """Hash (16 hex digits) of the syntax of all modules that the entries import, and of a notebook's code.
 
     Comments, docstrings and layout do not count, so editing them re-trains nothing; a template beside
-    a module (`report.html.j2` of `report.py`) and its C++ (`compiled.cpp`) count as their text. The hash depends on the minor version
-    of Python, whose syntax trees differ. See `imported_files` for what an entry is; one that an installed library
+    a module (`report.html.j2` of `report.py`) and its C++ (`compiled.cpp`) count as their text. The hash depends on the
+    minor version of Python, whose syntax trees differ. See `imported_files` for what an entry is; one that an installed library
     brings counts as that library's name and version.
     """
     entries = [entries] if isinstance(entries, (str, Path)) else list(entries)

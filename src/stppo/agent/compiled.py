@@ -197,7 +197,9 @@ class _States(torch.autograd.Function):
     """Only a token that an agent token follows has a part in the result, so rows end before their last one."""
 
     @staticmethod
-    def forward(ctx, body: _Body, batch: tuple[Tensor, ...], with_graph: bool, *weights: Tensor | None) -> Tensor:
+    def forward(
+        ctx, body: _Body, batch: tuple[Tensor, ...], with_graph: bool, *weights: Tensor | None
+    ) -> Tensor:
         tokens, lengths, columns, counts = batch
         library = _library()
         out = torch.empty(len(columns), body.shape.hidden)

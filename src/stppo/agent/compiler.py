@@ -47,10 +47,8 @@ def _build(command: list[str]) -> None:
     except (FileNotFoundError, PermissionError, subprocess.TimeoutExpired) as error:
         raise CannotCompile(f"the C++ compiler {command[0]} does not run; install g++, or set CXX") from error
     if done.returncode:
-        said = [line for line in (done.stderr or done.stdout).splitlines() if "error" in line] or ["no message"]
-        raise CannotCompile(
-            f"the C++ compiler {command[0]} failed ({said[0].strip()}); set CXX to another one"
-        )
+        said = next((line.strip() for line in done.stderr.splitlines() if "error" in line), "no message")
+        raise CannotCompile(f"the C++ compiler {command[0]} failed ({said}); set CXX to another one")
 
 
 def cache_folder() -> Path:
