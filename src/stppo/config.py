@@ -290,7 +290,7 @@ def run_section(config: Config) -> Config:
 
 # Settings that change no result but for rounding: a run goes on from its checkpoint under others.
 MEMORY_SETTINGS = {
-    "training": ("gradient_checkpointing", "micro_batch_tokens"),
+    "training": ("gradient_checkpointing", "micro_batch_tokens", "kernels"),
     "rollout": (
         "gpu_memory_utilization",
         "max_num_seqs",
