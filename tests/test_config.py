@@ -380,6 +380,14 @@ def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
     assert shared == {start_dir("training.learning_rate=1e-5", "evaluation.every=3")}
 
 
+@pytest.mark.parametrize("preset", ["smoke", "laptop", "search"])
+def test_a_warm_start_made_from_its_overrides_alone_is_the_one_that_runs_want(preset):
+    runs = {run.config["warm_start_seed"]: run for run in configs.planned_runs(preset)}  # one a warm start
+    for seed, run in runs.items():
+        alone = [*configs.warm_start_overrides(run.overrides), f"warm_start_seed={seed}"]
+        assert configs.warm_start_dir(configs.compose(alone)) == configs.warm_start_dir(run.config)
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -353,9 +353,9 @@ def warm_start_dir(config: Config) -> Path:
 
 
 def warm_start_overrides(overrides: Iterable[str]) -> list[str]:
-    """Those of a run's overrides that its warm start depends on."""
+    """Those of a run's overrides that its warm start depends on; `seed` may set the world's."""
     sections = ("world", "policy", "rollout", "warm_start")
-    kept = ("preset", "warm_start_seed", "evaluation.questions")
+    kept = ("preset", "seed", "warm_start_seed", "evaluation.questions")
     keys = [(override, override.partition("=")[0].lstrip("+~")) for override in overrides]
     return [override for override, key in keys if key in kept or key.split(".")[0] in sections]
 
