@@ -26,7 +26,7 @@ class Models:
     policy: PreTrainedModel
     reference: PreTrainedModel
     critic: Critic | None
-    kernels: str
+    kernels: str = "eager"
 
     def reference_logprobs(self, batch: Trajectories, passes: Passes, temperature: float) -> Tensor:
         """(B, T) log-probs of the agent tokens under the reference, without graph."""
