@@ -73,3 +73,4 @@ $(ENGINES)/.installed: pyproject.toml requirements-engines.lock
 
 bench: setup
 	python benchmarks/run.py
+	python benchmarks/kernels.py
