@@ -166,6 +166,7 @@ def simulate(
         "git_dirty": False,
         "versions": {"python": "3.11.7", "torch": "2.13.0"},
         "hardware": {"cpu": "made-up CPU", "cores": 2, "memory_gib": 24.0, "gpu": None, "platform": "Linux"},
+        "kernels": ["eager"],
         "started": "2025-01-01T00:00:00+00:00",
         "wall_seconds": 60.0 + seed,
         "peak_memory_mb": 900.0,

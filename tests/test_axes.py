@@ -138,7 +138,6 @@ def test_figure_shows_every_algorithm_and_shades_what_differs(table):
             "one ratio per turn, geometric; stabiliser: none",
             None,
         ),
-        ("s_ppo", "c0: 0.1", "c0: 0.05", "all divided by 1.98", "all divided by 3.97"),
         ("s_ppo", "epsilon_high: 0.2", "epsilon_high: 0.7", "all divided by 1.98", "3 of 12 tokens clipped"),
     ],
 )

@@ -14,6 +14,7 @@ from tests.objectives_cases import mixed_batch
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name not in ("generated", "notebooks")]
+OWN = ("my_ppo", "harmonic", "wider_for_rare", "two_sided", "no_clip", "median", "few_effective")
 MADE = ("reference/generated/", "notebooks/")  # by the build
 
 
@@ -41,7 +42,7 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-@pytest.mark.parametrize("name", ["my_ppo", "harmonic", "wider_for_rare", "two_sided", "median"])
+@pytest.mark.parametrize("name", OWN)
 def test_example_of_an_algorithm_gives_advantages_and_a_gradient(folder, name):
     folder("howto/add-an-algorithm.md")
     composed = configs.compose([f"algorithm={name}", "preset=smoke"])
@@ -51,6 +52,7 @@ def test_example_of_an_algorithm_gives_advantages_and_a_gradient(folder, name):
     advantages = objective.credit(batch, torch.zeros_like(batch.rewards)).advantages
     logprobs = (batch.behaviour_logprobs + 0.3 * torch.randn_like(batch.rewards)).requires_grad_()
     objective(logprobs, batch, advantages, entropy=torch.ones_like(logprobs)).loss.backward()
+    assert objective.stabilizer.divisor(0.25) == (4 if name == "few_effective" else 1)
     assert advantages[batch.agent_mask].std() > 0
     assert logprobs.grad[batch.agent_mask].abs().sum() > 0 and not logprobs.grad[~batch.agent_mask].any()
 

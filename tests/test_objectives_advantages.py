@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from stppo.objectives import (
     BatchBaseline,
+    CreditRule,
+    Estimate,
     GroupCentred,
     GroupNormalised,
     LeaveOneOut,
@@ -254,6 +256,23 @@ def test_a_missing_critic_is_refused(rule):
         rule()(batch)
     with pytest.raises(ValueError, match="values must have shape"):
         rule()(batch, torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("found", "got"),
+    [
+        (lambda batch: Estimate(batch.returns), r"advantages \(\d+,\)"),
+        (lambda batch: batch.returns[batch.layout.rows], "Tensor"),
+        (lambda batch: None, "NoneType"),
+    ],
+)
+def test_an_estimate_that_is_none_or_of_the_wrong_shape_is_refused(found, got):
+    class Mine(CreditRule):
+        def estimate(self, trajectories, layout, values):
+            return found(trajectories)
+
+    with pytest.raises(ValueError, match=rf"Mine.estimate: .*one advantage a token, \(34,\), got {got}"):
+        Mine()(mixed_batch())
 
 
 @pytest.mark.parametrize("rule", [*CRITIC, *GROUP, BatchBaseline])

@@ -521,6 +521,17 @@ def test_overflow_and_nan_are_visible(setting, granularity, aggregation):
 # --- composition -------------------------------------------------------------------------------------------
 
 
+def test_granularity_of_an_own_ratio_is_checked():
+    class PerWord(Ratio):
+        granularity = "word"
+
+        def __init__(self):
+            pass
+
+    with pytest.raises(ValueError, match="PerWord.granularity='word': must be one of token, turn"):
+        Objective(TokenGAE(), PerWord(), Clip(), NoStabilizer())
+
+
 def test_impossible_combinations_are_refused():
     for granularity in ("token", "sequence"):
         with pytest.raises(ValueError, match="clip_on='turn' needs Ratio.granularity='turn'"):

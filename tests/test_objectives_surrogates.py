@@ -293,3 +293,20 @@ def test_rules_of_the_wrong_shape_are_refused(setting):
         ValueError, match=r"OneTerm.terms \(terms\): expected one value a token, \(34,\), got"
     ):
         make(OneTerm())(logprobs, batch, advantages)
+
+
+def test_rules_that_return_something_else_are_refused(setting):
+    _, batch, logprobs, advantages = setting
+
+    class Tensors(SurrogateRule):
+        def terms(self, tokens, bounds):
+            return tokens.ratio * tokens.advantages
+
+    class Forgotten(Mask):
+        def keep(self, tokens, bounds):
+            pass
+
+    with pytest.raises(ValueError, match=r"Tensors.terms: expected Terms\(.*, got Tensor"):
+        make(Tensors())(logprobs, batch, advantages)
+    with pytest.raises(ValueError, match="Forgotten.keep: expected one value a token, .*, got NoneType"):
+        make(Forgotten())(logprobs, batch, advantages)

@@ -91,6 +91,24 @@ def test_name_of_a_shipped_file_is_refused(own):
     assert "rename" in message
 
 
+@pytest.mark.parametrize("name", ["", "name: grpo\n"])
+def test_algorithm_that_would_be_recorded_under_another_name_is_refused(own, name):
+    file = own(
+        "algorithm/mine.yaml", f"defaults: [turn_ppo]\n{name}objective: {{credit: {{pooling: turn_mean}}}}\n"
+    )
+    message = refused("algorithm=mine")
+    assert str(file) in message and "name: mine" in message
+    assert configs.compose(["algorithm=mine", "algorithm.name=arm"])["algorithm"]["name"] == "arm"
+
+
+def test_folder_that_may_not_be_read_is_named(own, tmp_path, monkeypatch):
+    def denied(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(config_files.os, "scandir", denied)
+    assert refused().startswith(f"config folder {tmp_path / 'my configs'} (--config-dir")
+
+
 @pytest.mark.parametrize(
     ("folder", "part"), [("nowhere", "No such file"), ("my configs/algorithm", "none of")]
 )

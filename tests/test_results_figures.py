@@ -1,5 +1,7 @@
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -373,3 +375,12 @@ def test_main_regime_has_most_algorithms():
         simulate("token_ppo", 0, "A", 90)
     ]
     assert findings.main_regime(gather(runs)) == "SMALL"
+
+
+@pytest.mark.parametrize(("notebook", "why"), [("20-what-happened", False), ("21-why", True)])
+def test_the_notebooks_draw_no_figure_twice(notebook, why):
+    cells = json.loads(Path(f"notebooks/{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    named = set(re.findall(r"figures\.(\w+)\(metrics\)", text))
+    assert named and named <= {name for name, kind in FIGURES.items() if (kind.group == "why") == why}
+    assert named == set(re.search(r'above = "(.*)"\.split', text)[1].split())

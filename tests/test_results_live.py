@@ -89,6 +89,7 @@ for n in (2, 4, 6):
 """
 
 
+@pytest.mark.slow
 def test_saved_notebook_holds_the_last_picture_once(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}

@@ -282,8 +282,13 @@ def test_a_server_that_comes_back_is_used(server):
 
 
 def test_pauses_grow_and_are_drawn_at_random(monkeypatch):
-    pauses = []
-    monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
+    pauses, here = [], threading.current_thread()
+
+    def sleep(seconds: float) -> None:
+        if threading.current_thread() is here:  # not that of another test's server
+            pauses.append(seconds)
+
+    monkeypatch.setattr("tenacity.nap.time.sleep", sleep)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/retrieve"

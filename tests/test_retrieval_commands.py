@@ -85,7 +85,8 @@ def test_an_index_is_made_and_asked(stppo, corpus):
         (["serve", ".", "--topk", "9", "--max-topk", "5"], "--topk 9 is above --max-topk 5"),
     ],
 )
-def test_what_is_wrong_is_one_line(stppo, corpus, arguments, problem):
+def test_what_is_wrong_is_one_line(stppo, corpus, monkeypatch, arguments, problem):
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)  # between the client's attempts
     corpus.with_name("bad.jsonl").write_text(
         json.dumps(CORPUS[0]) + "\n" + json.dumps({"id": "1", "contents": "no title"}) + "\n"
     )

@@ -37,7 +37,9 @@ def failing(trainer, searches):
 
 
 # Early to late: in the first evaluation, the first roll-outs, and in roll-outs and evaluations between updates.
-@pytest.mark.parametrize("searches", [0, 5, 10, 14, 19, 22, 24])
+@pytest.mark.parametrize(
+    "searches", [0, 10, 24, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 14, 19, 22))]
+)
 def test_a_retriever_that_is_gone_stops_the_run_which_goes_on_bit_for_bit(
     searches, undisturbed, tmp_path, tiny, barely_trained
 ):

@@ -44,6 +44,7 @@ ConfigDir = Annotated[
     Path | None,
     typer.Option(
         callback=_own_configs,
+        readable=False,  # `use_config_dir` says it in one line
         show_default=False,
         help=f"Your folder with `algorithm/my_ppo.yaml` and the like, beside the shipped ones (or {VARIABLE}).",
     ),
@@ -291,7 +292,7 @@ def plan_command(overrides: Overrides = None, config_dir: ConfigDir = None) -> N
     groups = plan(presets[-1], [o for o in chosen if o.partition("=")[0] != "preset"])
     width = max(len(g.algorithm) for g in groups)
     for g in groups:
-        typer.echo(f"{g.regime:<14}{g.algorithm:<{width}}{g.runs:>5} runs{g.hours:>8.2f} h")
+        typer.echo(f"{g.regime:<14}{g.algorithm:<{width}}{g.runs:>5} runs{60 * g.hours:>8.1f} min")
     runs, hours = sum(g.runs for g in groups), sum(g.hours for g in groups)
     typer.echo(f"{runs} runs, about {hours:.1f} hours of one core (warm starts not counted)")
 

@@ -64,7 +64,11 @@ def compose(overrides: list[str] | None = None) -> Config:
     try:
         with initialize_config_dir(version_base=None, config_dir=str(config_files.config_dir())):
             composed = hydra_compose("config", overrides=[*overrides, *_search_path(own)])
-        return _without_inherited_presentation(OmegaConf.to_container(composed, resolve=True))
+        plain = OmegaConf.to_container(composed, resolve=True)
+        _refuse_foreign_name(plain, overrides, own)
+        return _without_inherited_presentation(plain)
+    except PermissionError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; make it readable") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise ConfigError(f"{mark.name if mark else own}: {config_files.problem(error)}") from error
@@ -73,8 +77,19 @@ def compose(overrides: list[str] | None = None) -> Config:
             _refuse_unknown_key(unknown[1], overrides)
         # Hydra's first line says what is wrong; the lines after it often name the key.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = [line for line in lines if line != "Config search path:"]
         cause = [str(error.__cause__).splitlines()[0]] if error.__cause__ else []
         raise ConfigError(" | ".join(dict.fromkeys(lines[:2] + cause))) from error
+
+
+def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None) -> None:
+    """Raise ConfigError where an own algorithm's file would be recorded under a name that is not the file's."""
+    given = dict(override.partition("=")[::2] for override in overrides)
+    chosen, name = given.get("algorithm"), (config.get("algorithm") or {}).get("name")
+    if own is None or not chosen or "algorithm.name" in given or name in (None, chosen):
+        return
+    if (file := own / "algorithm" / f"{chosen}.yaml").exists():
+        raise ConfigError(f"{file}: its runs would be recorded as {name}; write `name: {chosen}` in it")
 
 
 def _search_path(own: Path | None) -> list[str]:
@@ -275,7 +290,7 @@ def run_section(config: Config) -> Config:
 
 # Settings that change no result but for rounding: a run goes on from its checkpoint under others.
 MEMORY_SETTINGS = {
-    "training": ("gradient_checkpointing", "micro_batch_tokens"),
+    "training": ("gradient_checkpointing", "micro_batch_tokens", "kernels"),
     "rollout": (
         "gpu_memory_utilization",
         "max_num_seqs",

@@ -63,10 +63,11 @@ def own_config_dir() -> Path | None:
         return None
     try:
         found = [folder / group for group in groups() if (folder / group).is_dir()]
-        files = [file for group in found for file in sorted(group.glob("*.yaml"))]
         list(os.scandir(folder))
+        # `glob` passes over what it may not read.
+        files = [f for group in found for f in sorted(map(Path, os.scandir(group))) if f.suffix == ".yaml"]
     except OSError as error:
-        raise ConfigError(f"config folder {folder} {_REMEDY}: {error.strerror}") from None
+        raise ConfigError(f"config folder {error.filename or folder} {_REMEDY}: {error.strerror}") from None
     if not found:
         raise ConfigError(
             f"config folder {folder} {_REMEDY} has none of the folders {', '.join(groups())}; an algorithm belongs in "

@@ -235,8 +235,8 @@ def code_hash(
     """Hash (16 hex digits) of the syntax of all modules that the entries import, and of a notebook's code.
 
     Comments, docstrings and layout do not count, so editing them re-trains nothing; a template beside
-    a module (`report.html.j2` of `report.py`) counts as its text. The hash depends on the minor version
-    of Python, whose syntax trees differ. See `imported_files` for what an entry is; one that an installed library
+    a module (`report.html.j2` of `report.py`) and its C++ (`compiled.cpp`) count as their text. The hash depends on the
+    minor version of Python, whose syntax trees differ. See `imported_files` for what an entry is; one that an installed library
     brings counts as that library's name and version.
     """
     entries = [entries] if isinstance(entries, (str, Path)) else list(entries)
@@ -245,8 +245,9 @@ def code_hash(
         digest.update(f"{library}\0".encode())
     for module, file in imported_files(entries, package_dir).items():
         digest.update(f"{module}\0{_syntax(file.read_text(encoding='utf-8'), str(file))}\0".encode())
-        for template in sorted(file.parent.glob(f"{file.stem}.*.j2")):
-            digest.update(template.read_bytes())
+        for beside in (*sorted(file.parent.glob(f"{file.stem}.*.j2")), file.with_suffix(".cpp")):
+            if beside.is_file():
+                digest.update(beside.read_bytes())
     for cell in _notebook_code(Path(notebook)) if notebook else []:
         digest.update(f"{cell}\0".encode())
     return digest.hexdigest()[:16]

@@ -72,6 +72,7 @@ class RunRecord(TypedDict):
     git_dirty: bool | None
     versions: dict[str, str]
     hardware: dict[str, Any]
+    kernels: list[str]
     started: str
     wall_seconds: float
     peak_memory_mb: float
@@ -98,6 +99,7 @@ RUN_FIELDS: dict[str, str] = {
     "git_dirty": "true if the source tree had uncommitted changes; null outside git",
     "versions": "versions of Python and the main packages",
     "hardware": "processor, cores, memory, GPU",
+    "kernels": "what computed policy and critic: compiled or eager; both where the run went on under the other",
     "started": "start time, ISO 8601, UTC",
     "wall_seconds": "seconds of training in all, resumed parts added up",
     "peak_memory_mb": "largest resident memory of the process, MiB",

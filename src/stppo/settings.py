@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from stppo.agent.compiled import Kernels
 from stppo.agent.compute import Precision
 from stppo.agent.policy import PolicyConfig
 from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig
@@ -115,6 +116,7 @@ class TrainingConfig(Section):
     staleness_iterations: int = Field(ge=0)
     device: Literal["auto", "cpu", "cuda"]
     precision: Precision
+    kernels: Kernels
     gradient_checkpointing: bool
     micro_batch_tokens: int | None = Field(gt=0)
     optimizer: OptimizerName

@@ -20,7 +20,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from stppo.agent.compute import body_of, computing, device_of, logits_of, recompute
+from stppo.agent.compiled import MAX_VOCABULARY, is_compiled, scores_of, states_at
+from stppo.agent.compute import body_of, computing, device_of, head_of, logits_of, recompute
 from stppo.agent.weights import named_weights, without_adapters
 from stppo.trajectories import Trajectories
 
@@ -218,6 +219,8 @@ def agent_states(body: nn.Module, batch: Trajectories, n_chunks: int) -> tuple[T
     Returns (states (N, H) on the body's device, flat positions (N,) into B·T on the batch's). Right padding needs no
     attention mask: causal attention never looks right.
     """
+    if is_compiled(body):  # it packs rows, so there is no padding to avoid by chunks
+        return states_at(body, batch.tokens, batch.agent_mask)
     width, device = batch.tokens.shape[1], device_of(body)
     states, positions = [], []
     for rows in length_sorted_chunks(batch.lengths, n_chunks):
@@ -268,6 +271,9 @@ def _score_tokens(
     policy: PreTrainedModel, states: Tensor, ids: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of each id (N,), entropy and sum of squares of the distributions that states (N, H) lead to."""
+    if is_compiled(body_of(policy)) and policy.config.vocab_size <= MAX_VOCABULARY:
+        chosen, entropy, squares = scores_of(head_of(policy), states, ids, temperature)
+        return chosen, entropy if entropy_gradient else entropy.detach(), squares
     logits = logits_of(policy, states)
     log_probs = torch.log_softmax(logits / temperature, dim=-1)
     chosen = log_probs.gather(1, ids[:, None]).squeeze(1)

@@ -106,17 +106,16 @@ def at_temperature_one(config: RolloutConfig | VLLMRolloutConfig) -> RolloutConf
 class TurnEnd:
     """Tells which lanes have just closed a turn: a closing tag was completed, or an end token came.
 
-    Works for any tokenizer: only tokens whose text holds the tags' last character are decoded.
+    Works for any tokenizer: only where a token's text could end a tag that began before it are several decoded.
     """
 
     def __init__(self, encoder: DialogueEncoder) -> None:
         self.tokenizer, self.closing_tags = encoder.tokenizer, encoder.protocol.stop_strings
         self.end_ids = encoder.end_ids
-        last = {tag[-1] for tag in self.closing_tags}
         texts = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
         # The last entry stands for ids beyond the tokenizer, which padded output layers can emit.
-        self.candidate = torch.tensor([*(any(c in text for c in last) for text in texts), False])
-        self.ends = torch.zeros_like(self.candidate)
+        self.ends = torch.tensor([*(any(tag in text for tag in self.closing_tags) for text in texts), False])
+        self.candidate = torch.tensor([*map(self._may_end_tag, texts), False]) & ~self.ends
         self.ends[list(self.end_ids)] = True
         self.tail = max(len(tag) for tag in self.closing_tags)
 
@@ -134,6 +133,10 @@ class TurnEnd:
             if turn[i] in self.end_ids or self._has_tag(ids[: i + 1]):
                 return i + 1
         return None
+
+    def _may_end_tag(self, text: str) -> bool:
+        beginnings = [text[:i] for i in range(1, len(text) + 1)]
+        return any(tag.endswith(part) for tag in self.closing_tags for part in beginnings)
 
     def _of(self, tokens: Tensor, flags: Tensor) -> Tensor:
         return flags[tokens.clamp(max=len(flags) - 1)]
@@ -200,7 +203,7 @@ class Board:
         self.sampler, n, limit = sampler, len(questions), sampler.config.max_tokens
         self.max_turn = sampler.environment.protocol.max_turn_tokens
         self.episodes = [sampler.environment.start(question) for question in questions]
-        prompts = [sampler.encoder.prompt(episode.prompt) for episode in self.episodes]
+        prompts = sampler.encoder.prompts([episode.prompt for episode in self.episodes])
         longest = max(map(len, prompts))
         if longest + self.max_turn > limit:
             raise ValueError(
@@ -247,11 +250,12 @@ class Board:
             self.sentence_ends[lane, begin : begin + len(ends)] = torch.tensor(ends)
         texts = [through_first(encoder.turn(turn), stops) for turn in turns]
         observations = environment.step([self.episodes[lane] for lane in ids], texts)
+        encoded = iter(encoder.observations([text for text in observations if text is not None]))
         keep = []
         for row, (lane, observation) in enumerate(zip(ids, observations, strict=True)):
             if observation is None:
                 continue
-            observed = self.sampler.encode(observation)
+            observed = next(encoded)
             begin, end = int(self.lengths[lane]), int(self.lengths[lane]) + len(observed)
             if end + self.max_turn > self.tokens.shape[1]:
                 continue  # out of room: the trajectory ends unanswered, with no reward

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
+from stppo.agent.compiled import CompiledLanes, is_compiled
 from stppo.agent.compute import body_of, computing, logits_of
 from stppo.agent.rollout import Board, Rollout, Sampler
 from stppo.trajectories import Trajectories
@@ -57,7 +58,7 @@ class TorchRollout(Sampler):
         emitted = torch.zeros(len(forced), dtype=torch.long)
         lanes = torch.arange(len(forced))
         fed = torch.zeros(len(forced), dtype=torch.long)  # tokens of each lane that the cache holds
-        cache = _LaneCache(policy)
+        cache = _LaneCache(policy, *board.tokens.shape)
         while len(lanes):
             pending = [board.tokens[lane, fed[lane] : board.lengths[lane]] for lane in lanes.tolist()]
             chunk = pad_sequence(pending, batch_first=True)
@@ -99,16 +100,20 @@ class TorchRollout(Sampler):
 
 
 class _LaneCache:
-    """A KV cache whose lanes (rows) have holes: `valid` (n, S) says which cached positions are real."""
+    """A KV cache whose lanes (rows) have holes: `valid` (n, S) says which cached positions are real. Compiled code has one
+    without holes, for n lanes of at most `room` tokens."""
 
-    def __init__(self, policy: PreTrainedModel) -> None:
+    def __init__(self, policy: PreTrainedModel, n: int, room: int) -> None:
         self.policy = policy
+        self.compiled = CompiledLanes(body_of(policy), n, room) if is_compiled(body_of(policy)) else None
         self.cache = DynamicCache(config=policy.config)
         self.valid: Tensor | None = None
 
     def feed(self, chunk: Tensor, mask: Tensor) -> Tensor:
         """Append tokens (n, m), real where mask (n, m) holds; returns the logits (n, V) after each lane's
         last real token of the chunk (rows without one return values to be ignored)."""
+        if self.compiled is not None:
+            return logits_of(self.policy, self.compiled.feed(chunk, mask))
         n, m = chunk.shape
         past = torch.zeros(n, 0, dtype=torch.bool, device=chunk.device) if self.valid is None else self.valid
         position_ids = past.sum(1, keepdim=True) + (mask.long().cumsum(1) - 1).clamp(min=0)
@@ -131,6 +136,9 @@ class _LaneCache:
 
     def keep(self, rows: Tensor) -> None:
         """Drop all lanes but these rows."""
+        if self.compiled is not None:
+            self.compiled.keep(rows)
+            return
         if len(rows) and len(rows) < self.valid.shape[0]:
             self.cache.batch_select_indices(rows)
         self.valid = self.valid[rows]

@@ -64,7 +64,7 @@ class CreditRule(ABC):
         """Credit one whole iteration.
 
         `values` (B, T) holds V of the state before token t; read on agent tokens only, ignored by credits
-        without a critic. Raises ValueError where it is needed and missing or misshapen.
+        without a critic. Raises ValueError where it is needed and missing or misshapen, or the estimate is.
         """
         layout = trajectories.layout
         if self.needs_critic:
@@ -74,7 +74,15 @@ class CreditRule(ABC):
                 expected, got = tuple(trajectories.rewards.shape), tuple(values.shape)
                 raise ValueError(f"{type(self).__name__}: values must have shape {expected}, got {got}")
             values = layout.gather(values.detach())
-        advantages, targets, trained = self.estimate(trajectories, layout, values)
+        found = self.estimate(trajectories, layout, values)
+        shape = getattr(getattr(found, "advantages", None), "shape", None)
+        if not isinstance(found, Estimate) or shape != layout.rows.shape:
+            got = type(found).__name__ if shape is None else f"advantages {tuple(shape)}"
+            raise ValueError(
+                f"{type(self).__name__}.estimate: expected an Estimate with one advantage a token, "
+                f"{tuple(layout.rows.shape)}, got {got}"
+            )
+        advantages, targets, trained = found
         spread = advantages.std(correction=min(1, len(advantages) - 1))
         if self.center or self.whiten:
             advantages = advantages - advantages.mean()

@@ -16,7 +16,7 @@ from stppo.objectives.ratios import RatioRule
 from stppo.objectives.stabilizers import Stabilizer
 from stppo.objectives.surrogates import MinClip, SurrogateRule, Terms
 from stppo.objectives.tokens import Tokens
-from stppo.trajectories import Layout, Trajectories
+from stppo.trajectories import SEGMENTS, Layout, Trajectories
 
 LOSS_AGGREGATIONS = ("trajectory_mean", "token_mean", "turn_mean")
 
@@ -60,6 +60,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         one_of(self, "loss_aggregation", LOSS_AGGREGATIONS)
+        one_of(self.ratio, "granularity", SEGMENTS)
         if self.clip.clip_on == "turn" and self.ratio.granularity != "turn":
             raise ValueError(
                 f"Clip.clip_on='turn' needs Ratio.granularity='turn', got {self.ratio.granularity!r}; "

@@ -52,8 +52,12 @@ class SurrogateRule(ABC):
         """Terms from what is known of the tokens and the clip's bounds, (N,) each."""
 
     def __call__(self, tokens: Tokens, bounds: Bounds) -> Terms:
-        """`terms`; ValueError unless each has one value a token."""
+        """`terms`; ValueError unless they are `Terms` of one value a token each."""
         found = self.terms(tokens, bounds)
+        if not isinstance(found, Terms):
+            raise ValueError(
+                f"{type(self).__name__}.terms: expected Terms(terms, unrestricted, clipped), got {type(found).__name__}"
+            )
         for name, value in found._asdict().items():
             per_token(value, tokens, f"{type(self).__name__}.terms ({name})")
         return found
@@ -112,7 +116,8 @@ class Mask(Weight):
         return ~beyond(tokens, bounds)
 
     def factor(self, tokens: Tokens, bounds: Bounds) -> Tensor:
-        return torch.where(self.keep(tokens, bounds), tokens.ratio.detach(), 0.0)
+        kept = per_token(self.keep(tokens, bounds), tokens, f"{type(self).__name__}.keep")
+        return torch.where(kept, tokens.ratio.detach(), 0.0)
 
 
 @dataclass(frozen=True)

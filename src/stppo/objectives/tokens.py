@@ -31,7 +31,9 @@ class Tokens:
     entropy: Tensor | None = None
 
     def known(self, name: str) -> Tensor:
-        """(N,) `behaviour_logprobs` or `entropy`; ValueError where the caller did not give it."""
+        """(N,) `behaviour_logprobs` or `entropy`; ValueError for another name and where the caller did not give it."""
+        if name not in ("behaviour_logprobs", "entropy"):
+            raise ValueError(f"known({name!r}): must be behaviour_logprobs or entropy")
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"{name}: a rule of this objective reads it, but the caller gave none")

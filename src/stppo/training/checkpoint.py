@@ -113,7 +113,7 @@ def load_checkpoint(folder: Path, fingerprint: str) -> dict[str, Any] | None:
     if form != FORMAT or written_by != fingerprint:
         raise ValueError(
             f"checkpoint {path} belongs to another config or code version ({written_by}, this run is {fingerprint}); "
-            f"{_REMEDY}, or choose another run_dir"
+            f"{_REMEDY}, or choose another folder with --out"
         )
     state = {}
     for name, value in content["state"].items():

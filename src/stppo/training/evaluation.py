@@ -18,6 +18,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from stppo.agent.compiled import choose_kernels
 from stppo.agent.compute import place, resolve_device
 from stppo.agent.engines import make_rollout
 from stppo.agent.policy import check_vocabulary, load_policy, load_tokenizer
@@ -80,6 +81,7 @@ def evaluate_checkpoint(
     reads = find_tokenizer(folder, world, tokenizer)
     check_vocabulary(policy, reads)
     place(policy, resolve_device(settings.training.device), settings.training.precision)
+    choose_kernels(policy, settings.training.kernels)
     shared = {
         "weights": weights_of(folder, policy),
         "world": {

@@ -6,6 +6,7 @@ pass, micro-batch by micro-batch with a graph, carries it on to the parameters (
 forward pass.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +77,6 @@ class PolicyPass:
         entropy_gradient: bool = False,
     ) -> None:
         self.policy, self.temperature, self.entropy_gradient = policy, temperature, entropy_gradient
-        self.parameters = [p for p in policy.parameters() if p.requires_grad]
         self.parts = passes.cut(batch)
         self.chunks = passes.chunks_of(self.parts)
         if len(self.parts) == 1:
@@ -92,6 +92,10 @@ class PolicyPass:
         )
         self.scores.logprobs.requires_grad_()
         self.scores.entropy.requires_grad_(entropy_gradient)
+
+    @functools.cached_property
+    def parameters(self) -> list[Tensor]:
+        return [p for p in self.policy.parameters() if p.requires_grad]
 
     def _score(self, part: Trajectories) -> Scores:
         return score(self.policy, part, self.temperature, self.chunks, self.entropy_gradient)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from stppo.agent.compiled import choose_kernels
 from stppo.agent.compute import body_of, place, resolve_device
 from stppo.agent.critic import Critic
 from stppo.agent.policy import load_policy, score
@@ -20,11 +21,12 @@ from stppo.trajectories import Trajectories
 @dataclass
 class Models:
     """policy; reference: the warm start, frozen, or under LoRA the policy itself, whose adapters are then switched off
-    while it scores; critic: None where nothing reads its values."""
+    while it scores; critic: None where nothing reads its values. kernels: what computes them, "compiled" or "eager"."""
 
     policy: PreTrainedModel
     reference: PreTrainedModel
     critic: Critic | None
+    kernels: str = "eager"
 
     def reference_logprobs(self, batch: Trajectories, passes: Passes, temperature: float) -> Tensor:
         """(B, T) log-probs of the agent tokens under the reference, without graph."""
@@ -51,16 +53,19 @@ def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, 
     if lora is not None:
         policy.to(frozen)
     place(policy, device, training.precision, training.gradient_checkpointing)
+    kernels = choose_kernels(policy, training.kernels if lora is None else "eager")
     values = Critic(policy, lora) if critic else None
     if lora is not None:
         from stppo.agent.lora import with_lora
 
         policy = with_lora(policy, lora)
-        return Models(policy, policy, values)
+        return Models(policy, policy, values, kernels)
     reference = load_policy(warm_start, settings.policy.attention).requires_grad_(False)
     if training.precision == "bfloat16":
         for layer in body_of(reference).modules():
             if isinstance(layer, nn.Linear | Conv1D):
                 layer.to(torch.bfloat16)  # as autocast has it in each pass of the policy
     place(reference, device, training.precision)
-    return Models(policy, reference, values)
+    if kernels == "compiled":
+        choose_kernels(reference, training.kernels)
+    return Models(policy, reference, values, kernels)

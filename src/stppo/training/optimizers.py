@@ -17,7 +17,7 @@ def make_optimizer(
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=learning_rate)
     if name == "adam":
-        return torch.optim.Adam(parameters, lr=learning_rate, fused=on_gpu or None)
+        return torch.optim.Adam(parameters, lr=learning_rate, fused=True)
     if not on_gpu:
         raise ValueError(
             "training.optimizer=adam8bit runs on a GPU alone (training.device=cuda); use adam here"

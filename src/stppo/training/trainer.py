@@ -141,6 +141,7 @@ class Trainer:
         self.models = make_models(policy, warm_start_dir, self.settings, learns_values)
         self.policy, self.critic = self.models.policy, self.models.critic
         self.reference = self.models.reference
+        self.kernels = [self.models.kernels]
         self.tokenizer = tokenizer
         self.passes = Passes(training.micro_batch_tokens, training.length_chunks)
         self.parameters = list(trained(self.policy).values())
@@ -446,6 +447,7 @@ class Trainer:
             "config_fingerprint": fingerprint(self.identity),
             "code_hash": self.code_hash,
             **self.environment,
+            "kernels": self.kernels,
             "started": self.started,
             "wall_seconds": round(self._elapsed(), 1),
             "peak_memory_mb": round(peak_memory_mb(), 1),
@@ -477,6 +479,7 @@ class Trainer:
             "critic": self.critic and trained(self.critic),
             "critic_optimizer": self.critic and self.critic_optimizer.state_dict(),
             "generator": self.generator.get_state(),
+            "kernels": self.kernels,
             "question_order": self.question_order,
             "queue": [
                 (q.trajectories.state_dict(), q.metrics, q.iteration, q.truth and vars(q.truth), q.weights)
@@ -515,6 +518,11 @@ class Trainer:
             restore(self.critic, state["critic"])
             self.critic_optimizer.load_state_dict(state["critic_optimizer"])
         self.generator.set_state(state["generator"])
+        if state["kernels"][-1] != self.models.kernels:
+            log.warning("the run goes on with %s kernels: equal up to rounding", self.models.kernels)
+            self.kernels = [*state["kernels"], self.models.kernels]
+        else:
+            self.kernels = state["kernels"]
         self.question_order = state["question_order"]
         self.queue = deque(
             QueuedBatch(

@@ -19,6 +19,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from stppo.agent.compiled import choose_kernels
 from stppo.agent.compute import place, resolve_device
 from stppo.agent.engines import make_rollout
 from stppo.agent.policy import build_policy, check_vocabulary, load_policy, load_tokenizer, score
@@ -129,6 +130,7 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
     policy = build_policy(run.policy, tokenizer)
     check_vocabulary(policy, tokenizer)
     place(policy, resolve_device(training.device), training.precision, training.gradient_checkpointing)
+    choose_kernels(policy, training.kernels)
     sampler = make_rollout(world.environment, tokenizer, run.rollout, policy).for_evaluation()
     history = []
     try:

@@ -45,16 +45,24 @@ class DialogueEncoder:
 
     def prompt(self, text: str) -> list[int]:
         """Token ids of a prompt; ValueError where there are more than `max_start_tokens`."""
-        for token in self.tokenizer.all_special_tokens:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-        rendered = render_prompt(self.tokenizer, text)
-        ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        if len(ids) > self.protocol.max_start_tokens:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens exceeds max_start_tokens={self.protocol.max_start_tokens}: raise it, or "
-                f"leave that question out: {' '.join(text.split())[-80:]}"
-            )
-        return ids
+        return self.prompts([text])[0]
+
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """`prompt` of each text; one call of the tokenizer for all."""
+        special = self.tokenizer.all_special_tokens
+        rendered = []
+        for text in texts:
+            for token in special:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+            rendered.append(render_prompt(self.tokenizer, text))
+        found = self.tokenizer(rendered, add_special_tokens=False)["input_ids"] if rendered else []
+        for text, ids in zip(texts, found, strict=True):
+            if len(ids) > self.protocol.max_start_tokens:
+                raise ValueError(
+                    f"a prompt of {len(ids)} tokens exceeds max_start_tokens={self.protocol.max_start_tokens}: raise it, "
+                    f"or leave that question out: {' '.join(text.split())[-80:]}"
+                )
+        return found
 
     def observation(self, text: str) -> list[int]:
         """Token ids of an observation, at most `max_observation_tokens`: cut before its closing tag, never in it."""
