@@ -80,15 +80,20 @@ class VarianceFiltered(TokenGAE):
 # --- ratio -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StandardisedByTurn(RatioRule):
-    """After GRPO-Guard (arXiv 2510.22319), our adaptation to text: exp((l - m_k) s / s_k) for a token of turn k.
+    """After GRPO-Guard (arXiv 2510.22319), our adaptation to text: exp((l - m_k) (s + floor) / (s_k + floor)) for a token
+    of turn k.
 
     m_k and s_k are mean and standard deviation of the batch's log-ratios in k-th turns, s that of all centred
     log-ratios: every turn drifts about 1 and reaches the clip as often as the others. The statistics take no gradient.
-    Where a turn's log-ratios are all equal, they are centred alone.
+    floor (nats) keeps a turn that has hardly moved from being blown up.
     """
 
     granularity: ClassVar[str] = "token"
     sees_batch: ClassVar[bool] = True
+    floor: float = 0.05
+
+    def __post_init__(self) -> None:
+        in_range(self, "floor", 0.0, low_open=True)
 
     def ratio(self, log_ratio: Tensor, layout: Layout) -> Tensor:
         first = layout.row_turns.cumsum(0) - layout.row_turns
@@ -98,7 +103,7 @@ class StandardisedByTurn(RatioRule):
         mean = values.new_zeros(len(count)).index_add(0, place, values) / count
         centred = values - mean[place]
         square = values.new_zeros(len(count)).index_add(0, place, centred.square()) / count
-        scale = torch.where(square > 0, (centred.square().mean() / square).sqrt(), 1.0)
+        scale = (centred.square().mean().sqrt() + self.floor) / (square.sqrt() + self.floor)
         return ((log_ratio - mean[place]) * scale[place]).exp()
 
 
