@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 import numpy as np
@@ -65,10 +66,7 @@ def bias_variance_figure(table: pd.DataFrame | None = None) -> Plot:
         _list(fig.add_subplot(grid[:, 1]), table, order)
     stale = table[table["data"] == STALE].set_index("algorithm")["efficiency"]
     best = registry.look(stale.idxmax()).label
-    title = (
-        f"Off-policy, one batch's gradient points uphill with a cosine of {stale.min():.2f} to {stale.max():.2f}; "
-        f"highest: {best}"
-    )
+    title = f"Efficiency of one batch's gradient, off-policy: {stale.min():.2f} to {stale.max():.2f}, highest {best}"
     fig.suptitle(title, x=0.012, ha="left")
     caption = (
         "Exact oracle: an enumerable world, exact critic, batches of 16 trajectories. Bias: sine of the angle between the "
@@ -87,18 +85,33 @@ def _points(ax: Axes, rows: pd.DataFrame, number: dict[str, int], data: str) -> 
         ax.plot(x, np.where(noise > 0, noise, np.nan), color="#BBBBBB", linewidth=0.8, zorder=1)
         ax.annotate(f"{level:g}", (x[4], noise[4]), color="#888888", fontsize=7.5, va="bottom")
     for row in rows.itertuples():
-        look = registry.look(row.algorithm)
-        ax.plot(row.bias, row.noise, "o", color=look.color, markersize=5, zorder=2)
-        ax.annotate(
-            str(number[row.algorithm]),
-            (row.bias, row.noise),
-            xytext=(3, 2),
-            textcoords="offset points",
-            fontsize=7,
-        )
+        ax.plot(row.bias, row.noise, "o", color=registry.look(row.algorithm).color, markersize=5, zorder=2)
     ax.set(title=f"{data} data", xlabel="bias (sine of the angle)", ylabel="noise of one batch")
     ax.set_xlim(-0.03, max(0.75, rows["bias"].max() + 0.05))
     ax.set_ylim(rows["noise"].min() - 0.3, rows["noise"].max() + 0.4)
+    for places, x, y in _clusters(rows, number, ax):
+        ax.annotate(
+            textwrap.fill(", ".join(map(str, sorted(places))), 16),
+            (x, y),
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontsize=7,
+        )
+
+
+def _clusters(rows: pd.DataFrame, number: dict[str, int], ax: Axes) -> list[tuple[list[int], float, float]]:
+    """Numbers of the points that stand too close for labels of their own, with the place of each label."""
+    wide, high = np.ptp(ax.get_xlim()), np.ptp(ax.get_ylim())
+    found: list[tuple[list[int], float, float]] = []
+    for row in rows.sort_values(["noise", "bias"], ascending=False).itertuples():
+        near = [
+            c for c in found if abs(c[1] - row.bias) / wide < 0.035 and abs(c[2] - row.noise) / high < 0.03
+        ]
+        if near:
+            near[0][0].append(number[row.algorithm])
+        else:
+            found.append(([number[row.algorithm]], row.bias, row.noise))
+    return found
 
 
 def _list(ax: Axes, table: pd.DataFrame, order: list[str]) -> None:
@@ -115,7 +128,15 @@ def _list(ax: Axes, table: pd.DataFrame, order: list[str]) -> None:
     ax.set(xlim=(0, 1.02), ylim=(len(order) + 0.5, -1.6))
     for at, (what, data) in columns.items():
         short = "fresh" if data == FRESH else "off-p."
-        ax.text(at, -0.4, f"{what[:6]}\n{short}", ha="right", va="center", fontsize=7.5, color="#666666")
+        ax.text(
+            at,
+            -0.4,
+            f"{'effic.' if what == 'efficiency' else what}\n{short}",
+            ha="right",
+            va="center",
+            fontsize=7.5,
+            color="#666666",
+        )
     for i, name in enumerate(order):
         look = registry.look(name)
         ax.plot(0.06, i + 0.5, "o", color=look.color, markersize=5)

@@ -59,16 +59,16 @@ def gradient_quality(
     advantages = limiting_advantages(oracle, objective.credit)
     rules = (objective.ratio, objective.clip, objective.surrogate)
     generator = torch.Generator().manual_seed(seed)
-    sampled = True
-    if any(rule.sees_batch for rule in rules):
-        mean, variance = _sampled(oracle, objective, theta, advantages, batch_size, n_batches, generator)
+    looks = any(rule.sees_batch for rule in rules)
+    sampled = looks or objective.stabilizer.estimator is not None
+    if sampled:
+        n = n_batches if looks else 10 * n_batches  # look-ups in the tree's table cost little
+        mean, variance = _sampled(oracle, objective, theta, advantages, batch_size, n, looks, generator)
     else:
         estimator = surrogate_gradient(oracle, objective, theta, advantages)
-        if objective.stabilizer.estimator is None and not estimator.kl_gradients.shape[1]:
-            mean, variance, sampled = estimator.mean, estimator.variance / batch_size, False
-        else:  # table look-ups: many batches cost little
-            drawn = estimator.minibatches(batch_size, 10 * n_batches, generator).gradients
-            mean, variance = drawn.mean(0), float(drawn.var(0).sum())
+        if estimator.kl_gradients.shape[1]:
+            raise ValueError("CtnKL outside: its batches are not drawn here; use formula='inside'")
+        mean, variance = estimator.mean, estimator.variance / batch_size
     cosine = float(cosine_similarity(mean, oracle.policy_gradient(theta), dim=0))
     noise = variance**0.5 / float(mean.norm())
     bias = (1 - min(1.0, cosine**2)) ** 0.5 if cosine > 0 else 1.0
@@ -150,17 +150,29 @@ def _sampled(
     advantages: Tensor,
     batch_size: int,
     n_batches: int,
+    looks_at_batch: bool,
     generator: torch.Generator,
 ) -> tuple[Tensor, float]:
-    """Mean and variance (trace) over sampled batches. The mean is that of the unclipped objective, which is exact, plus
-    the mean difference from it on the same batches: what differs between them is less noisy than either."""
-    ratio = objective.ratio if not objective.ratio.sees_batch else Ratio(objective.ratio.granularity)
-    free = replace(objective, ratio=ratio, clip=UNCLIPPED, stabilizer=NoStabilizer(), surrogate=MinClip())
+    """Mean (P,) and variance (trace) over sampled batches, with a control variate: the objective without what looks at a
+    batch (no clip, no divisor), whose moments are known exactly. On fresh data the two are one."""
+    free = replace(objective, stabilizer=NoStabilizer())
+    if looks_at_batch:
+        ratio = objective.ratio if not objective.ratio.sees_batch else Ratio(objective.ratio.granularity)
+        free = replace(free, ratio=ratio, clip=UNCLIPPED, surrogate=MinClip())
     control = surrogate_gradient(oracle, free, theta, advantages)
+    shape = (n_batches, batch_size)
     drawn = torch.multinomial(
         oracle.probabilities, n_batches * batch_size, replacement=True, generator=generator
-    ).view(n_batches, batch_size)
-    batches = _Batches(oracle, objective, theta, advantages)
-    gradients = torch.stack([batches.gradient(rows) for rows in drawn])
-    mean = control.mean + (gradients - control.batches(drawn).gradients).mean(0)
-    return mean, float(gradients.var(0).sum())
+    ).view(shape)
+    if looks_at_batch:
+        batches = _Batches(oracle, objective, theta, advantages)
+        gradients = torch.stack([batches.gradient(rows) for rows in drawn])
+    else:
+        gradients = surrogate_gradient(oracle, objective, theta, advantages).batches(drawn).gradients
+    beside = control.batches(drawn).gradients
+    centred, other = gradients - gradients.mean(0), beside - beside.mean(0)
+    slope = float((centred * other).sum() / other.square().sum())
+    mean = gradients.mean(0) + slope * (control.mean - beside.mean(0))
+    known, found = control.variance / batch_size, float(other.square().sum()) / (n_batches - 1)
+    variance = float(centred.square().sum()) / (n_batches - 1) + slope**2 * (known - found)
+    return mean, variance
