@@ -27,7 +27,7 @@ REGIME, CONFIRMATION = "BENCHMARK", "CONFIRMATION"
 FIRST_WORLD, N_WORLDS = 200, 20
 FRESH_WORLDS = tuple(range(300, 306))  # of the confirmation
 LOWEST_RATE, RATES = 8.75e-5, 16  # learning rates from 8.75e-5 to 1.4e-3
-BASELINE, NULLS = "token_ppo", ("token_ppo_kl_stop", "token_ppo_grad_clip")
+BASELINE, NULLS = "token_ppo", ("kl_stop", "grad_clip")
 BEST_OF = (1, 5, 20)
 BANDWIDTH = 0.5  # of the tolerance curve's kernel, in natural logarithms of the intensity
 DRAWS, LEVEL = 2000, 0.95
@@ -93,7 +93,7 @@ def confirmation(method: str, metrics: Metrics) -> list[PlannedRun]:
         )
     best = int(runs.loc[runs["final"].idxmax(), "seed"])
     setting, prior = points().set_index("point").loc[best], prior_of(method)
-    return [_run(method, CONFIRMATION, w, setting.copy() | {"world": w}, prior) for w in FRESH_WORLDS]
+    return [_run(method, CONFIRMATION, w, {**setting, "world": w}, prior) for w in FRESH_WORLDS]
 
 
 def _run(method: str, regime: str, seed: int, point: Mapping[str, float], prior: Prior | None) -> PlannedRun:
