@@ -48,7 +48,7 @@ def leaderboard_figure(metrics: Metrics) -> Plot:
                 right.plot(ends, [y, y], color=color, linewidth=1.6, zorder=1)
         right.axvline(0.5, color="#777777", linewidth=1, linestyle=(0, (1, 2)))
         left.set(xlim=(0, 1), xlabel="final success, sampled", ylim=(len(table) - 0.5, -0.5))
-        right.set(xlim=(0, 1), xlabel="share of points at which it ends above token PPO")
+        right.set(xlim=(0, 1), xlabel="share of points above token PPO")
         left.set_yticks(
             range(len(table)),
             [row["label"] + (" (plain)" if row["null"] else "") for _, row in table.iterrows()],
@@ -84,7 +84,8 @@ def tolerance_figure(metrics: Metrics) -> Plot:
     rows = []
     with style():
         fig = page(title, question, source_of(metrics, [REGIME], methods), 1.5 * n_rows + 0.3)
-        axes = fig.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False).flat
+        axes = fig.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False)
+        axes = list(axes.flat)
         for ax, name in zip(axes, methods, strict=False):
             its, mine = metrics.look(name), runs[runs["algorithm"] == name]
             if BASELINE in curves and name != BASELINE:
@@ -102,7 +103,7 @@ def tolerance_figure(metrics: Metrics) -> Plot:
                 )
             )
             rows.append(pd.DataFrame({"x": at, "value": curves[name], "kind": "curve", "algorithm": name}))
-        for ax in list(axes):
+        for ax in axes[len(methods) :]:
             ax.set_visible(False)
     caption = (
         f"{question} Intensities from {plain(at[0])} to {plain(at[-1])}. Dots: runs. Line: a Gaussian kernel's mean over the "
