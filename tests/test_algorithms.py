@@ -39,7 +39,8 @@ def test_every_shipped_row_says_everything():
     rows = {row.name: row for row in algorithms()}
     for name in ORDER:
         assert rows[name].source and re.fullmatch("#[0-9A-F]{6}", rows[name].color)
-        assert rows[name].line == LINES[rows[name].granularity]
+        assert rows[name].line == LINES.get(rows[name].granularity, OWN)
+        assert rows[name].prior is not None, f"{name} says neither a prior of its knob nor that it has none"
     assert len({row.color for row in rows.values()}) == len(rows)
     assert aliases()["so_ppo"] == "st_ppo" and look("so_ppo") == rows["st_ppo"]
 
@@ -90,3 +91,71 @@ def test_import_is_light():
     code = "import sys, stppo.algorithms as a; a.algorithms(); print([m for m in ('torch', 'hydra', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ---- the prior of the one own knob --------------------------------------------------------------------
+
+PRIOR = "prior: {key: objective.clip.epsilon_high, low: 0.05, high: 0.8, scale: log}\n"
+
+
+def test_a_prior_is_read_and_changes_no_run(write):
+    write("mine", BASED_ON_TURN_PPO.format("mine", ""))
+    before = configs.compose(["algorithm=mine"])
+    assert look("mine").prior is None and look("turn_ppo").prior.keys == (
+        "objective.clip.epsilon_low",
+        "objective.clip.epsilon_high",
+    ), "not inherited"
+    write("mine", BASED_ON_TURN_PPO.format("mine", PRIOR))
+    after = configs.compose(["algorithm=mine"])
+    configs.validate(after)
+    assert fingerprint(identity_section(after)) == fingerprint(identity_section(before))
+    prior = look("mine").prior
+    assert [prior.at(share) for share in (0.0, 0.5, 1.0)] == pytest.approx([0.05, 0.2, 0.8])
+    drawn = configs.compose(["algorithm=mine", *prior.overrides(prior.at(1.0))])
+    assert drawn["algorithm"]["objective"]["clip"]["epsilon_high"] == 0.8
+    assert fingerprint(identity_section(drawn)) != fingerprint(identity_section(before))
+    write("mine", BASED_ON_TURN_PPO.format("mine", "prior: none\n"))
+    assert look("mine").prior == "none"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (PRIOR, "prior: 0.2\n", "prior = 0.2: must be {key"),
+        (", scale: log", "", "prior.scale: missing; a prior has key, low, high, scale"),
+        ("scale: log", "scale: log, unit: nats", "prior.unit: unknown key"),
+        ("scale: log", "scale: cubic", "prior.scale = 'cubic': must be log or linear"),
+        ("low: 0.05", "low: 0.9", "prior.low = 0.9: must be below prior.high = 0.8"),
+        ("low: 0.05", "low: 0", "prior.low = 0: must be above 0"),
+        ("low: 0.05", "low: .nan", "prior.low = nan: must be a finite number"),
+        ("objective.clip.epsilon_high", "training.epochs", "prior.key = 'training.epochs': must name a key below"),
+    ],
+)  # fmt: skip
+def test_a_malformed_prior_is_one_line_that_names_its_key(write, old, new, message):
+    assert old in PRIOR
+    write("mine", BASED_ON_TURN_PPO.format("mine", PRIOR.replace(old, new)))
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        algorithms()
+    assert "mine.yaml" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm.{message}")) as error:
+        configs.validate(configs.compose(["algorithm=mine"]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("epsilon_high", "epsilon", "algorithm.prior.key = objective.clip.epsilon: no such key"),
+        ("epsilon_high", "clip_on", "algorithm.prior.key = objective.clip.clip_on: no number, but 'token'"),
+        (
+            "low: 0.05, high: 0.8, scale: log",
+            "low: -1, high: 1, scale: linear",
+            "prior reaches -1, which is refused",
+        ),
+    ],
+)
+def test_a_prior_of_no_knob_is_refused(write, old, new, message):
+    write("mine", BASED_ON_TURN_PPO.format("mine", PRIOR.replace(old, new)))
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        configs.validate(configs.compose(["algorithm=mine"]))
+    assert "\n" not in str(error.value)

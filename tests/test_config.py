@@ -4,10 +4,10 @@ import pytest
 
 from stppo import config as configs
 from stppo import config_files
-from stppo.algorithms import ORDER
+from stppo.algorithms import PAPER
 from stppo.config import ConfigError
 
-ALGORITHMS = sorted([*ORDER, "so_ppo"])  # the shipped ones; a reader may have added a file
+ALGORITHMS = sorted([*PAPER, "so_ppo"])  # the paper's; a reader may have added a file
 
 
 def check(*overrides: str) -> None:

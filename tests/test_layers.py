@@ -33,6 +33,7 @@ ALLOWED = {
     "plugins": {"objectives", "trajectories", "world", "retrieval", "checks"},
     "preflight": {"agent", "config", "files", "settings", *FLOOR},
     "axes": {"algorithms", "config", "objectives", "trajectories", "results"},
+    "bias_variance": {"algorithms", "config", "oracle", "results"},
     "cli": {
         "provenance",
         *(

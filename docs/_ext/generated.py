@@ -88,15 +88,32 @@ def _configs() -> str:
 
 def _algorithms() -> str:
     """The names of the paper's two versions and the point that each algorithm's YAML stands for."""
-    from stppo.algorithms import aliases
+    from stppo.algorithms import PAPER, aliases
     from stppo.axes import axes_table
 
     also = {name: f" (or `{alias}`)" for alias, name in aliases().items()}
     shown = ["v1", "v2", "ratio", "aggregation", "credit", "clip", "stabiliser", "source"]
     lines = [f"| `algorithm=` | {' | '.join(shown)} |", "| --- " * (len(shown) + 1) + "|"]
-    for name, row in axes_table().iterrows():
+    for name, row in axes_table(PAPER).iterrows():
         cells = (str(row[column]).replace("|", "\\|") or "–" for column in shown)
         lines.append(f"| `{name}`{also.get(name, '')} | {' | '.join(cells)} |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def _rivals() -> str:
+    """Related methods: the comment of each YAML, which says what it is and what is uncertain, its knob and source."""
+    from stppo.algorithms import NO_KNOB, RIVALS, look
+
+    lines = ["| `algorithm=` | what it is | its knob | source |", "| --- " * 4 + "|"]
+    for name in RIVALS:
+        row = look(name)
+        comment = [line for line in row.file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+        text = " ".join(line.removeprefix("# ") for line in comment).replace("|", "\\|").replace("<", "&lt;")
+        knob = "none"
+        if row.prior != NO_KNOB:
+            keys = ", ".join(f"`{key.removeprefix('objective.')}`" for key in row.prior.keys)
+            knob = f"{keys}, {row.prior.low:g} to {row.prior.high:g}, {row.prior.scale}"
+        lines.append(f"| `{name}` | **{row.label}.** {text} | {knob} | {row.source} |")
     return HEAD + "\n".join(lines) + "\n"
 
 
@@ -134,6 +151,7 @@ def _write(app) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     pages = {
         "algorithms": _algorithms(),
+        "rivals": _rivals(),
         "front": _front(),
         "metrics": _metrics(),
         "commands": _commands(),

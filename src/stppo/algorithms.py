@@ -16,15 +16,44 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from stppo.config_files import ConfigError, Presentation, lineage, option_files, value
+from stppo.config_files import NO_KNOB, ConfigError, Presentation, Prior, lineage, option_files, value
 
-# The order of tables and legends; files that are not named here come behind, by name.
-ORDER = (
+# The paper's algorithms and what it compares with.
+PAPER = (
     *("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo_ctn"),
     *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
 )
+# Related methods and plain nulls, by kind: readings and cheap forms of the paper's, REINFORCE and leave-one-out, clips,
+# weights, masks, smooth forms and penalties, nulls. A picture of "every algorithm" shows them only where it is about them.
+RIVALS = (
+    *("so_ppo_ctn_c", "s_ppo_cheap", "st_ppo_cheap"),
+    *("reinforce", "reinforce_whitened", "rloo", "loop_token", "loop_turn", "loop_trajectory"),
+    *(
+        "dr_grpo",
+        "dapo",
+        "dual_clip",
+        "agilerl_turn",
+        "sspo",
+        "bapo",
+        "bapo_ratio",
+        "grpo_guard",
+        "seeupo",
+        "starpo_s",
+    ),
+    *("topr", "cispo", "tis", "vespo", "vcpo"),
+    *("minirl", "icepop", "sequence_mask", "dppo", "m2po"),
+    *("sapo", "gmpo", "llds"),
+    *("grad_clip", "kl_stop"),
+)
+# The order of tables and legends; files that are not named here come behind, by name.
+ORDER = (*PAPER, *RIVALS)
 # The line style says the ratio's granularity; OWN where that is not known.
-LINES: dict[str, Any] = {"token": (0, (4, 1.5)), "turn": "-", "sequence": (0, (1, 1))}
+LINES: dict[str, Any] = {
+    "token": (0, (4, 1.5)),
+    "turn": "-",
+    "sentence": (0, (6, 1.5, 1.5, 1.5)),
+    "sequence": (0, (1, 1)),
+}
 OWN = (0, (5, 1, 1, 1))
 SPARE_COLORS = ("#44AA99", "#117733", "#6699CC", "#661100", "#888888", "#F06292", "#7E57C2", "#9CCC65")
 
@@ -42,6 +71,9 @@ class Algorithm:
     source: str = ""  # where its definition here comes from
     granularity: str | None = None  # of its importance ratio, where the file says it
     file: Path | None = None  # None for a name that no file defines
+    prior: Prior | str | None = (
+        None  # of its own knob; NO_KNOB where it has none, None where the file does not say
+    )
 
 
 def algorithms() -> tuple[Algorithm, ...]:
@@ -107,7 +139,8 @@ def _algorithms(stamps: tuple[tuple[Path, int], ...]) -> tuple[Algorithm, ...]:
         line = LINES.get(granularity, OWN)
         label = one.label or name.replace("_", " ")
         file = lineage("algorithm", name)[0][0]
-        rows.append(Algorithm(name, label, color, line, one.v1, one.v2, one.source, granularity, file))
+        prior = Prior.of(one.prior) if one.prior not in (None, NO_KNOB) else one.prior
+        rows.append(Algorithm(name, label, color, line, one.v1, one.v2, one.source, granularity, file, prior))
     return tuple(rows)
 
 
@@ -117,6 +150,8 @@ def _presentation(name: str) -> Presentation:
         return Presentation(**{key: content[key] for key in Presentation.model_fields if key in content})
     except ValidationError as error:
         item = error.errors()[0]
+        if item["type"] == "value_error":  # of a prior; it names the key itself
+            raise ConfigError(f"{file}: {item['ctx']['error']}") from None
         raise ConfigError(f"{file}: {item['loc'][0]} = {item['input']!r}: {item['msg']}") from None
 
 

@@ -87,13 +87,17 @@ def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
 
 
 def objectives_figure(panels: Sequence[str] = ("token_ppo", "turn_ppo", "s_ppo", "st_ppo")) -> Plot:
-    """Figure 1 (`objectives`): a worked example under up to four algorithms, above the axes of all of them.
+    """Figure 1 (`objectives`): a worked example under up to four algorithms, above the axes of the paper's algorithms and
+    your own; the related methods (`algorithms.RIVALS`) stand in `axes_table` alone.
 
     The example is made up; its ratios, clipped terms, gradients and divisors are computed by `stppo.objectives`
     from the algorithms' configs. The plot's data is the axes table, its further table `example` the worked
     examples one below the other.
     """
-    return schematic.objectives_figure(axes_table(), {name: worked_example(name) for name in panels}, AXES)
+    shown = [row.name for row in registry.algorithms() if row.name not in registry.RIVALS]
+    return schematic.objectives_figure(
+        axes_table(shown), {name: worked_example(name) for name in panels}, AXES
+    )
 
 
 def worked_example(algorithm: str) -> pd.DataFrame:

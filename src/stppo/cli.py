@@ -141,7 +141,7 @@ def train_planned_command(
     Example: `stppo train-planned preset=search --jobs 2`
     """
     from stppo.config import planned_runs
-    from stppo.training.campaign import Done, train_planned
+    from stppo.training.campaign import train_planned
 
     chosen = overrides or []
     preset = next((o.partition("=")[2] for o in chosen if o.startswith("preset=")), "laptop")
@@ -151,6 +151,78 @@ def train_planned_command(
         raise ValueError(
             f"--only {only}: no run of preset={preset} has this in its name; see `stppo plan preset={preset}`"
         )
+    if failed := train_planned(preset, runs, jobs, _progress()):
+        raise ValueError(
+            f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}"
+        )
+
+
+@app.command()
+def bench(
+    method: Annotated[
+        str, typer.Argument(help="An algorithm's name, or its file: FOLDER/algorithm/my_method.yaml.")
+    ],
+    at: Annotated[
+        str | None, typer.Option("--points", help="Only these, such as 0-3,17 (default: all forty).")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; one core each.")] = os.cpu_count() or 1,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Its best point on six fresh worlds, once all are run.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the metrics and pictures.")] = Path(
+        "results/benchmark"
+    ),
+    config_dir: ConfigDir = None,
+) -> None:
+    """Run a method at the benchmark's settings and draw it among the committed ones; the same command goes on.
+
+    Example: `stppo bench my_configs/algorithm/my_method.yaml --jobs 4`
+    """
+    from stppo.results.runs import collect as collect_runs
+    from stppo.study import benchmark
+    from stppo.study.benchmark_figures import leaderboard_figure, tolerance_figure
+    from stppo.training.campaign import run_folder, train_planned
+
+    if method.endswith((".yaml", ".yml")):
+        file = Path(method).resolve()
+        if file.parent.name != "algorithm" or not file.is_file():
+            raise ValueError(f"{method}: must be a file FOLDER/algorithm/NAME.yaml")
+        use_config_dir(file.parent.parent)
+        method = file.stem
+    committed = benchmark.metrics_folder()
+    if confirm:
+        mine = [run_folder("benchmark", run) for run in benchmark.planned(method)]
+        runs = benchmark.confirmation(
+            method, collect_runs([f for f in mine if f.exists()], out / "metrics" / method)
+        )
+    else:
+        runs = benchmark.planned(method, None if at is None else _numbers(at))
+    if failed := train_planned("benchmark", runs, jobs, _progress()):
+        raise ValueError(
+            f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}"
+        )
+    folders = sorted(file.parent for file in run_folder("benchmark", runs[0]).parents[2].rglob("run.json"))
+    sources = [*([committed] if committed.is_dir() else []), *benchmark.not_in(committed, folders)]
+    metrics = collect_runs(sources, out / "metrics")
+    for plot in (leaderboard_figure(metrics), tolerance_figure(metrics)):
+        typer.echo(f"{plot.title}\n{plot.save(out)[1]}")
+
+
+def _numbers(text: str) -> list[int]:
+    """`0-3,17` as numbers."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"--points {text}: write numbers and ranges, such as 0-3,17")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _progress():
+    """Prints a line a finished job, with the time that is left."""
+    from stppo.training.campaign import Done
+
     began = time.monotonic()
 
     def report(done: Done, n: int, total: int) -> None:
@@ -159,10 +231,7 @@ def train_planned_command(
             f"{n}/{total} {done.name}: {done.error or done.text} ({done.seconds:.0f} s; about {left:.0f} min left)"
         )
 
-    if failed := train_planned(preset, runs, jobs, report):
-        raise ValueError(
-            f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}"
-        )
+    return report
 
 
 def train_one(job: dict, out: Path | None, resume: str, variant: str = "", differs: str = "") -> str:

@@ -6,6 +6,7 @@ module level, so that a Snakefile parses fast.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -29,7 +30,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from stppo import config_files
-from stppo.config_files import ConfigError, Presentation, options
+from stppo.config_files import NO_KNOB, ConfigError, Presentation, Prior, options
 from stppo.files import repository_path
 from stppo.provenance import code_hash, config_targets
 
@@ -106,6 +107,8 @@ def _without_inherited_presentation(config: Config) -> Config:
         of = config_files.lineage("algorithm", str(algorithm.get("name")))
         stated = of[0][1] if of else {}
         kept = {k: v for k, v in algorithm.items() if k not in Presentation.model_fields or k in stated}
+        if "prior" in kept:  # whole: no part of it is completed by the one that it was made from
+            kept["prior"] = stated["prior"]
         config["algorithm"] = kept
     return config
 
@@ -171,7 +174,27 @@ def validate(config: Config) -> RunConfig:
     except UnknownKeyError as error:
         raise ConfigError(f"{error}{_origin(run.algorithm.name, error.keys)}") from error
     build(config["world"], "world")
+    if run.algorithm.prior not in (None, NO_KNOB):
+        _check_prior(config["algorithm"], Prior.of(run.algorithm.prior))
     return run
+
+
+def _check_prior(algorithm: Config, prior: Prior) -> None:
+    """ConfigError where a prior names no number of the objective, or one that its rules refuse at an end."""
+    for end in (prior.low, prior.high):
+        tried = copy.deepcopy(algorithm)
+        for key in prior.keys:
+            *path, last = key.split(".")
+            section = config_files.value(tried, path)
+            old = section.get(last) if isinstance(section, dict) else None
+            if isinstance(old, bool) or not isinstance(old, int | float):
+                found = "no such key" if old is None else f"no number, but {old!r}"
+                raise ConfigError(f"algorithm.prior.key = {key}: {found}; name a number of the objective")
+            section[last] = end
+        try:
+            build(tried["objective"], "algorithm.objective")
+        except ConfigError as error:
+            raise ConfigError(f"algorithm.prior reaches {end:g}, which is refused: {error}") from error
 
 
 def _origin(algorithm: str, keys: list[str]) -> str:
@@ -196,6 +219,8 @@ def _problem(model: Any, item: Any) -> str:
     """One of pydantic's errors as `key = value: what is wrong`; of a whole section the key alone."""
     key = ".".join(str(part) for i, part in enumerate(item["loc"]) if (i, part) not in _FORMS)
     message = item["msg"].removeprefix("Value error, ")
+    if key == "algorithm.prior":
+        return f"algorithm.{message}"
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{key}: unknown key; allowed: {_allowed_keys(model, item['loc'])}"
     if isinstance(item["input"], dict):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 VARIABLE = "STPPO_CONFIG_DIR"
 _REMEDY = f"(--config-dir or {VARIABLE})"
@@ -18,8 +20,62 @@ class ConfigError(ValueError):
     """A config that cannot be composed or is invalid; the message names the key and the allowed values."""
 
 
+NO_KNOB = "none"
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Where a benchmark draws an algorithm's one own knob from: `{key: ..., low: ..., high: ..., scale: log | linear}`.
+
+    keys: of the algorithm's YAML, such as objective.clip.epsilon_low; several take the same value.
+    """
+
+    keys: tuple[str, ...]
+    low: float
+    high: float
+    scale: str
+
+    @classmethod
+    def of(cls, content: Any) -> Prior:
+        """From its mapping in YAML; ValueError with one line that names what is wrong."""
+        fields = ("key", "low", "high", "scale")
+        if not isinstance(content, dict):
+            form = "{key: ..., low: ..., high: ..., scale: log}"
+            raise ValueError(f"prior = {content!r}: must be {form}, or {NO_KNOB} for a method without a knob")
+        for name in (*(n for n in fields if n not in content), *(n for n in content if n not in fields)):
+            what = "unknown key" if name in content else "missing"
+            raise ValueError(f"prior.{name}: {what}; a prior has {', '.join(fields)}")
+        keys = content["key"] if isinstance(content["key"], list) else [content["key"]]
+        if not keys or not all(isinstance(key, str) and key.startswith("objective.") for key in keys):
+            raise ValueError(
+                f"prior.key = {content['key']!r}: must name a key below `objective`, such as objective.clip.epsilon_low"
+            )
+        for name in ("low", "high"):
+            number = content[name]
+            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+                raise ValueError(f"prior.{name} = {number!r}: must be a finite number")
+        low, high, scale = float(content["low"]), float(content["high"]), content["scale"]
+        if scale not in ("log", "linear"):
+            raise ValueError(f"prior.scale = {scale!r}: must be log or linear")
+        if low >= high:
+            raise ValueError(f"prior.low = {low:g}: must be below prior.high = {high:g}")
+        if scale == "log" and low <= 0:
+            raise ValueError(f"prior.low = {low:g}: must be above 0 where prior.scale is log")
+        return cls(tuple(keys), low, high, scale)
+
+    def at(self, share: float) -> float:
+        """The value with this share, 0 to 1, of the prior below it."""
+        if self.scale == "linear":
+            return self.low + share * (self.high - self.low)
+        return self.low * (self.high / self.low) ** share
+
+    def overrides(self, value: float) -> list[str]:
+        """What sets the knob in a composed config."""
+        return [f"algorithm.{key}={value!r}" for key in self.keys]
+
+
 class Presentation(BaseModel):
-    """How figures and tables show an algorithm: optional keys of its YAML that change no run.
+    """How figures, tables and the benchmark take an algorithm: optional keys of its YAML that change no run.
 
     They are not inherited through `defaults`: who varies an algorithm does not take its name and colour along.
     """
@@ -31,6 +87,14 @@ class Presentation(BaseModel):
     v2: str = ""
     source: str = ""  # where its definition here comes from
     color: str | None = Field(default=None, pattern="^#[0-9A-Fa-f]{6}$")
+    prior: Any = None  # of its own knob, see `Prior`; "none": it has no knob; None: not said
+
+    @field_validator("prior")
+    @classmethod
+    def _prior_is_one(cls, prior: Any) -> Any:
+        if prior not in (None, NO_KNOB):
+            Prior.of(prior)
+        return prior
 
 
 def config_dir() -> Path:

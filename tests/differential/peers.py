@@ -119,11 +119,13 @@ def trl_loss(
     metrics: dict | None = None,
     beta: float = 0.0,
     use_bias_correction_kl: bool = False,
+    off_policy_mask_threshold: float | None = None,
+    **arguments,
 ) -> Tensor:
     """TRL's own `_compute_loss`, on a stand-in for the trainer that hands it our log-probs.
 
     advantages (B,), or (B, T) as TRL allows its subclasses. With beta the reference policy is the behaviour
-    policy. `metrics` gets what it logs.
+    policy. `metrics` gets what it logs. arguments: further ones of its config, such as sapo_temperature_pos.
     """
     from trl import GRPOTrainer
 
@@ -132,14 +134,19 @@ def trl_loss(
         _get_per_token_logps_and_entropies=lambda *a, **k: (logprobs, torch.zeros_like(logprobs), None),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=off_policy_mask_threshold,
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         importance_sampling_level=level,
         beta=beta,
         loss_type=loss_type,
         epsilon_low=low,
         epsilon_high=high,
         args=SimpleNamespace(
-            delta=None, use_bias_correction_kl=use_bias_correction_kl, steps_per_generation=1
+            delta=None,
+            use_bias_correction_kl=use_bias_correction_kl,
+            steps_per_generation=1,
+            **arguments,
         ),
         use_vllm=False,
         model=SimpleNamespace(training=True),

@@ -12,7 +12,9 @@ one method to write, in any module, named by `_target_` in an algorithm's YAML.
 | the same, of the form sg(f) A log pi | Weight | factor | ClippedWeight, Mask |
 | stabiliser: divides the gradient | Divisor | divisor | ClippingBiasNorm |
 | stabiliser: adds to the loss | Penalty | penalty | CtnKL |
+| the same, as a mean over tokens | TokenPenalty | costs | |
 
+The rules of related methods are in `stppo.objectives.rivals`.
 Clip, surrogate and penalty see `Tokens`: everything known of all agent tokens of the minibatch.
 """
 
@@ -31,7 +33,15 @@ from stppo.objectives.advantages import (
 from stppo.objectives.clipping import Bounds, Clip, ClipRule
 from stppo.objectives.objective import Objective, Surrogate, estimated_bias_norms, loss_weights
 from stppo.objectives.ratios import Ratio, RatioRule, kl_behaviour_to_policy, kl_policy_to_behaviour
-from stppo.objectives.stabilizers import ClippingBiasNorm, CtnKL, Divisor, NoStabilizer, Penalty, Stabilizer
+from stppo.objectives.stabilizers import (
+    ClippingBiasNorm,
+    CtnKL,
+    Divisor,
+    NoStabilizer,
+    Penalty,
+    Stabilizer,
+    TokenPenalty,
+)
 from stppo.objectives.surrogates import ClippedWeight, Gate, Mask, MinClip, SurrogateRule, Terms, Weight
 from stppo.objectives.tokens import Tokens
 
@@ -63,6 +73,7 @@ __all__ = [
     "SurrogateRule",
     "Terms",
     "TokenGAE",
+    "TokenPenalty",
     "Tokens",
     "TurnGAE",
     "TurnReturnMinusValue",

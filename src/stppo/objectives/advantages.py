@@ -22,21 +22,24 @@ POOLINGS = ("token", "turn_mean", "turn_sum")
 class Credit:
     """advantages (B, T), 0 off the agent mask; with a critic also its regression targets `returns` (B, T) and
     the mask (B, T) of the positions whose value is trained; raw_std: standard deviation of the advantages
-    over agent tokens before whitening and pooling."""
+    over agent tokens before whitening and pooling; kept (B,) bool: the trajectories to train on, None: all."""
 
     advantages: Tensor
     returns: Tensor | None
     value_mask: Tensor | None
     raw_std: float
+    kept: Tensor | None = None
 
 
 class Estimate(NamedTuple):
     """What a credit rule says of the N agent tokens, (N,) each: advantages, and where it reads a critic the
-    regression targets of its values and which positions have one (bool)."""
+    regression targets of its values and which positions have one (bool). kept (B,) bool: the trajectories that the
+    policy is trained on; None, or none of them: all."""
 
     advantages: Tensor
     targets: Tensor | None = None
     trained: Tensor | None = None
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,8 @@ class CreditRule(ABC):
     """Base of all credits: write `estimate`; set `needs_critic` where it reads a critic's values, and `group_size`
     where it compares trajectories of one question.
 
-    whiten: shift and scale advantages to mean 0, variance 1 over all agent tokens of the iteration, before
-    pooling (verl's masked_whiten, the baseline stack's choice). center: shift alone; `whiten` includes it.
+    whiten: shift and scale advantages to mean 0, variance 1 over all agent tokens of the iteration (of its kept
+    trajectories, where the rule keeps some only), before pooling (verl's masked_whiten, the baseline stack's choice). center: shift alone; `whiten` includes it.
     pooling: keep advantages per token, or give every token of a turn the mean or the sum of its turn.
     """
 
@@ -82,10 +85,12 @@ class CreditRule(ABC):
                 f"{type(self).__name__}.estimate: expected an Estimate with one advantage a token, "
                 f"{tuple(layout.rows.shape)}, got {got}"
             )
-        advantages, targets, trained = found
-        spread = advantages.std(correction=min(1, len(advantages) - 1))
+        advantages, targets, trained, kept = found
+        kept = kept if kept is not None and kept.any() else None
+        counted = advantages if kept is None else advantages[kept[layout.rows]]
+        spread = counted.std(correction=min(1, len(counted) - 1))
         if self.center or self.whiten:
-            advantages = advantages - advantages.mean()
+            advantages = advantages - counted.mean()
         if self.whiten:
             advantages = advantages * (spread.square() + 1e-8).rsqrt()
         if self.pooling == "turn_mean":
@@ -97,6 +102,7 @@ class CreditRule(ABC):
             returns=None if targets is None else layout.scatter(targets),
             value_mask=None if trained is None else layout.scatter(trained),
             raw_std=spread.item(),
+            kept=kept,
         )
 
     @abstractmethod

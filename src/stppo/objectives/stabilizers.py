@@ -22,6 +22,8 @@ class Stabilizer:
 
     # The number of an update that `divisor` wants, see `Divisor`; None where it wants none.
     estimator: ClassVar[str | None] = None
+    # "gradient": it is divided; "step": the learning rate of this update is, which Adam does not undo.
+    divides: ClassVar[str] = "gradient"
 
     def divisor(self, value: float) -> float:
         """What to divide the (already norm-clipped) gradient by."""
@@ -31,13 +33,17 @@ class Stabilizer:
         """Scalar added to the loss, with graph."""
         return None
 
+    def ends_iteration(self, row: dict[str, float]) -> bool:
+        """Whether this update, with its metrics row, is the last on its batch."""
+        return False
+
 
 @dataclass(frozen=True)
 class Divisor(Stabilizer, ABC):
     """Base of stabilisers that divide the gradient: write `divisor` and name what it reads.
 
-    estimator: exact, logprob or logit, for that norm of the clipping bias, or a key of the surrogate's diagnostics,
-    such as effective_sample_size.
+    estimator: exact, logprob or logit, for that norm of the clipping bias, gradient_norm (before it is divided), or a
+    key of the surrogate's diagnostics, such as effective_sample_size. divides: "gradient" or "step", see `Stabilizer`.
     """
 
     estimator: ClassVar[str | None] = "exact"
@@ -55,6 +61,18 @@ class Penalty(Stabilizer, ABC):
     @abstractmethod
     def penalty(self, tokens: Tokens, bounds: Bounds) -> Tensor:
         """Scalar to add to the loss, with graph, from all that is known of the tokens and the clip's (N,) bounds."""
+
+
+@dataclass(frozen=True)
+class TokenPenalty(Penalty):
+    """Base of penalties that are a mean over agent tokens: write `costs`."""
+
+    @abstractmethod
+    def costs(self, tokens: Tokens, bounds: Bounds) -> Tensor:
+        """(N,) what each token adds, with graph, before the mean; nothing that depends on other trajectories."""
+
+    def penalty(self, tokens: Tokens, bounds: Bounds) -> Tensor:
+        return self.costs(tokens, bounds).mean()
 
 
 @dataclass(frozen=True)

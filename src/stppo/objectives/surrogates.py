@@ -43,9 +43,11 @@ class SurrogateRule(ABC):
     """Base of all surrogates: write `terms`.
 
     sees_batch: declare it where a token's term depends on other trajectories, as for `ClipRule`.
+    one_turn_at_a_time: the trainer makes one update for each turn of a minibatch, the last turns first.
     """
 
     sees_batch: ClassVar[bool] = False
+    one_turn_at_a_time: ClassVar[bool] = False
 
     @abstractmethod
     def terms(self, tokens: Tokens, bounds: Bounds) -> Terms:

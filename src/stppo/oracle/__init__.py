@@ -1,6 +1,7 @@
 """An exact oracle: a multi-turn token MDP small enough to enumerate, everything in float64."""
 
 from stppo.oracle.ascent import ascend
+from stppo.oracle.comparison import Quality, batch_gradient, gradient_quality, limiting_advantages
 from stppo.oracle.estimators import (
     UNCLIPPED,
     Decomposition,
@@ -19,12 +20,16 @@ __all__ = [
     "NeuralSoftmax",
     "Oracle",
     "Policy",
+    "Quality",
     "SurrogateGradient",
     "TabularSoftmax",
     "TokenMDP",
     "Tree",
     "ascend",
+    "batch_gradient",
     "decompose",
     "expected_surrogate",
+    "gradient_quality",
+    "limiting_advantages",
     "surrogate_gradient",
 ]

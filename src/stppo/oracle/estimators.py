@@ -9,10 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stppo.objectives import Clip, CtnKL, MinClip, Objective, Penalty, Terms, Tokens, loss_weights
+from stppo.objectives import (
+    Clip,
+    CtnKL,
+    MinClip,
+    Objective,
+    Penalty,
+    Terms,
+    TokenPenalty,
+    Tokens,
+    loss_weights,
+)
 from stppo.objectives.clipping import Bounds
 from stppo.oracle.exact import Oracle
 
+NORMS = ("exact", "logprob", "logit")  # of the clipping bias
 UNCLIPPED = Clip(epsilon_low=math.inf, epsilon_high=math.inf)
 TABLE_LIMIT = 100_000_000  # numbers in the (N, P) table of gradients
 BATCH_LIMIT = 2_000_000  # batches that `batch_moments` goes through
@@ -49,14 +60,17 @@ def expected_surrogate(
     among infinitely many, so token_mean divides by the expected number of agent tokens. probabilities (N,) of the
     trajectories: default the behaviour policy's; the shares of a sampled batch's trajectories give that batch's own
     surrogate. ValueError for advantages of another shape or not finite, and for rules that have no expectation over a
-    tree: those that look at a whole batch (`sees_batch`), and penalties other than CtnKL.
+    tree: those that look at a whole batch (`sees_batch`), and penalties other than CtnKL and means over tokens.
     """
     layout = oracle.layout
     p = oracle.probabilities if probabilities is None else probabilities
     log_ratio = oracle.log_ratio(theta)
-    tokens, terms, bounds = _terms(oracle, objective, log_ratio, advantages)
+    tokens, terms, bounds = _terms(oracle, objective, theta, log_ratio, advantages)
     weights = p[layout.rows] * _trajectory_weights(oracle, objective, p)
     penalty = log_ratio.new_zeros(())
+    if isinstance(objective.stabilizer, TokenPenalty):
+        costs = objective.stabilizer.costs(tokens, bounds)
+        penalty = (p[layout.rows] * costs).sum() / (p * layout.row_lengths).sum()
     if isinstance(objective.stabilizer, CtnKL):
         share, kl = objective.stabilizer.parts(tokens, bounds)
         inside = objective.stabilizer.formula == "inside"
@@ -72,15 +86,16 @@ def expected_surrogate(
 
 
 def _terms(
-    oracle: Oracle, objective: Objective, log_ratio: Tensor, advantages: Tensor
+    oracle: Oracle, objective: Objective, theta: Tensor, log_ratio: Tensor, advantages: Tensor
 ) -> tuple[Tokens, Terms, Bounds]:
     for rule in (objective.ratio, objective.clip, objective.surrogate):
         if rule.sees_batch:
             raise ValueError(f"{type(rule).__name__}: looks at a whole batch, which the tree is not")
-    if isinstance(objective.stabilizer, Penalty) and not isinstance(objective.stabilizer, CtnKL):
+    known = isinstance(objective.stabilizer, CtnKL | TokenPenalty)
+    if isinstance(objective.stabilizer, Penalty) and not known:
         raise ValueError(
             f"{type(objective.stabilizer).__name__}: its expectation over the tree is not known; of "
-            "penalties the oracle knows CtnKL alone"
+            "penalties the oracle knows CtnKL and means over tokens alone"
         )
     expected = (len(oracle.tree.edges),)
     if tuple(advantages.shape) != expected:
@@ -88,7 +103,8 @@ def _terms(
     if not advantages.isfinite().all():
         raise ValueError("advantages: must be finite")
     behaviour = oracle.behaviour_log_probs.reshape(-1)[oracle.tree.edges]
-    tokens = objective.tokens(log_ratio, advantages, oracle.layout, behaviour)
+    entropy = oracle.token_entropy(theta)
+    tokens = objective.tokens(log_ratio, advantages, oracle.layout, behaviour, entropy)
     return tokens, *objective.terms(tokens)
 
 
@@ -126,6 +142,7 @@ class SurrogateGradient:
     squared_logit: Tensor  # (N,) and in logit space
     shares: Tensor  # (N,) out-of-range share, for CtnKL outside; else 0
     kl_gradients: Tensor  # (N, P) of the trajectory's mean KL estimate, for CtnKL outside; else (N, 0)
+    log_weights: Tensor  # (N,) log of the full trajectory ratio
     clip_fraction: float
 
     # --- without the stabiliser's divisor ---
@@ -219,9 +236,13 @@ class SurrogateGradient:
             gradients = gradients - self._outside_penalty(
                 self.shares[index].mean(1, keepdim=True), self.kl_gradients[index].mean(1)
             )
-        norms = self._bias_norms(index)
-        divisor = self.objective.stabilizer.divisor
-        divisors = torch.tensor([divisor(norm) for norm in norms.tolist()], dtype=torch.float64)
+        norms, stabilizer = self._bias_norms(index), self.objective.stabilizer
+        read = norms
+        if stabilizer.estimator == "gradient_norm":
+            read = gradients.norm(dim=1)
+        elif stabilizer.estimator == "effective_sample_size":
+            read = 1 / (index.shape[1] * self.log_weights[index].softmax(1).square().sum(1))
+        divisors = torch.tensor([stabilizer.divisor(x) for x in read.tolist()], dtype=torch.float64)
         return BatchGradients(gradients / divisors[:, None], norms, divisors)
 
     def _bias_norms(self, index: Tensor) -> Tensor:
@@ -251,12 +272,15 @@ def surrogate_gradient(
             f"surrogate_gradient: {len(tree):,} trajectories x {oracle.policy.n_parameters:,} parameters is beyond "
             f"{TABLE_LIMIT:,} numbers; use a smaller TokenMDP or policy, or `expected_surrogate`"
         )
-    _check_is_norm(objective)
+    _check_estimator(objective, (*NORMS, "gradient_norm", "effective_sample_size"))
     scores = oracle.policy.jacobian(theta)
     log_ratio = oracle.log_ratio(theta.detach()).detach().requires_grad_()
-    tokens, terms, bounds = _terms(oracle, objective, log_ratio, advantages)
+    tokens, terms, bounds = _terms(oracle, objective, theta, log_ratio, advantages)
     weights = _trajectory_weights(oracle, objective, oracle.probabilities)
     value = (weights * terms.terms).sum()
+    if isinstance(objective.stabilizer, TokenPenalty):
+        expected_length = (oracle.probabilities * layout.row_lengths).sum()
+        value = value - objective.stabilizer.costs(tokens, bounds).sum() / expected_length
     bias = (weights * (terms.unrestricted - terms.terms)).sum()
     shares = torch.zeros(len(tree), dtype=torch.float64)
     kl_gradients = torch.zeros(len(tree), 0, dtype=torch.float64)
@@ -278,6 +302,7 @@ def surrogate_gradient(
         squared_logit=layout.row_sum(squared * _logit_factor(oracle, theta)),
         shares=shares,
         kl_gradients=kl_gradients,
+        log_weights=layout.row_sum(log_ratio.detach()),
         clip_fraction=float((chance * terms.clipped).sum() / chance.sum()),
     )
 
@@ -314,7 +339,7 @@ def _variance(probabilities: Tensor, rows: Tensor) -> float:
 def check_has_limit(objective: Objective) -> None:
     """ValueError for the norm estimators `logprob` and `logit`, which vanish in an infinite batch, and for divisors
     by anything else than a norm of the clipping bias."""
-    _check_is_norm(objective)
+    _check_estimator(objective, NORMS)
     if objective.stabilizer.estimator in ("logprob", "logit"):
         raise ValueError(
             f"estimator={objective.stabilizer.estimator!r}: its norm goes to 0 as the batch grows, so there is no "
@@ -322,12 +347,12 @@ def check_has_limit(objective: Objective) -> None:
         )
 
 
-def _check_is_norm(objective: Objective) -> None:
+def _check_estimator(objective: Objective, known: tuple[str, ...]) -> None:
     stabilizer = objective.stabilizer
-    if stabilizer.estimator not in (None, "exact", "logprob", "logit"):
+    if stabilizer.estimator not in (None, *known):
         raise ValueError(
-            f"{type(stabilizer).__name__}.estimator={stabilizer.estimator!r}: the oracle divides by functions of the "
-            "clipping bias' norm alone"
+            f"{type(stabilizer).__name__}.estimator={stabilizer.estimator!r}: the oracle divides here by functions of "
+            f"{', '.join(known)} alone"
         )
 
 
@@ -375,7 +400,7 @@ def decompose(oracle: Oracle, objective: Objective, theta: Tensor, advantages: T
     left = expected_surrogate(oracle, objective, theta, advantages).surrogate
     scores = oracle.policy.jacobian(theta)
     log_ratio = oracle.log_ratio(theta).detach()
-    tokens, terms, _ = _terms(oracle, objective, log_ratio, advantages)
+    tokens, terms, _ = _terms(oracle, objective, theta, log_ratio, advantages)
     ratio = tokens.ratio
     weights = oracle.probabilities[oracle.layout.rows]
     weights = weights * _trajectory_weights(oracle, objective, oracle.probabilities)

@@ -65,6 +65,11 @@ class Oracle:
         """(M,) log pi_theta - log pi_old; differentiable."""
         return self.token_logprobs(theta) - self.behaviour_log_probs.reshape(-1)[self.tree.edges]
 
+    def token_entropy(self, theta: Tensor) -> Tensor:
+        """(M,) entropy of the distribution that each agent token is drawn from under pi_theta, nats; no gradient."""
+        log_probs = self.policy.log_probs(theta.detach())
+        return -(log_probs.exp() * log_probs).sum(1)[self.histories]
+
     def trajectory_probabilities(self, theta: Tensor) -> Tensor:
         """(N,) probability of each trajectory under pi_theta and the environment; differentiable."""
         return (self.layout.row_sum(self.token_logprobs(theta)) + self.tree.environment_logprobs).exp()

@@ -298,10 +298,13 @@ class Trainer:
         shared["seconds_critic"] = time.perf_counter() - began if self.critic is not None else 0.0
         shared["staleness_iterations"] = self.iteration - queued.iteration
         self.iteration += 1
-        for epoch, minibatch, rows in self._minibatches():
+        for epoch, minibatch, rows, turn in self._minibatches(batch, credit.kept):
             row = shared | {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
             self.update_rows.append(row)
             weights = None if queued.weights is None else queued.weights[rows]
+            if turn is not None:
+                on = (batch.turn_ids[rows] == turn).float()
+                weights = on if weights is None else weights * on
             self.update += 1
             row["update"] = self.update
             self.policy_updates.step(
@@ -309,6 +312,8 @@ class Trainer:
             )
             self.loggers.update_row(row)
             if training.target_kl is not None and row["kl_behaviour_k3"] > training.target_kl:
+                break
+            if self.objective.stabilizer.ends_iteration(row):
                 break
         self.is_whole = True
         evaluated = self._evaluation_is_due()
@@ -322,14 +327,26 @@ class Trainer:
         elif evaluated:
             self._write(RUNNING)  # for who follows the run
 
-    def _minibatches(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Epoch, minibatch and its rows; an epoch that is not reached draws no random numbers."""
+    def _minibatches(
+        self, batch: Trajectories, kept: Tensor | None
+    ) -> Iterator[tuple[int, int, Tensor, int | None]]:
+        """Epoch, minibatch, its rows, and the turn that it trains on (None: all); an epoch that is not reached draws no
+        random numbers. kept (B,) bool: the rows to train on, None: all. Minibatches without that turn are left out."""
         training = self.settings.training
-        size = training.trajectories_per_iteration // training.minibatches
+        rows = torch.arange(len(batch)) if kept is None else kept.nonzero().squeeze(1)
+        size = -(-len(rows) // training.minibatches)
+        turns: list[int | None] = [None]
+        if self.objective.surrogate.one_turn_at_a_time:
+            turns = list(reversed(range(int(batch.n_turns.max()))))
         for epoch in range(training.epochs):
-            order = torch.randperm(training.trajectories_per_iteration, generator=self.generator)
-            for minibatch, rows in enumerate(order.split(size)):
-                yield epoch, minibatch, rows
+            parts = (
+                (part, turn)
+                for turn in turns
+                for part in rows[torch.randperm(len(rows), generator=self.generator)].split(size)
+                if turn is None or (batch.n_turns[part] > turn).any()
+            )
+            for minibatch, (part, turn) in enumerate(parts):
+                yield epoch, minibatch, part, turn
 
     def _queue_is_short(self) -> bool:
         """Whether another batch must be sampled: no more than the remaining iterations will train on."""

@@ -89,10 +89,10 @@ class PolicyUpdates:
         bias_norms = [norms[column] for column in BIAS_NORM_COLUMNS.values() if not math.isnan(norms[column])]
         self._require_finite(torch.tensor(bias_norms), "clipping bias norm", row)
         row |= norms
-        divisor = self._divisor(row)
-        self._require_finite(divisor, "stabilizer divisor", row)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         row["gradient_norm"] = global_norm(gradients)
+        divisor = self._divisor(row)
+        self._require_finite(divisor, "stabilizer divisor", row)
         if loss is surrogate.ppo_loss:
             row["ppo_gradient_norm"] = row["gradient_norm"]
         self._require_finite(row["gradient_norm"], "gradient norm", row)
@@ -161,12 +161,13 @@ class PolicyUpdates:
 
     def _step(self, divisor: float, gradients: list[Tensor]) -> float:
         """Clip, divide, step; returns the norm of the parameters' change. Dividing after a clip keeps the divisor; a
-        clip that binds afterwards cancels it."""
+        clip that binds afterwards cancels it. A divisor of the step divides the learning rate of this update alone."""
         training = self.training
+        of_step = self.objective.stabilizer.divides == "step"
         before = [p.detach().clone() for p in self.parameters]
 
         def divide() -> None:
-            if divisor != 1.0:
+            if divisor != 1.0 and not of_step:
                 torch._foreach_div_(gradients, divisor)
 
         if training.clip_order == "after_divisor":
@@ -175,7 +176,12 @@ class PolicyUpdates:
             torch.nn.utils.clip_grad_norm_(self.parameters, training.max_grad_norm)
         if training.clip_order == "before_divisor":
             divide()
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate / divisor if of_step else rate
         self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         for old, new in zip(before, self.parameters, strict=True):
             old -= new.detach()  # in place: no third copy of the parameters
         return global_norm(before)

@@ -1,0 +1,240 @@
+"""How much off-policyness does a method tolerate? The same 40 settings for every method, and what it makes of them.
+
+A *point* is one setting of learning rate, epochs, staleness, minibatches and world, and a share in [0, 1) that places the
+method's own knob in the prior which its YAML declares: an equal tuning budget by construction. The points were drawn once
+(`draw_points`) and are committed. Two points share each of 20 worlds, so intervals resample worlds, and comparisons are
+paired by point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
+from stppo.algorithms import in_order, look
+from stppo.config import ConfigError, PlannedRun, options
+from stppo.config_files import NO_KNOB, Prior
+from stppo.files import repository_path
+from stppo.results.runs import Metrics, load_metrics
+
+POINTS = "results/reference/benchmark/points.csv"
+REGIME, CONFIRMATION = "BENCHMARK", "CONFIRMATION"
+FIRST_WORLD, N_WORLDS = 200, 20
+FRESH_WORLDS = tuple(range(300, 306))  # of the confirmation
+LOWEST_RATE, RATES = 8.75e-5, 16  # learning rates from 8.75e-5 to 1.4e-3
+BASELINE, NULLS = "token_ppo", ("kl_stop", "grad_clip")
+BEST_OF = (1, 5, 20)
+BANDWIDTH = 0.5  # of the tolerance curve's kernel, in natural logarithms of the intensity
+DRAWS, LEVEL = 2000, 0.95
+
+
+def draw_points(n: int = 40, seed: int = 2511) -> pd.DataFrame:
+    """The first n points of a scrambled Sobol sequence (Owen 1998), as `scipy.stats.qmc` draws it.
+
+    Columns: point, learning_rate (log-uniform over 16 x), epochs (1-16, log-uniform), staleness (0-8 iterations),
+    minibatches (1, 2, 4, 8), knob (share of the method's prior), world (its seed).
+    """
+    from scipy.stats import qmc
+
+    drawn = qmc.Sobol(5, scramble=True, seed=seed).random_base2(math.ceil(math.log2(n)))[:n]
+    rate, epochs, staleness, minibatches, knob = drawn.T
+    return pd.DataFrame(
+        {
+            "point": range(n),
+            "learning_rate": [float(f"{LOWEST_RATE * RATES**u:.3g}") for u in rate],
+            "epochs": (17**epochs).astype(int),
+            "staleness": (9 * staleness).astype(int),
+            "minibatches": 2 ** (4 * minibatches).astype(int),
+            "knob": knob.round(4),
+            "world": FIRST_WORLD + np.arange(n) % N_WORLDS,
+        }
+    )
+
+
+def points() -> pd.DataFrame:
+    """The committed points."""
+    return pd.read_csv(repository_path(POINTS))
+
+
+def prior_of(method: str) -> Prior | None:
+    """The prior of a method's own knob, None of one that says it has none. ConfigError for an unknown method and for one
+    whose YAML does not say."""
+    if method not in (known := options("algorithm")):
+        raise ConfigError(f"{method}: no algorithm; known: {', '.join(known)}")
+    prior = look(method).prior
+    if prior is None:
+        raise ConfigError(
+            f"algorithm/{method}.yaml declares no prior for its knob, so it cannot have the same budget as the others; add "
+            f"`prior: {{key: objective.clip.epsilon_low, low: 0.1, high: 0.4, scale: log}}`, or `prior: {NO_KNOB}`"
+        )
+    return None if prior == NO_KNOB else prior
+
+
+def planned(method: str, numbers: Iterable[int] | None = None) -> list[PlannedRun]:
+    """A method's runs at the points (all, or those of these numbers). ValueError for a number that is no point."""
+    table, prior = points().set_index("point"), prior_of(method)
+    wanted = list(table.index if numbers is None else numbers)
+    if unknown := sorted(set(wanted) - set(table.index)):
+        raise ValueError(f"no point {unknown[0]}: there are {table.index.min()} to {table.index.max()}")
+    return [_run(method, REGIME, number, table.loc[number], prior) for number in wanted]
+
+
+def confirmation(method: str, metrics: Metrics) -> list[PlannedRun]:
+    """Its best point by final sampled success, on worlds that no point uses. ValueError where points are missing."""
+    runs = metrics.arm(REGIME, method)
+    if missing := sorted(set(points()["point"]) - set(runs["seed"])):
+        raise ValueError(
+            f"{method} has no run at {len(missing)} points, the first {missing[0]}; run these first"
+        )
+    best = int(runs.loc[runs["final"].idxmax(), "seed"])
+    setting, prior = points().set_index("point").loc[best], prior_of(method)
+    return [_run(method, CONFIRMATION, w, {**setting, "world": w}, prior) for w in FRESH_WORLDS]
+
+
+def _run(method: str, regime: str, seed: int, point: Mapping[str, float], prior: Prior | None) -> PlannedRun:
+    world = int(point["world"])
+    knob = [] if prior is None else prior.overrides(float(f"{prior.at(point['knob']):.4g}"))
+    overrides = (
+        *("preset=benchmark", f"algorithm={method}", f"training.regime={regime}", f"seed={seed}"),
+        *(f"world.seed={world}", f"warm_start_seed={world}"),
+        f"training.learning_rate={point['learning_rate']:g}",
+        f"training.epochs={int(point['epochs'])}",
+        f"training.staleness_iterations={int(point['staleness'])}",
+        f"training.minibatches={int(point['minibatches'])}",
+        *knob,
+    )
+    return PlannedRun(regime, method, seed, overrides)
+
+
+# ---- what is measured ---------------------------------------------------------------------------
+def check(metrics: Metrics) -> None:
+    """Refuse runs that were not made at their point. ValueError names the run, what differs and the remedy."""
+    table = points().set_index("point")
+    keys = {"learning_rate": "learning_rate", "epochs": "epochs", "staleness": "staleness_iterations"}
+    keys["minibatches"] = "minibatches"
+    for record in metrics.runs:
+        if record["regime"] != REGIME:
+            continue
+        name = f"{record['algorithm']}, run {record['seed']}"
+        if record["seed"] not in table.index:
+            raise ValueError(f"{name}: no such point; make it with `stppo bench {record['algorithm']}`")
+        point, training = table.loc[record["seed"]], record.get("training") or {}
+        made = {column: training.get(key) for column, key in keys.items()} | {"world": record["world_seed"]}
+        for column, value in made.items():
+            if value is None or not math.isclose(float(value), float(point[column]), rel_tol=1e-6):
+                raise ValueError(
+                    f"{name}: its {column} is {value}, that of the point {point[column]:g}; delete it and run "
+                    f"`stppo bench {record['algorithm']}` again"
+                )
+
+
+def best_of(values: ArrayLike, k: int, weights: ArrayLike | None = None) -> NDArray[np.float64] | float:
+    """Expected best of k settings drawn at random from those tried (Dodge et al. 2019, Eq. 8).
+
+    values: (n,) results; weights: (n,) or (draws, n), how often each counts, rows of sum 1 (default: all alike).
+    """
+    values = np.asarray(values, dtype=np.float64)
+    order = np.argsort(values)
+    shares = np.full(len(values), 1 / len(values)) if weights is None else np.asarray(weights)
+    below = np.cumsum(shares[..., order], axis=-1)
+    before = below - shares[..., order]
+    found = ((below**k - before.clip(0) ** k) * values[order]).sum(axis=-1)
+    return float(found) if found.ndim == 0 else found
+
+
+def leaderboard(metrics: Metrics) -> pd.DataFrame:
+    """One row per method, best expected best of 5 first; every interval resamples worlds (`LEVEL`).
+
+    Columns: method, label, points, null (whether it is a plain remedy); `best_of_K` sampled for K in `BEST_OF` with `_low`
+    and `_high`; greedy_best_of_5; learned (share of runs), gain_kept (mean of those that learned);
+    above_token_ppo (share of points at which it ends above token PPO, ties half, with its interval), above_null (likewise,
+    over the best null); updates and core_minutes (means a run); versions (what its runs were made with).
+    """
+    check(metrics)
+    runs = metrics.summary[metrics.summary["regime"] == REGIME]
+    tables = {name: part.set_index("seed").sort_index() for name, part in runs.groupby("algorithm")}
+    scores = {name: best_of(table["final"], 5) for name, table in tables.items()}
+    nulls = [name for name in NULLS if name in tables]
+    null = max(nulls, key=scores.__getitem__) if nulls else None
+    rows = []
+    for name in in_order(tables):
+        table = tables[name]
+        row = {
+            "method": name,
+            "label": metrics.look(name).label,
+            "points": len(table),
+            "null": name in NULLS,
+        }
+        for k in BEST_OF:
+            draws = best_of(table["final"], k, _shares(table["world_seed"]))
+            row |= _with_interval(f"best_of_{k}", best_of(table["final"], k), draws)
+        row |= {
+            "greedy_best_of_5": best_of(table["greedy_final"], 5),
+            "learned": table["learned"].mean(),
+            "gain_kept": table["gain_kept"].mean(),
+            "updates": table["updates"].mean(),
+            "core_minutes": table["wall_seconds"].mean() / 60,
+            "versions": _versions(metrics, name),
+        }
+        for column, other in (("above_token_ppo", BASELINE), ("above_null", null)):
+            if other in tables and other != name:
+                row |= _above(column, table, tables[other])
+        rows.append(row)
+    return pd.DataFrame(rows).sort_values("best_of_5", ascending=False, ignore_index=True)
+
+
+def tolerance_curve(runs: pd.DataFrame, metrics: Metrics, at: Sequence[float]) -> NDArray[np.float64]:
+    """Final sampled success against intensity, learning rate x epochs: a Gaussian kernel's mean (Nadaraya 1964) over the
+    logarithm, of width `BANDWIDTH`. runs: rows of `Metrics.summary` of one method; at: (m,) intensities. Shape (m,)."""
+    table = points().set_index("point").loc[runs["seed"]]
+    x = np.log((table["learning_rate"] * table["epochs"]).to_numpy())
+    weights = np.exp(-0.5 * ((np.log(np.asarray(at))[:, None] - x) / BANDWIDTH) ** 2)
+    return weights @ runs["final"].to_numpy() / weights.sum(axis=1)
+
+
+def _shares(worlds: pd.Series, n_draws: int = DRAWS, seed: int = 0) -> NDArray[np.float64]:
+    """(draws, n): weight of each run when worlds are drawn with replacement; rows sum to 1."""
+    names, place = np.unique(worlds, return_inverse=True)
+    times = np.random.default_rng(seed).multinomial(len(names), np.full(len(names), 1 / len(names)), n_draws)
+    weights = times[:, place].astype(np.float64)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def _with_interval(name: str, value: float, draws: NDArray[np.float64]) -> dict[str, float]:
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
+def _above(name: str, one: pd.DataFrame, other: pd.DataFrame) -> dict[str, float]:
+    """Share of the common points at which one ends above the other."""
+    both = one.join(other["final"], rsuffix="_other", how="inner")
+    if both.empty:
+        return {}
+    won = (both["final"] > both["final_other"]) + (both["final"] == both["final_other"]) / 2
+    return _with_interval(name, float(won.mean()), _shares(both["world_seed"]) @ won.to_numpy(float))
+
+
+def _versions(metrics: Metrics, method: str) -> str:
+    """Releases that its runs were made with; several where they differ."""
+    runs = [r for r in metrics.runs if (r["regime"], r["algorithm"]) == (REGIME, method)]
+    names = ("stppo", "torch", "transformers")
+    found = {", ".join(f"{name} {r['versions'].get(name, '?')}" for name in names) for r in runs}
+    return "; ".join(sorted(found))
+
+
+def metrics_folder() -> Path:
+    """Where the committed runs of all methods lie."""
+    return repository_path(POINTS).parent / "metrics"
+
+
+def not_in(committed: Path, folders: Iterable[Path]) -> list[Path]:
+    """The run folders (REGIME/method/seedN) of whose runs the committed metrics have none."""
+    known: set[tuple[str, str, str]] = set()
+    if committed.is_dir():
+        known = {(r["regime"], r["algorithm"], f"seed{r['seed']}") for r in load_metrics(committed).runs}
+    return [folder for folder in folders if tuple(folder.parts[-3:]) not in known]

@@ -1,0 +1,127 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from stppo.config import ConfigError
+from stppo.study import benchmark
+from stppo.study.benchmark import BASELINE, REGIME, best_of
+from stppo.study.benchmark_figures import leaderboard_figure, tolerance_figure
+from tests.synthetic_runs import Dynamics, gather, simulate
+
+
+def runs(levels, numbers=range(40), **changes):
+    """Made-up runs of methods at the points: {method: the success it reaches, or one a point}."""
+    table, made = benchmark.points().set_index("point"), []
+    for method, level in levels.items():
+        for i, number in enumerate(numbers):
+            point = table.loc[number]
+            reached = level if isinstance(level, float) else level[i]
+            record, updates, evaluations = simulate(
+                method,
+                number,
+                REGIME,
+                dynamics=Dynamics(reached),
+                learning_rate=float(point["learning_rate"]),
+                epochs=int(point["epochs"]),
+                staleness_iterations=int(point["staleness"]),
+                minibatches=int(point["minibatches"]),
+            )
+            made.append((record | {"world_seed": int(point["world"])} | changes, updates, evaluations))
+    return gather(made)
+
+
+# ---- points ---------------------------------------------------------------------------------------
+def test_the_committed_points_are_those_that_the_sequence_draws():
+    pd.testing.assert_frame_equal(benchmark.points(), benchmark.draw_points(), check_dtype=False)
+
+
+def test_the_points_fill_the_ranges_evenly():
+    table = benchmark.points()
+    quarter = np.log(table["learning_rate"] / benchmark.LOWEST_RATE) / np.log(benchmark.RATES) * 4
+    assert np.bincount(quarter.astype(int).clip(0, 3), minlength=4).min() >= 8
+    assert table["epochs"].between(1, 16).all() and table["epochs"].max() >= 14
+    assert set(table["staleness"]) == set(range(9)) and set(table["minibatches"]) == {1, 2, 4, 8}
+    assert (table["world"].value_counts() == 2).all()
+
+
+def test_every_method_gets_the_same_points_and_its_own_knob():
+    mine, other = benchmark.planned("gspo"), benchmark.planned("token_ppo")
+    for one, two in zip(mine, other, strict=True):
+        shared = [o for o in one.overrides if not o.startswith("algorithm")]
+        assert shared == [o for o in two.overrides if not o.startswith("algorithm")]
+    knobs = [o for run in mine for o in run.overrides if o.startswith("algorithm.objective")]
+    assert len({knob.partition("=")[0] for knob in knobs}) >= 1 and len(set(knobs)) >= 40
+    training = mine[3].config["training"]
+    point = benchmark.points().loc[3]
+    assert training["learning_rate"] == point["learning_rate"] and training["epochs"] == point["epochs"]
+    assert mine[3].config["world"]["seed"] == mine[3].config["warm_start_seed"] == point["world"]
+
+
+def test_a_method_without_a_prior_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "algorithm"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("defaults: [token_ppo, _self_]\nname: mine\n")
+    monkeypatch.setenv("STPPO_CONFIG_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"mine\.yaml declares no prior"):
+        benchmark.planned("mine")
+
+
+def test_a_number_that_is_no_point_is_refused():
+    with pytest.raises(ValueError, match="no point 40: there are 0 to 39"):
+        benchmark.planned("token_ppo", [0, 40])
+
+
+# ---- measures -------------------------------------------------------------------------------------
+def test_best_of_k_is_the_mean_of_the_best_of_random_draws():
+    values = np.array([0.1, 0.5, 0.4, 0.9, 0.2])
+    drawn = np.random.default_rng(0).choice(values, (200_000, 3)).max(axis=1).mean()
+    assert best_of(values, 3) == pytest.approx(drawn, abs=2e-3)
+    assert best_of(values, 1) == pytest.approx(values.mean())
+    assert best_of(values, 1, [0.5, 0, 0, 0.5, 0]) == pytest.approx(0.5)
+
+
+def test_the_leaderboard_pairs_methods_by_point():
+    rng = np.random.default_rng(1)
+    base = rng.uniform(0.2, 0.5, 40)
+    higher = np.where(np.arange(40) < 30, base + 0.3, base - 0.15)
+    board = benchmark.leaderboard(runs({BASELINE: base, "turn_ppo": higher})).set_index("method")
+    assert board.index[0] == "turn_ppo"
+    assert board.loc["turn_ppo", "above_token_ppo"] == pytest.approx(0.75, abs=0.05)
+    assert board.loc["turn_ppo", "above_token_ppo_low"] < 0.75 < board.loc["turn_ppo", "above_token_ppo_high"]
+    assert np.isnan(board.loc[BASELINE, "above_token_ppo"])
+
+
+def test_a_run_elsewhere_than_at_its_point_is_refused():
+    with pytest.raises(ValueError, match="its world is 7, that of the point"):
+        benchmark.leaderboard(runs({BASELINE: 0.5}, numbers=[0], world_seed=7))
+
+
+def test_the_tolerance_curve_follows_a_fall_with_intensity():
+    table = benchmark.points()
+    intensity = table["learning_rate"] * table["epochs"]
+    metrics = runs({BASELINE: list(np.where(intensity > intensity.median(), 0.1, 0.8))})
+    low, high = benchmark.tolerance_curve(metrics.summary, metrics, [intensity.min(), intensity.max()])
+    assert low > 0.7 and high < 0.2
+
+
+def test_confirmation_takes_the_best_point_to_fresh_worlds():
+    levels = [0.3] * 40
+    levels[17] = 0.9
+    found = benchmark.confirmation(BASELINE, runs({BASELINE: levels}))
+    assert [run.seed for run in found] == list(benchmark.FRESH_WORLDS)
+    assert not set(benchmark.FRESH_WORLDS) & set(benchmark.points()["world"])
+    rate = benchmark.points().loc[17, "learning_rate"]
+    assert all(f"training.learning_rate={rate:g}" in run.overrides for run in found)
+
+
+def test_confirmation_waits_for_all_points():
+    with pytest.raises(ValueError, match="no run at 39 points, the first 1"):
+        benchmark.confirmation(BASELINE, runs({BASELINE: 0.5}, numbers=[0]))
+
+
+# ---- pictures -------------------------------------------------------------------------------------
+def test_every_method_is_in_both_pictures():
+    metrics = runs({BASELINE: 0.4, "turn_ppo": 0.7, "grpo": 0.3}, numbers=range(12))
+    board, curves = leaderboard_figure(metrics), tolerance_figure(metrics)
+    assert set(board.data["method"]) == set(curves.data["algorithm"]) == {BASELINE, "turn_ppo", "grpo"}
+    assert "Turn-PPO" in board.title and "token PPO" in board.title

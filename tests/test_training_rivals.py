@@ -1,0 +1,100 @@
+"""What related methods ask of the trainer: kept trajectories, one turn at a time, the step's length, an early end."""
+
+import numpy as np
+import pytest
+import torch
+
+from stppo.training.updates import PolicyUpdates
+from tests.training_runs import assert_same_metrics, interrupted, run, tables
+
+SHORT = ["training.iterations=2", "training.checkpoint_every=1", "training.learning_rate=0.01"]
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Every minibatch that the policy is trained on: (batch, advantages, weights)."""
+    seen, step = [], PolicyUpdates.step
+
+    def watched(self, row, batch, advantages, reference, weights):
+        seen.append((batch, advantages[:, : batch.tokens.shape[1]], weights))
+        step(self, row, batch, advantages, reference, weights)
+
+    monkeypatch.setattr(PolicyUpdates, "step", watched)
+    return seen
+
+
+@pytest.mark.parametrize("algorithm", ["loop_token", "starpo_s"])
+def test_only_kept_trajectories_are_trained_on(tiny, barely_trained, tmp_path, steps, algorithm):
+    group = "algorithm.objective.credit.group_size=4"
+    run(tiny(f"algorithm={algorithm}", group, *SHORT), tmp_path, barely_trained)
+    updates = tables(tmp_path)[0]
+    sizes = [len(batch) for batch, _, _ in steps]
+    assert len(updates) == len(sizes) == 2 * 2 * 2, "as many updates as minibatches, however few are left"
+    assert min(sizes) < 16 // 2, "some groups agree, so some trajectories are dropped"
+    if algorithm == "loop_token":
+        short = [batch for batch in steps if len(batch[0]) < 8]
+        assert all((a.abs() * b.agent_mask).amax(1).min() >= 0.01 for b, a, _ in short)
+
+
+def test_seeupo_steps_on_the_last_turns_first_and_resumes(tiny, barely_trained, tmp_path, steps):
+    config = tiny("algorithm=seeupo", *SHORT)
+    run(config, tmp_path / "whole", barely_trained)
+    turns = []
+    for batch, _, weights in steps:
+        on = (weights[:, : batch.tokens.shape[1]] > 0) & batch.agent_mask
+        (turn,) = batch.turn_ids[on].unique().tolist()
+        assert torch.equal(on, batch.turn_ids == turn)
+        turns.append(turn)
+    updates = tables(tmp_path / "whole")[0]
+    epochs = updates.groupby(["iteration", "epoch"])
+    assert len(epochs) == 4 and not updates.duplicated(["iteration", "epoch", "minibatch"]).any()
+    for _, rows in epochs:
+        its = [turns[int(update) - 1] for update in rows["update"]]
+        assert its == sorted(its, reverse=True) and its[-1] == 0 and len(its) > 2
+    interrupted(config, tmp_path / "resumed", barely_trained, after=1)
+    run(config, tmp_path / "resumed", barely_trained)
+    assert_same_metrics(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_a_divisor_of_the_step_divides_the_learning_rate_of_its_update_alone(tiny, barely_trained, tmp_path):
+    """Under SGD a step is rate x gradient; the gradient's own norm is recorded undivided."""
+    run(tiny("algorithm=vcpo", "training.optimizer=sgd", *SHORT), tmp_path, barely_trained)
+    updates = tables(tmp_path)[0]
+    divisor = updates["effective_sample_size"] ** -0.5
+    np.testing.assert_allclose(updates["stabilizer_divisor"], divisor, rtol=1e-9)
+    assert divisor.max() > 1.01
+    step = updates["learning_rate"] * updates["gradient_norm"] / divisor
+    np.testing.assert_allclose(updates["update_norm"], step, rtol=1e-3, atol=1e-8)
+    assert (updates["learning_rate"] == 0.01).all()
+
+
+def test_a_divisor_of_the_step_is_not_undone_by_adam(tiny, barely_trained, tmp_path):
+    """Adam's first step has the same length whatever the gradient's scale: dividing the gradient does nothing to it."""
+    stale = [*SHORT, "training.iterations=1", "training.minibatches=1"]
+    first = {}
+    for name, kind in (("step", "SampleSizeStep"), ("plain", None)):
+        change = [] if kind else ["algorithm.objective.stabilizer._target_=stppo.objectives.NoStabilizer"]
+        run(tiny("algorithm=vcpo", *change, *stale), tmp_path / name, barely_trained)
+        first[name] = tables(tmp_path / name)[0]
+    second = first["step"].iloc[1]  # the first update is on fresh data, where the sample size is whole
+    assert first["step"]["stabilizer_divisor"].iloc[0] == pytest.approx(1.0)
+    assert second["stabilizer_divisor"] > 1.01
+    plain = first["plain"].iloc[1]["update_norm"]
+    assert second["update_norm"] == pytest.approx(plain / second["stabilizer_divisor"], rel=1e-4)
+
+
+def test_kl_stop_is_the_trainers_own(tiny, barely_trained, tmp_path):
+    run(tiny("algorithm=kl_stop", "algorithm.objective.stabilizer.target_kl=0.01", *SHORT), tmp_path / "a", barely_trained)  # fmt: skip
+    run(tiny("algorithm=token_ppo", "training.target_kl=0.01", *SHORT), tmp_path / "b", barely_trained)
+    assert len(tables(tmp_path / "a")[0]) < 8, "some updates are left out"
+    assert_same_metrics(tmp_path / "a", tmp_path / "b")
+
+
+def test_gradient_clip_is_the_trainers_own(tiny, barely_trained, tmp_path):
+    run(tiny("algorithm=grad_clip", "algorithm.objective.stabilizer.max_norm=0.1", *SHORT), tmp_path / "a", barely_trained)  # fmt: skip
+    run(tiny("algorithm=token_ppo", "training.max_grad_norm=0.1", *SHORT), tmp_path / "b", barely_trained)
+    ours, theirs = (tables(tmp_path / name)[0] for name in "ab")
+    assert ours["stabilizer_divisor"].max() > 1
+    # PyTorch divides by the norm plus 1e-6; Adam hardly notices.
+    for column in ("gradient_norm", "update_norm", "clip_fraction"):
+        np.testing.assert_allclose(ours[column].iloc[:2], theirs[column].iloc[:2], rtol=1e-3)
