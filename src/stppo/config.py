@@ -181,6 +181,11 @@ def validate(config: Config) -> RunConfig:
 
 def _check_prior(algorithm: Config, prior: Prior) -> None:
     """ConfigError where a prior names no number of the objective, or one that its rules refuse at an end."""
+    for key in prior.keys:
+        path = key.split(".")
+        stated = config_files.origin("algorithm", str(algorithm.get("name")), path)
+        if stated and config_files.value(algorithm, path) is None:
+            return  # the file has the key, overrides have put another rule in its place
     for end in (prior.low, prior.high):
         tried = copy.deepcopy(algorithm)
         for key in prior.keys:
