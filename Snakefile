@@ -36,9 +36,11 @@ from stppo.config_files import config_dir, groups, option_files, own_config_dir,
 from stppo.results.runs import missing_runs
 from stppo.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.interact import NBCONVERT_OPTIONS
+from stppo.ownership import announce_parent
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+announce_parent()  # a run whose Snakemake was killed stops at its next checkpoint
 
 PRESET = config.get("preset", "laptop")
 try:

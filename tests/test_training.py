@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from stppo import config as configs
+from stppo.ownership import PARENT, FolderInUse
 from stppo.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
 from stppo.training.checkpoint import newest
+from stppo.training.failures import RunStopped
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import encode_episode, load_warm_start, warm_start
 from stppo.world.encoding import DialogueEncoder
@@ -333,3 +335,30 @@ def test_trainer_leaves_the_reference_policy_alone(tmp_path, tiny, barely_traine
     trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.reference.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
+
+
+def test_one_folder_takes_one_run_at_a_time(tmp_path, tiny, barely_trained):
+    """A second writer is refused before it touches anything; the first goes on undisturbed."""
+
+    def intrude(trainer):
+        with pytest.raises(FolderInUse, match="is in use by process"):
+            run(tiny("algorithm=token_ppo"), tmp_path, barely_trained, resume="set_aside")
+
+    trainer = Trainer(tiny(), tmp_path, barely_trained, on_iteration=intrude, progress=False)
+    assert trainer.train()["status"] == "completed"
+    assert json.loads((tmp_path / "run.json").read_text())["algorithm"] == "st_ppo"
+    assert not list(tmp_path.glob("earlier-*"))
+
+
+def test_a_run_whose_pipeline_is_gone_stops_at_its_next_checkpoint(
+    tmp_path, tiny, barely_trained, monkeypatch
+):
+    tell = "import os\nfrom stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
+    gone = subprocess.run(
+        [sys.executable, "-c", tell], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    monkeypatch.setenv(PARENT, gone)
+    with pytest.raises(RunStopped, match="stopped after iteration 2, which is kept"):
+        run(tiny(), tmp_path, barely_trained)
+    monkeypatch.delenv(PARENT)
+    assert run(tiny(), tmp_path, barely_trained)["iterations"] == 5

@@ -30,6 +30,7 @@ from stppo.agent.rollout import Rollout, Sampler
 from stppo.config import Config, ConfigError, build, code_of, fingerprint, label_of, validate
 from stppo.files import write_atomically
 from stppo.objectives import Objective
+from stppo.ownership import FolderLock, is_orphan
 from stppo.provenance import config_targets, environment
 from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUNNING
 from stppo.settings import RunConfig
@@ -42,7 +43,7 @@ from stppo.training.checkpoint import (
     trained,
 )
 from stppo.training.controls import ReplayedDivisors, generator_for, identity
-from stppo.training.failures import what_stopped
+from stppo.training.failures import RunStopped, what_stopped
 from stppo.training.gradients import Passes
 from stppo.training.loggers import Logger, Loggers, check_installed
 from stppo.training.metrics import (
@@ -193,8 +194,12 @@ class Trainer:
 
         resume: "auto" continues from a checkpoint if there is one and raises ValueError where it does not
         fit; "set_aside" renames such a checkpoint and starts again; "never" ignores checkpoints.
+        FolderInUse where another process trains in this folder; RunStopped where the pipeline that started it is gone.
         """
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with FolderLock(self.run_dir) as self.lock:
+            return self._train_alone(resume)
+
+    def _train_alone(self, resume: str) -> dict[str, Any]:
         self.began = time.perf_counter()
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.environment = environment()
@@ -318,6 +323,10 @@ class Trainer:
         if self.iteration % training.checkpoint_every == 0 and self.iteration < training.iterations:
             self._write(RUNNING)
             self._checkpoint()
+            if is_orphan():
+                raise RunStopped(
+                    f"stopped after iteration {self.iteration}, which is kept: the pipeline that started this run is gone"
+                )
         elif evaluated:
             self._write(RUNNING)  # for who follows the run
 
@@ -429,6 +438,7 @@ class Trainer:
             self.loggers.evaluation_row(row)
 
     def _write(self, status: str, non_finite: dict | None = None) -> dict[str, Any]:
+        self.lock.check()
         write_tables(self.run_dir, self.update_rows, self.evaluation_rows)
         record = {
             "status": status,

@@ -25,6 +25,7 @@ from stppo.agent.policy import build_policy, check_vocabulary, load_policy, load
 from stppo.agent.rollout import Sampler
 from stppo.config import Config, build, fingerprint, validate, warm_start_dir, world_section
 from stppo.files import write_json
+from stppo.ownership import FolderLock
 from stppo.settings import RunConfig
 from stppo.training.failures import warm_start_stopped
 from stppo.training.gradients import Passes
@@ -83,24 +84,30 @@ def demonstration_batch(episodes: list[Episode], encoder: DialogueEncoder) -> Tr
     )
 
 
-def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
+def warm_start(config: Config, out_dir: Path, progress: bool = True, again: bool = True) -> dict:
     """Train and save a warm start in `out_dir` (weights, tokenizer, `warm_start.json`); returns the record.
 
     With max_steps=0 nothing is trained: pretrained weights are measured and saved as they are. Else all weights are
     trained, whatever `policy.lora` says. The record holds sampled success S0 (from `final_samples` trajectories on the
     evaluation questions), greedy success, steps of both stages, what was measured on the way, and seconds. Raises
     ValueError where a stage does not reach its target within its `max_steps`, and where `out_dir` holds a warm start
-    for another world or policy; RunStopped where memory runs out.
+    for another world or policy; RunStopped where memory runs out. Where another process makes one there, it is waited
+    for. again=False: a finished one is left as it is.
     """
     run = validate(config)
     record = out_dir / WARM_START_FILE
-    if record.is_file() and json.loads(record.read_text()).get("made_for") != made_for(config):
-        raise ValueError(
-            f"{out_dir} holds a warm start for another world or policy, and runs may stand on it: choose another folder "
-            "or delete that one"
-        )
     try:
-        return _warm_start(config, run, out_dir, progress)
+        with FolderLock(out_dir, wait=True):
+            if record.is_file():
+                found = json.loads(record.read_text())
+                if found.get("made_for") != made_for(config):
+                    raise ValueError(
+                        f"{out_dir} holds a warm start for another world or policy, and runs may stand on it: choose "
+                        "another folder or delete that one"
+                    )
+                if not again:
+                    return found
+            return _warm_start(config, run, out_dir, progress)
     except Exception as error:
         stopped = warm_start_stopped(error, run)
         if stopped is None:
@@ -156,7 +163,7 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
         "parameters": sum(p.numel() for p in policy.parameters()),
         "history": history,
     }
-    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / WARM_START_FILE).unlink(missing_ok=True)
     policy.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     write_json(out_dir / WARM_START_FILE, record)  # last: its presence means the folder is whole
@@ -276,9 +283,9 @@ def ensure_warm_start(config: Config) -> Path:
     path = warm_start_dir(config)
     if not (path / WARM_START_FILE).is_file():
         if config["rollout"]["engine"] == "vllm":
-            in_own_process("stppo.training.warm_start:warm_start", config, path)
+            in_own_process("stppo.training.warm_start:warm_start", config, path, True, False)
         else:
-            warm_start(config, path)
+            warm_start(config, path, again=False)
     return path
 
 
