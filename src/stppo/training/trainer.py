@@ -38,6 +38,7 @@ from stppo.training.checkpoint import (
     CHECKPOINT_DIR,
     load_checkpoint,
     restore,
+    restore_optimizer,
     save_checkpoint,
     set_aside,
     trained,
@@ -479,7 +480,10 @@ class Trainer:
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def _checkpoint(self) -> None:
-        state = {
+        save_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "iteration": self.iteration,
             "update": self.update,
             "policy": trained(self.policy),
@@ -497,13 +501,12 @@ class Trainer:
             "started": self.started,
             "seconds": self._elapsed(),
         }
-        save_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint, state)
 
     def _saved(self, mode: str) -> dict[str, Any] | None:
         """The checkpoint's state, tensors on the CPU; None where the run begins. See `train` for the mode."""
         if mode != "never":
             try:
-                return load_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint)
+                return load_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint, self._state())
             except ValueError as error:
                 if mode != "set_aside":
                     raise
@@ -520,10 +523,10 @@ class Trainer:
         self.iteration, self.update = state["iteration"], state["update"]
         self.taken_up = self.iteration
         restore(self.policy, state["policy"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        restore_optimizer(self.optimizer, state["optimizer"])
         if self.critic is not None:
             restore(self.critic, state["critic"])
-            self.critic_optimizer.load_state_dict(state["critic_optimizer"])
+            restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
         self.generator.set_state(state["generator"])
         self.question_order = state["question_order"]
         self.queue = deque(
