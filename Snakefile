@@ -197,6 +197,11 @@ rule warm_start:
         "stppo warm-start {params.overrides} --out $(dirname {output}) > {log} 2>&1"
 
 
+def what_runs(config):
+    """Fingerprint of a run's config and of the data that it names."""
+    return configs.fingerprint(configs.run_section(config) | configs.data_section(config))
+
+
 def divisors_of(run):
     """The run whose divisors a placebo replays must be there first."""
     source = run.config["training"]["divisors"]["from_run"]
@@ -214,7 +219,7 @@ rule train:
         evaluations=f"{RESULTS}/runs/{{run}}/evaluations.parquet",
     params:
         code=lambda wildcards: [TRAIN_CODE, own_code(RUNS[wildcards.run])],
-        config=lambda wildcards: configs.fingerprint(configs.run_section(RUNS[wildcards.run].config)),
+        config=lambda wildcards: what_runs(RUNS[wildcards.run].config),
         overrides=lambda wildcards: shlex.quote(shlex.join(RUNS[wildcards.run].overrides)),
     log:
         f"{RESULTS}/logs/train/{{run}}.log",

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import statistics
 
 import numpy as np
@@ -222,6 +223,15 @@ def test_results_of_something_else_are_refused_and_stay(bench, overrides, tmp_pa
     with pytest.raises(ValueError, match="nq/greedy/result.json belongs to another .*--out"):
         run(place, other, out, **options)
     assert content(out) == before
+
+
+def test_results_on_another_corpus_at_the_same_place_are_refused(bench, overrides, tmp_path):
+    corpus = shutil.copy(bench / "corpus.jsonl", tmp_path / "corpus.jsonl")
+    moved = [*overrides, f"world.corpus={corpus}"]
+    run(bench, moved, tmp_path / "out", questions=1)
+    tmp_path.joinpath("corpus.jsonl").write_text(json.dumps(CORPUS[0]) + "\n")
+    with pytest.raises(ValueError, match="belongs to another checkpoint, world"):
+        run(bench, moved, tmp_path / "out", questions=1)
 
 
 def test_results_stay_valid_where_the_retrieval_server_moves(bench, overrides, tmp_path, monkeypatch):

@@ -13,9 +13,10 @@ import inspect
 import itertools
 import json
 import logging
+import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -30,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stppo import config_files
 from stppo.config_files import ConfigError, Presentation, options
-from stppo.files import repository_path
+from stppo.files import content_hash, repository_path
 from stppo.provenance import code_hash, config_targets
 
 if TYPE_CHECKING:
@@ -298,8 +299,9 @@ _WHEREABOUTS = (
 
 
 def identity_section(config: Config) -> Config:
-    """What a run's results depend on: `run_section` without `MEMORY_SETTINGS` and the place of its retriever."""
-    section = run_section(config) | {"world": world_section(config)}
+    """What a run's results depend on: `run_section` without `MEMORY_SETTINGS` and the place of its retriever, and the
+    content of the files that it names."""
+    section = run_section(config) | {"world": world_section(config)} | data_section(config)
     return section | {name: _lasting(config, name) for name in MEMORY_SETTINGS}
 
 
@@ -309,6 +311,32 @@ def world_section(config: Config) -> Config:
     if not isinstance(retriever, dict) or retriever.get("_target_") != _CLIENT:
         return world
     return world | {"retriever": {k: value for k, value in retriever.items() if k not in _WHEREABOUTS}}
+
+
+_FOLDERS = ("records", "index", "pretrained")  # keys that may name a folder of data
+_NO_DATA = ("_target_", "cache_dir")
+
+
+def data_section(config: Config) -> Config:
+    """{"data": {path: hash}} of the local files that world and policy name, {} where they name none."""
+    named = sorted({*_data_files(world_section(config)), *_data_files(config["policy"])})
+    return {"data": {path: content_hash(path) for path in named}} if named else {}
+
+
+def _data_files(node: Any, key: str = "") -> Iterator[str]:
+    """Every text in a section that is the path of a file, or at a key for data that of a folder.
+
+    `records` may be a mapping of benchmarks to paths.
+    """
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if name not in _NO_DATA:
+                yield from _data_files(value, key if key == "records" else name)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _data_files(value, key)
+    elif isinstance(node, str) and (os.path.isfile(node) or (key in _FOLDERS and os.path.isdir(node))):
+        yield node
 
 
 def _lasting(config: Config, name: str) -> Config:
@@ -322,6 +350,7 @@ def warm_start_section(config: Config) -> Config:
         "world": world_section(config),
         "rollout": _lasting(config, "rollout"),
         "questions": config["evaluation"]["questions"],
+        **data_section(config),
     }
 
 

@@ -22,7 +22,7 @@ from stppo.agent.compute import place, resolve_device
 from stppo.agent.engines import make_rollout
 from stppo.agent.policy import check_vocabulary, load_policy, load_tokenizer
 from stppo.agent.rollout import Sampler
-from stppo.config import Config, build, fingerprint, validate, world_section
+from stppo.config import Config, build, data_section, fingerprint, validate, world_section
 from stppo.files import write_atomically, write_json
 from stppo.ownership import FolderLock
 from stppo.provenance import environment
@@ -81,11 +81,12 @@ def evaluate_checkpoint(
     reads = find_tokenizer(folder, world, tokenizer)
     check_vocabulary(policy, reads)
     place(policy, resolve_device(settings.training.device), settings.training.precision)
+    place_of = ("benchmark", "records", "cache_dir")  # the questions themselves count
+    played = {k: v for k, v in world_section(config).items() if k not in place_of}
     shared = {
         "weights": weights_of(folder, policy),
-        "world": {
-            k: v for k, v in world_section(config).items() if k not in ("benchmark", "records", "cache_dir")
-        },
+        "world": played,
+        **data_section({"world": played, "policy": {}}),
         "max_tokens": settings.rollout.max_tokens,
         "precision": settings.training.precision,
     }

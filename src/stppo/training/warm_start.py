@@ -23,7 +23,7 @@ from stppo.agent.compute import place, resolve_device
 from stppo.agent.engines import make_rollout
 from stppo.agent.policy import build_policy, check_vocabulary, load_policy, load_tokenizer, score
 from stppo.agent.rollout import Sampler
-from stppo.config import Config, build, fingerprint, validate, warm_start_dir, world_section
+from stppo.config import Config, build, data_section, fingerprint, validate, warm_start_dir, world_section
 from stppo.files import write_json
 from stppo.ownership import FolderLock
 from stppo.settings import RunConfig
@@ -272,7 +272,8 @@ def evaluation_questions(world: World, n: int) -> list[Question]:
 
 def made_for(config: Config) -> str:
     """Fingerprint of the world and policy that a warm start fits."""
-    return fingerprint([world_section(config), config["policy"]])
+    data = data_section(config)
+    return fingerprint([world_section(config), config["policy"], *([data] if data else [])])
 
 
 def ensure_warm_start(config: Config) -> Path:
