@@ -1,7 +1,6 @@
 """A retriever as an HTTP service with Search-R1's interface (see `retrieval_client`), and GET /health."""
 
 import asyncio
-import json
 import socket
 from collections import deque
 from contextlib import asynccontextmanager, suppress
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stppo.checks import whole_number
+from stppo.foreign import parse_json
 from stppo.retrieval.documents import Document, Retriever
 
 try:
@@ -185,8 +185,8 @@ def _checked(body: bytes, limits: Limits, default_topk: int) -> tuple[list[str],
         return HTTPException(422, problem)
 
     try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
+        asked = parse_json(body)
+    except ValueError:
         raise refuse(
             'the body is no JSON; send {"queries": [...], "topk": 3, "return_scores": true}'
         ) from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from stppo.foreign import parse_json
 from stppo.world.protocol import Question
 
 Record = Mapping[str, Any]
@@ -73,7 +74,7 @@ def _strings(value: Any) -> list[str]:
 def _pairs(value: Any, *keys: str) -> list[tuple]:
     """Pairs, a list of dicts or (as in Arrow) a dict of lists as (title, x) pairs; x is under the first key there is."""
     if isinstance(value, str):
-        value = json.loads(value)
+        value = parse_json(value)
     if isinstance(value, Mapping):
         return list(zip(*_titled(value, keys), strict=True))
     return [_titled(item, keys) if isinstance(item, Mapping) else tuple(item) for item in value]
@@ -133,7 +134,7 @@ def _popqa(record: Record) -> _Parts:
     answers = record["possible_answers"]
     if isinstance(answers, str):
         with suppress(json.JSONDecodeError):  # a JSON list inside a string
-            answers = json.loads(answers)
+            answers = parse_json(answers)
     return _Parts(record["question"], _strings(answers))
 
 

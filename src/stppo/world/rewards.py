@@ -15,7 +15,8 @@ _CATEGORICAL = ("yes", "no", "noanswer")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _LABELLED = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[.):])[.:]?\s*(.+)", re.DOTALL)
 _DECIMAL = re.compile(r"(?<=\d)\.(?=\d)")  # 1.5 is not 15
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_CLOSING = "</answer>"
+_ANSWER = re.compile(rf"<answer>(.*?){_CLOSING}", re.DOTALL)
 
 
 def normalise_answer(text: str) -> str:
@@ -115,7 +116,10 @@ def search_r1_answer(turns: Sequence[str]) -> str | None:
     There prompt, documents and corrections are searched too, and a dialogue with a single match counts as unanswered
     for the sake of the prompt's example; a prompt that holds several then lends its example to agents that never answer.
     """
-    blocks = [block for turn in turns for block in _ANSWER.findall(turn)]
+    # Cut behind the last closing tag: an opening one without a closing would be searched for to the end, each anew.
+    blocks = [
+        block for turn in turns for block in _ANSWER.findall(turn[: turn.rfind(_CLOSING) + len(_CLOSING)])
+    ]
     return blocks[-1].strip() if blocks else None
 
 
