@@ -1,6 +1,7 @@
 """Policies that come as a folder: weights, tokenizer, what is missing, and training that begins with them as they are."""
 
 import json
+import resource
 import shutil
 
 import pytest
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from stppo import config as configs
-from stppo.agent.policy import PolicyConfig, check_vocabulary, load_policy, load_tokenizer, score
+from stppo.agent.policy import PolicyConfig, check_vocabulary, load_policy, load_tokenizer, save_policy, score
 from stppo.config import ConfigError
 from stppo.preflight.shapes import policy_config, shape_of
 from stppo.training.optimizers import make_optimizer
@@ -173,6 +174,22 @@ def test_a_folder_brings_in_no_code_kernel_or_pickle(tmp_path, barely_trained, m
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="cannot be loaded"):
         load_policy(folder)
+
+
+def test_weights_that_cannot_be_written_are_one_line(tmp_path, barely_trained):
+    policy, tokenizer = load_policy(barely_trained), load_tokenizer(barely_trained)
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(FileExistsError, match="a file is in the way"):
+            save_policy(policy, folder, tokenizer)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (100, 20_000):  # as a full disk: amid the weights, or the tokenizer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            with pytest.raises(OSError, match="weights cannot be written to .*make room"):
+                save_policy(policy, tmp_path / "full", tokenizer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tiny, barely_trained):

@@ -14,7 +14,7 @@ ALLOWED = {
     "schema": set(),
     "files": set(),
     "foreign": set(),
-    "ownership": set(),
+    "ownership": {"files"},
     "config_files": set(),
     "algorithms": {"config_files"},
     "checks": set(),

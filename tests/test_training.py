@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from stppo import config as configs
+from stppo.files import write_atomically
 from stppo.ownership import PARENT, FolderInUse
 from stppo.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
 from stppo.training.checkpoint import newest
@@ -280,6 +281,37 @@ def test_start_is_measured_on_the_questions_of_the_evaluations(tmp_path, tiny, m
     assert set(sampled) == set(fixed) and len(sampled) == 256 and greedy == fixed
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("rollout.max_tokens=10", "leaves no room for a turn"), ("evaluation.questions=1000000", "only 32 validation")],
+)
+def test_what_cannot_be_measured_is_said_before_anything_is_trained(override, said, tmp_path, tiny, monkeypatch):
+    monkeypatch.setattr("stppo.training.warm_start._supervised_step", None)
+    with pytest.raises(ValueError, match=said):
+        warm_start(tiny(override), tmp_path, progress=False)
+
+
+def test_a_file_in_the_place_of_the_weights_is_named_before_training(tmp_path, tiny, barely_trained):
+    (tmp_path / "policy").write_text("")
+    with pytest.raises(FileExistsError, match="policy: a file is in the way"):
+        run(tiny(), tmp_path, barely_trained)
+    assert not (tmp_path / "updates.parquet").exists()
+
+
+def test_what_a_killed_run_left_unfinished_goes(tmp_path, tiny, barely_trained):
+    def write(part):
+        left.append(part)
+        raise KeyboardInterrupt
+
+    left = []
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathlib.Path.unlink", lambda *_, **__: None)
+        write_atomically(tmp_path / "updates.parquet", write)
+    assert left[0].exists()
+    run(tiny("training.iterations=1"), tmp_path, barely_trained)
+    assert not left[0].exists()
+
+
 def test_warm_start_that_misses_its_target_says_so(tmp_path, tiny):
     with pytest.raises(ValueError, match="warm_start.max_steps=50"):
         warm_start(tiny("warm_start.max_steps=50", "warm_start.target_success=0.9"), tmp_path, progress=False)
@@ -353,7 +385,8 @@ def test_one_folder_takes_one_run_at_a_time(tmp_path, tiny, barely_trained):
 def test_a_run_whose_pipeline_is_gone_stops_at_its_next_checkpoint(
     tmp_path, tiny, barely_trained, monkeypatch
 ):
-    tell = "import os\nfrom stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
+    tell = "import os\nfrom stppo.files import write_atomically
+from stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
     gone = subprocess.run(
         [sys.executable, "-c", tell], capture_output=True, text=True, check=True
     ).stdout.strip()

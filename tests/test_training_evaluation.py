@@ -345,6 +345,13 @@ def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, monke
         assert re.search(message, lines[0]), lines[0]
 
 
+def test_tiny_model_command_says_that_a_file_is_in_the_way(bench, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    arguments = ("tiny-model", tmp_path / "file", "--corpus", bench / "corpus.jsonl")
+    status, _, error = command(monkeypatch, capsys, *arguments)
+    assert status == 1 and "a file is in the way" in error
+
+
 def test_tiny_model_command_writes_a_model(bench, tmp_path):
     result = CliRunner().invoke(
         cli.app,

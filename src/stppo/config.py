@@ -113,6 +113,9 @@ def _refuse_unknown_key(key: str, overrides: list[str]) -> None:
         return  # an open mapping such as warm_start.noise: Hydra's advice is right
 
 
+MOST_RUNS = 10_000  # of one sweep
+
+
 def expand_sweep(overrides: list[str]) -> list[list[str]]:
     """Hydra's multirun syntax, `seed=0,1 algorithm=token_ppo,st_ppo`, as a list of override lists."""
     for override in overrides:
@@ -122,12 +125,16 @@ def expand_sweep(overrides: list[str]) -> list[list[str]]:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    choices = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.is_sweep_override()
-        else [override.input_line]
-        for override in parsed
-    ]
+    choices, runs = [], 1
+    for override in parsed:
+        chosen = [override.input_line]
+        if override.is_sweep_override():
+            values = itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1)
+            chosen = [f"{override.get_key_element()}={value}" for value in values]
+        choices.append(chosen)
+        runs *= len(chosen)
+        if runs > MOST_RUNS:
+            raise ConfigError(f"{override.input_line}: the sweep has more than {MOST_RUNS} runs")
     return [list(combination) for combination in itertools.product(*choices)]
 
 
@@ -449,6 +456,28 @@ class PlannedRun:
         return compose(list(self.overrides))
 
 
+def _regimes(pipeline: Config) -> Iterable[tuple[str, Config]]:
+    """The entries of `pipeline.regimes`; ConfigError names a key of the wrong kind."""
+    regimes = pipeline.get("regimes") if isinstance(pipeline, dict) else None
+    if not isinstance(regimes, dict):
+        raise ConfigError(
+            f"pipeline.regimes = {regimes!r}: must be a mapping {{NAME: {{algorithms: [...], seeds: [...]}}}}"
+        )
+    for entry, plan in regimes.items():
+        key = f"pipeline.regimes.{entry}"
+        if not isinstance(plan, dict):
+            raise ConfigError(f"{key} = {plan!r}: must be {{algorithms: [...], seeds: [...]}}")
+        for name, kind, of in (
+            ("algorithms", str, "names"),
+            ("seeds", int, "whole numbers"),
+            ("overrides", str, "overrides"),
+        ):
+            values = plan.get(name) if name != "overrides" else plan.get(name) or []
+            if not isinstance(values, list) or not all(type(value) is kind for value in values):
+                raise ConfigError(f"{key}.{name} = {values!r}: must be a list of {of}")
+    return regimes.items()
+
+
 def planned_runs(preset: str, overrides: list[str] | None = None) -> list[PlannedRun]:
     """Every run that `snakemake all --config preset=...` trains, in a fixed order: all runs of a regime's first
     seed come before those of its second, so that an interrupted pipeline leaves whole replicates.
@@ -468,13 +497,13 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
             )
     base = compose([f"preset={preset}", *(overrides or [])])
     pipeline = base.get("pipeline")
-    if not pipeline:
+    if not pipeline or (isinstance(pipeline, dict) and "regimes" not in pipeline):
         raise ConfigError(f"preset={preset} has no section `pipeline.regimes`, so there is nothing to train")
     # Which runs there are is no part of any of them.
     shared = [override for override in overrides or [] if not override.lstrip("+~").startswith("pipeline.")]
     arms, replicates = arms_of(base), pipeline.get("replicates") or {}
     runs: dict[str, PlannedRun] = {}
-    for entry, plan in pipeline["regimes"].items():
+    for entry, plan in _regimes(pipeline):
         regime, seeds = plan.get("regime", entry), plan["seeds"]
         for (place, seed), algorithm in itertools.product(enumerate(seeds), plan["algorithms"]):
             arm = arms.get(algorithm)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PART = ".part-"  # begins the name of a file that is not whole yet; one that stays is of a killed process
+
 
 def repository_path(path: str | Path) -> Path:
     """A relative path taken from the repository's root, wherever in it the process runs.
@@ -31,7 +33,7 @@ def repository_path(path: str | Path) -> Path:
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file, then move it to `path`: a reader sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{PART}{path.name}.", suffix=path.suffix)
     os.close(handle)
     try:
         write(Path(name))

@@ -7,6 +7,7 @@ on another machine of a network file system, an owner counts as dead when its he
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -18,6 +19,8 @@ import uuid
 import weakref
 from pathlib import Path
 from typing import Any
+
+from stppo.files import PART
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +93,10 @@ class FolderLock:
                 told = True
                 time.sleep(0.5)
         _HELD.add(self)
+        for depth in (f"{PART}*", f"*/*/{PART}*"):  # what a killed owner left unfinished
+            for left in self.folder.glob(depth):
+                with contextlib.suppress(OSError):
+                    left.unlink()
         threading.Thread(target=self._keep_beating, daemon=True).start()
         return self
 

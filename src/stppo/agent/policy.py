@@ -210,12 +210,37 @@ def _why(path: str | Path, error: Exception) -> str:
     )
 
 
-def save_policy(policy: PreTrainedModel, folder: Path) -> None:
-    """Weights that `load_policy` reads; the policy keeps its own.
+def save_policy(
+    policy: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Weights that `load_policy` reads, and the tokenizer beside them; the policy keeps its own.
 
     With adapters these are merged and all weights written as float32, whatever the frozen ones are: in half precision
-    small changes would be lost.
+    small changes would be lost. OSError where they cannot be written, as on a full disk or where a file is in the way.
     """
+    make_folder(folder)
+    try:
+        _save_weights(policy, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    except Exception as error:  # safetensors and tokenizers raise kinds of their own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise OSError(
+            f"weights cannot be written to {folder} ({reason}); make room and run the same again"
+        ) from error
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for weights; FileExistsError where a file is in its place, which transformers would pass over."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise FileExistsError(
+            f"{folder}: a file is in the way of this folder; move it, or choose another folder"
+        ) from error
+
+
+def _save_weights(policy: PreTrainedModel, folder: Path) -> None:
     model = without_adapters(policy)
     if model is policy:
         policy.save_pretrained(folder)

@@ -68,20 +68,31 @@ def read_progress(record: Path, folder: Path) -> Progress | None:
         config = yaml.safe_load((record.parent / CONFIG_FILE).read_text(encoding="utf-8"))
         evaluations = pd.read_parquet(record.parent / EVALUATIONS_FILE)
         sampled = evaluations[evaluations["temperature"] > 0]["success"]
-        done = content["iterations"]
+        done, iterations = content["iterations"], config["training"]["iterations"]
+        if not (isinstance(content["status"], str) and 0 <= done <= iterations and iterations > 0):
+            return None
         return Progress(
             name=str(record.parent.relative_to(folder)),
             algorithm=content["algorithm"],
             seed=content["seed"],
             status=content["status"],
             iteration=done,
-            iterations=config["training"]["iterations"],
+            iterations=iterations,
             success=float(sampled.iloc[-1]) if len(sampled) else None,
             seconds=content["wall_seconds"] / done if done else None,
             every=config["evaluation"]["every"],
             age=max(0.0, time.time() - record.stat().st_mtime),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        yaml.YAMLError,
+        RecursionError,
+    ):
         return None
 
 

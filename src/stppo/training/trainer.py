@@ -65,6 +65,8 @@ from stppo.world.protocol import Question
 
 log = logging.getLogger(__name__)
 
+POLICY_DIR = "policy"  # in a run folder; weights and tokenizer at the end
+
 
 @dataclass
 class QueuedBatch:
@@ -201,6 +203,10 @@ class Trainer:
             return self._train_alone(resume)
 
     def _train_alone(self, resume: str) -> dict[str, Any]:
+        if (self.run_dir / POLICY_DIR).is_file():  # it would be found hours later
+            raise FileExistsError(
+                f"{self.run_dir / POLICY_DIR}: a file is in the way of the weights; move it"
+            )
         self.began = time.perf_counter()
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.environment = environment()
@@ -230,8 +236,7 @@ class Trainer:
             self.loggers.close()
             if "sampler" in self.__dict__:
                 self.sampler.close()
-        save_policy(self.policy, self.run_dir / "policy")
-        self.tokenizer.save_pretrained(self.run_dir / "policy")
+        save_policy(self.policy, self.run_dir / POLICY_DIR, self.tokenizer)
         return record
 
     def _train(self) -> dict[str, Any]:

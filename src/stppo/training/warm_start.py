@@ -21,8 +21,16 @@ from transformers import PreTrainedModel
 
 from stppo.agent.compute import place, resolve_device
 from stppo.agent.engines import make_rollout
-from stppo.agent.policy import build_policy, check_vocabulary, load_policy, load_tokenizer, score
-from stppo.agent.rollout import Sampler
+from stppo.agent.policy import (
+    build_policy,
+    check_vocabulary,
+    load_policy,
+    load_tokenizer,
+    make_folder,
+    save_policy,
+    score,
+)
+from stppo.agent.rollout import Board, Sampler
 from stppo.config import Config, build, data_section, fingerprint, validate, warm_start_dir, world_section
 from stppo.files import write_json
 from stppo.ownership import FolderLock
@@ -96,6 +104,7 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True, again: bool
     """
     run = validate(config)
     record = out_dir / WARM_START_FILE
+    make_folder(out_dir)
     try:
         with FolderLock(out_dir, wait=True):
             if record.is_file():
@@ -139,12 +148,13 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
     sampler = make_rollout(world.environment, tokenizer, run.rollout, policy).for_evaluation()
     history = []
     try:
+        # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
+        evaluated = evaluation_questions(world, run.evaluation.questions)
+        Board(sampler, evaluated)  # whether they fit shows before anything is trained
         if data is not None and _reading_steps(run, world):
             history += _read(policy, world, encoder, run, progress)
         if data is not None:
             history += _imitate(policy, data, sampler, world, run, rng, progress)
-        # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
-        evaluated = evaluation_questions(world, run.evaluation.questions)
         many = list(itertools.islice(itertools.cycle(evaluated), settings.final_samples))
         sampled, _ = evaluate(sampler, policy, many, greedy=False, seed=run.warm_start_seed)
         greedy, _ = evaluate(sampler, policy, evaluated, greedy=True, seed=0)
@@ -164,8 +174,7 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
         "history": history,
     }
     (out_dir / WARM_START_FILE).unlink(missing_ok=True)
-    policy.save_pretrained(out_dir)
-    tokenizer.save_pretrained(out_dir)
+    save_policy(policy, out_dir, tokenizer)
     write_json(out_dir / WARM_START_FILE, record)  # last: its presence means the folder is whole
     return record
 

@@ -35,11 +35,13 @@ def question_from(record: Record, benchmark: str, number: int) -> Question:
         raise ValueError(f"not a {benchmark} record: it has the fields {', '.join(record)}; wanted {wanted}")
     names = (record.get(field) for field in ("_id", "id", "question_id", "QuestionId"))
     name = next((str(value) for value in names if value is not None), f"{benchmark}-{number}")
-    if not (record.get("answerable", True) and _metadata(record).get("answerable") is not False):
-        raise Unanswerable(f"question {name}: marked as unanswerable")
     try:
+        if not (record.get("answerable", True) and _metadata(record).get("answerable") is not False):
+            raise Unanswerable(f"question {name}: marked as unanswerable")
         text, answers, paragraphs, options = schema.read(record)
         text = (text or "").strip()
+    except Unanswerable:
+        raise
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(
             f"question {name}: not a {benchmark} record ({type(error).__name__}: {error})"
@@ -97,7 +99,10 @@ def _supporting(context: Any, facts: Any) -> Paragraphs:
 
 
 def _metadata(record: Record) -> Record:
-    return record.get("metadata") or {}
+    found = record.get("metadata") or {}
+    if not isinstance(found, Mapping):
+        raise TypeError(f"metadata is a {type(found).__name__}")
+    return found
 
 
 def _flashrag(record: Record) -> _Parts:

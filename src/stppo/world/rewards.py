@@ -91,6 +91,8 @@ def chosen_option(reply: str, options: Sequence[str]) -> int | None:
     if (letter := _LETTER.fullmatch(reply)) and letter[1].upper() in letters:
         return letters.index(letter[1].upper())
     comparable = _key
+    if all(_LETTER.fullmatch(word) for word in reply.split()):
+        comparable = _plain  # of "A B" the A is no article
     if (label := _LABELLED.fullmatch(reply)) and (label[1] or label[2]).upper() in letters:
         option = letters.index((label[1] or label[2]).upper())
         if _key(label[3]) == _key(options[option]):
