@@ -149,8 +149,8 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
         "import os, sys, time\nfrom stppo.ownership import FolderLock\n"
         "with FolderLock(sys.argv[1]):\n"
         " child = os.fork()\n"
-        " if child == 0: time.sleep(60); os._exit(0)\n"
-        " print(child, flush=True); time.sleep(60)\n"
+        " if child == 0: print(os.getpid(), flush=True); time.sleep(60); os._exit(0)\n"
+        " time.sleep(60)\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True

@@ -283,9 +283,14 @@ def test_start_is_measured_on_the_questions_of_the_evaluations(tmp_path, tiny, m
 
 @pytest.mark.parametrize(
     ("override", "said"),
-    [("rollout.max_tokens=10", "leaves no room for a turn"), ("evaluation.questions=1000000", "only 32 validation")],
+    [
+        ("rollout.max_tokens=10", "leaves no room for a turn"),
+        ("evaluation.questions=1000000", "only 32 validation"),
+    ],
 )
-def test_what_cannot_be_measured_is_said_before_anything_is_trained(override, said, tmp_path, tiny, monkeypatch):
+def test_what_cannot_be_measured_is_said_before_anything_is_trained(
+    override, said, tmp_path, tiny, monkeypatch
+):
     monkeypatch.setattr("stppo.training.warm_start._supervised_step", None)
     with pytest.raises(ValueError, match=said):
         warm_start(tiny(override), tmp_path, progress=False)
@@ -385,8 +390,7 @@ def test_one_folder_takes_one_run_at_a_time(tmp_path, tiny, barely_trained):
 def test_a_run_whose_pipeline_is_gone_stops_at_its_next_checkpoint(
     tmp_path, tiny, barely_trained, monkeypatch
 ):
-    tell = "import os\nfrom stppo.files import write_atomically
-from stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
+    tell = "import os\nfrom stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
     gone = subprocess.run(
         [sys.executable, "-c", tell], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -14,6 +14,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CATEGORICAL = ("yes", "no", "noanswer")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _LABELLED = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[.):])[.:]?\s*(.+)", re.DOTALL)
+_WORD = re.compile(r"\w+")
 _DECIMAL = re.compile(r"(?<=\d)\.(?=\d)")  # 1.5 is not 15
 _CLOSING = "</answer>"
 _ANSWER = re.compile(rf"<answer>(.*?){_CLOSING}", re.DOTALL)
@@ -91,7 +92,7 @@ def chosen_option(reply: str, options: Sequence[str]) -> int | None:
     if (letter := _LETTER.fullmatch(reply)) and letter[1].upper() in letters:
         return letters.index(letter[1].upper())
     comparable = _key
-    if all(_LETTER.fullmatch(word) for word in reply.split()):
+    if all(len(word) == 1 for word in _WORD.findall(reply)):
         comparable = _plain  # of "A B" the A is no article
     if (label := _LABELLED.fullmatch(reply)) and (label[1] or label[2]).upper() in letters:
         option = letters.index((label[1] or label[2]).upper())
