@@ -181,6 +181,14 @@ def test_a_checkpoint_without_a_part_that_the_run_needs_is_refused(tmp_path, tin
         run(tiny(), tmp_path, barely_trained)
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, "null", '{"fingerprint": "f", "format": 2, "state": 5}'])
+def test_a_state_that_is_none_is_refused(content, tmp_path):
+    save_checkpoint(tmp_path / "c", "f", state_of(1))
+    (newest(tmp_path / "c") / "state.json").write_text(content)
+    with pytest.raises(ValueError, match="cannot be read .*set_aside"):
+        load_checkpoint(tmp_path / "c", "f")
+
+
 def test_a_surplus_tensor_is_refused(tmp_path):
     save_checkpoint(tmp_path / "c", "f", state_of(1))
     file = newest(tmp_path / "c") / "policy.safetensors"

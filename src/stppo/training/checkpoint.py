@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stppo.foreign import parse_json
 from stppo.schema import (
     BY_BENCHMARK_FILE,
     CONFIG_FILE,
@@ -107,7 +108,7 @@ def load_checkpoint(folder: Path, fingerprint: str, needed: Collection[str] = ()
     if (path := newest(folder)) is None:
         return None
     try:
-        content = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
+        content = parse_json((path / _STATE_FILE).read_bytes())
         written_by, form, parts = content["fingerprint"], content["format"], dict(content["state"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} cannot be read ({type(error).__name__}); {_REMEDY}") from error

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import itertools
-import json
 import logging
 import math
 import random
@@ -24,6 +23,7 @@ from stppo.agent.policy import check_vocabulary, load_policy, load_tokenizer
 from stppo.agent.rollout import Sampler
 from stppo.config import Config, build, data_section, fingerprint, validate, world_section
 from stppo.files import write_atomically, write_json
+from stppo.foreign import parse_json
 from stppo.ownership import FolderLock
 from stppo.provenance import environment
 from stppo.schema import (
@@ -247,7 +247,7 @@ def _finished(part: Path, made_for: str) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        result = json.loads(file.read_text(encoding="utf-8"))
+        result = parse_json(file.read_bytes())
         row, of = result["row"], result["made_for"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged; delete it to play this part again") from error

@@ -8,7 +8,6 @@ improve, and something to lose.
 
 import hashlib
 import itertools
-import json
 import random
 import time
 from collections import deque
@@ -33,6 +32,7 @@ from stppo.agent.policy import (
 from stppo.agent.rollout import Board, Sampler
 from stppo.config import Config, build, data_section, fingerprint, validate, warm_start_dir, world_section
 from stppo.files import write_json
+from stppo.foreign import parse_json
 from stppo.ownership import FolderLock
 from stppo.settings import RunConfig
 from stppo.training.failures import warm_start_stopped
@@ -108,7 +108,7 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True, again: bool
     try:
         with FolderLock(out_dir, wait=True):
             if record.is_file():
-                found = json.loads(record.read_text())
+                found = read_record(record)
                 if found.get("made_for") != made_for(config):
                     raise ValueError(
                         f"{out_dir} holds a warm start for another world or policy, and runs may stand on it: choose "
@@ -299,6 +299,17 @@ def ensure_warm_start(config: Config) -> Path:
     return path
 
 
+def read_record(file: Path) -> dict:
+    """What a warm start recorded; ValueError names a file that is damaged."""
+    try:
+        record = parse_json(file.read_bytes())
+        return {name: record[name] for name in ("success_sampled", "success_greedy", "n_sampled")} | record
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is damaged ({type(error).__name__}: {error}); make the warm start again"
+        ) from error
+
+
 def load_warm_start(path: Path, attention: str = "sdpa") -> tuple[PreTrainedModel, dict, str]:
     """Policy, record and content hash of the weights of a saved warm start; raises FileNotFoundError."""
     record = path / WARM_START_FILE
@@ -309,4 +320,4 @@ def load_warm_start(path: Path, attention: str = "sdpa") -> tuple[PreTrainedMode
         with file.open("rb") as stream:
             while block := stream.read(2**24):
                 content.update(block)
-    return load_policy(path, attention), json.loads(record.read_text()), content.hexdigest()[:12]
+    return load_policy(path, attention), read_record(record), content.hexdigest()[:12]
