@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1) || \
 	{ echo 'No virtual environment: on Debian or Ubuntu run `sudo apt install python3-venv`, then make again.' >&2; exit 1; }
 
-.PHONY: setup lock lock-engines all docs test test-all test-engines bench
+.PHONY: setup lock lock-engines all docs test test-all test-engines chaos bench
 
 setup: $(VENV)/.installed
 
@@ -70,6 +70,11 @@ $(ENGINES)/.installed: pyproject.toml requirements-engines.lock
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements-engines.lock -e '.[dev,verl,trl,lora]' $(VLLM)
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# Attacks from one seed, 20 minutes on two cores; a table at the end.
+chaos: setup
+	python -m tests.chaos.run --seconds $(CHAOS_SECONDS)
+CHAOS_SECONDS ?= 1200
 
 bench: setup
 	python benchmarks/run.py

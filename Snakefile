@@ -36,9 +36,11 @@ from stppo.config_files import config_dir, groups, option_files, own_config_dir,
 from stppo.results.runs import missing_runs
 from stppo.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.interact import NBCONVERT_OPTIONS
+from stppo.ownership import announce_parent
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+announce_parent()  # a run whose Snakemake was killed stops at its next checkpoint
 
 PRESET = config.get("preset", "laptop")
 try:
@@ -195,6 +197,11 @@ rule warm_start:
         "stppo warm-start {params.overrides} --out $(dirname {output}) > {log} 2>&1"
 
 
+def what_runs(config):
+    """Fingerprint of a run's config and of the data that it names."""
+    return configs.fingerprint(configs.run_section(config) | configs.data_section(config))
+
+
 def divisors_of(run):
     """The run whose divisors a placebo replays must be there first."""
     source = run.config["training"]["divisors"]["from_run"]
@@ -212,7 +219,7 @@ rule train:
         evaluations=f"{RESULTS}/runs/{{run}}/evaluations.parquet",
     params:
         code=lambda wildcards: [TRAIN_CODE, own_code(RUNS[wildcards.run])],
-        config=lambda wildcards: configs.fingerprint(configs.run_section(RUNS[wildcards.run].config)),
+        config=lambda wildcards: what_runs(RUNS[wildcards.run].config),
         overrides=lambda wildcards: shlex.quote(shlex.join(RUNS[wildcards.run].overrides)),
     log:
         f"{RESULTS}/logs/train/{{run}}.log",

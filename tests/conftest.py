@@ -44,6 +44,10 @@ def tiny():
 @pytest.fixture(scope="session")
 def barely_trained(tmp_path_factory) -> Path:
     """A warm-start folder whose policy knows the format by halves: some turns are valid, some are not."""
+    return make_start(tmp_path_factory.mktemp("warm_start"))
+
+
+def make_start(folder: Path) -> Path:
     config = configs.compose(TINY)
     settings = configs.validate(config)
     world = configs.build(config["world"], "world")
@@ -58,7 +62,6 @@ def barely_trained(tmp_path_factory) -> Path:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    folder = tmp_path_factory.mktemp("warm_start")
     policy.save_pretrained(folder)
     world.tokenizer.save_pretrained(folder)
     record = {"made_for": made_for(config), "success_sampled": 0.0, "success_greedy": 0.0, "n_sampled": 1}

@@ -1,14 +1,18 @@
 """Policies that come as a folder: weights, tokenizer, what is missing, and training that begins with them as they are."""
 
 import json
+import resource
+import shutil
 
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from stppo import config as configs
-from stppo.agent.policy import PolicyConfig, check_vocabulary, load_policy, load_tokenizer, score
+from stppo.agent.policy import PolicyConfig, check_vocabulary, load_policy, load_tokenizer, save_policy, score
 from stppo.config import ConfigError
+from stppo.preflight.shapes import policy_config, shape_of
 from stppo.training.optimizers import make_optimizer
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import load_warm_start, warm_start
@@ -109,6 +113,83 @@ def test_weights_in_several_files_count_with_all(tmp_path, barely_trained):
         policy.get_output_embeddings().weight[0, 0] += 1
     policy.save_pretrained(tmp_path, max_shard_size="50KB")
     assert load_warm_start(tmp_path)[2] != content
+
+
+def changed(folder, source, weights=None, **shape):
+    """A copy of a policy's folder with other weights and another config."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file((weights or dict)(tensors), folder / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | shape))
+    return folder
+
+
+def layers(n):
+    return {"num_hidden_layers": n, "layer_types": ["full_attention"] * n}
+
+
+HEAD, LAYER = "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("weights", "shape", "said"),
+    [
+        (lambda t: {k: v for k, v in t.items() if k != HEAD}, {}, f"lacks {HEAD}"),
+        (
+            lambda t: {k: v for k, v in t.items() if ".layers.1." not in k},
+            {},
+            r"lacks model\.layers\.1\..*and 1\d more",
+        ),
+        (lambda t: t | {LAYER: t[LAYER][:1].contiguous()}, {}, "up_proj"),
+        (lambda t: t | {LAYER: t[LAYER] * float("nan")}, {}, f"{LAYER} holds numbers that are not finite"),
+        (None, {"num_hidden_layers": 1}, "cannot be loaded .*layer_types"),
+        (None, layers(1), r"also holds model\.layers\.1\."),
+        (None, layers(3), r"lacks model\.layers\.2\."),
+        (None, {"model_type": "none"}, "cannot be loaded"),
+    ],
+)
+def test_weights_that_are_not_exactly_the_models_are_refused(weights, shape, said, tmp_path, barely_trained):
+    folder = changed(tmp_path / "start", barely_trained, weights, **shape)
+    with pytest.raises(FileNotFoundError, match=said):
+        load_policy(folder)
+
+
+def test_a_folder_brings_in_no_code_kernel_or_pickle(tmp_path, barely_trained, monkeypatch):
+    """A config that names its own classes and a kernel of the hub is read as the family that it names."""
+
+    def forbidden(*_, **__):
+        raise AssertionError("foreign code was asked for")
+
+    monkeypatch.setattr("builtins.input", forbidden)
+    monkeypatch.setattr("transformers.integrations.hub_kernels.load_and_register_attn_kernel", forbidden)
+    foreign = {
+        "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"},
+        "_attn_implementation": "owner/repo:f",
+    }
+    folder = changed(tmp_path / "start", barely_trained, **foreign)
+    assert load_policy(folder).config._attn_implementation == "sdpa"
+    shape_of(policy_config(PolicyConfig(name="x", pretrained=str(folder)), None))
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="cannot be loaded"):
+        load_policy(folder)
+
+
+def test_weights_that_cannot_be_written_are_one_line(tmp_path, barely_trained):
+    policy, tokenizer = load_policy(barely_trained), load_tokenizer(barely_trained)
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(FileExistsError, match="a file is in the way"):
+            save_policy(policy, folder, tokenizer)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (100, 20_000):  # as a full disk: amid the weights, or the tokenizer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            with pytest.raises(OSError, match="weights cannot be written to .*make room"):
+                save_policy(policy, tmp_path / "full", tokenizer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tiny, barely_trained):

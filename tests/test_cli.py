@@ -92,6 +92,18 @@ def test_an_engine_that_does_not_start_is_one_line(stppo, monkeypatch):
     assert "Traceback" in stppo("--debug", "train", "preset=smoke")[2]
 
 
+def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_path):
+    def broken(*_):
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(cli, "train_one", broken)
+    result = stppo("train", "preset=smoke")
+    (file,) = tmp_path.glob("stppo-error-*.txt")
+    assert_one_line_error(result, "unexpected KeyError: 'surprise'", str(file))
+    text = file.read_text()
+    assert text.startswith("stppo train preset=smoke") and "in broken" in text and "python" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -108,6 +120,8 @@ def test_an_engine_that_does_not_start_is_one_line(stppo, monkeypatch):
         (["compare", "none"], ["none holds no run.json"]),
         (["plan", "--config-dir", "none"], ["none", "--config-dir", "No such file"]),
         (["claims", "none", "out"], ["none/runs.json is missing"]),
+        (["train", "preset=smoke", "--out", ""], ["an argument is empty"]),
+        (["train", "preset=smoke", "--out="], ["an argument is empty"]),
         (["report", "results/none"], ["results/none/metrics/runs.json is missing", "snakemake"]),
     ],
 )

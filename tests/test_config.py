@@ -162,6 +162,8 @@ OBJECTIVE = "algorithm.objective"
             ["warm_start.reading.max_steps=10"],
             "warm_start.reading.measure_every=20 must be at most warm_start.reading.max_steps=10",
         ),
+        (["seed=99999999999999999999"], "seed = 99999999999999999999: Input should be less than 4294967296"),
+        (["training.learning_rate=1e300"], "training.learning_rate = 1e+300: Input should be less than"),
         (["seed=-1"], "seed = -1: Input should be greater than or equal to 0"),
         (["training.epochs"], "Error parsing override 'training.epochs'"),
     ],
@@ -194,6 +196,35 @@ def test_sweep_knows_ranges_and_leaves_lists_alone():
     assert configs.expand_sweep(["seed=range(3)"]) == [["seed=0"], ["seed=1"], ["seed=2"]]
     assert configs.expand_sweep(["world.hop_shares=[1,0,0]"]) == [["world.hop_shares=[1,0,0]"]]
     assert configs.expand_sweep([]) == [[]]
+
+
+def test_an_endless_sweep_is_refused():
+    for sweep in (["seed=range(0,1e8)"], ["seed=range(0,2000)", "training.epochs=range(1,2000)"]):
+        with pytest.raises(ConfigError, match="the sweep has more than 10000 runs"):
+            configs.expand_sweep(sweep)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pipeline.regimes=abc", "pipeline.regimes = 'abc': must be a mapping"),
+        ("pipeline.regimes.OFF_POLICY=3", "pipeline.regimes.OFF_POLICY = 3: must be"),
+        (
+            "pipeline.regimes.OFF_POLICY.seeds=null",
+            "OFF_POLICY.seeds = None: must be a list of whole numbers",
+        ),
+        (
+            "pipeline.regimes.OFF_POLICY.seeds=abc",
+            "OFF_POLICY.seeds = 'abc': must be a list of whole numbers",
+        ),
+        ("pipeline.regimes.OFF_POLICY.seeds=[true]", r"OFF_POLICY.seeds = \[True\]"),
+        ("pipeline.regimes.OFF_POLICY.algorithms=3", "OFF_POLICY.algorithms = 3: must be a list of names"),
+        ("+pipeline.regimes.OFF_POLICY.overrides=a", "OFF_POLICY.overrides = 'a': must be a list"),
+    ],
+)
+def test_a_plan_of_the_wrong_kind_is_named(override, message):
+    with pytest.raises(ConfigError, match=message):
+        configs.planned_runs("smoke", [override])
 
 
 def test_malformed_sweep_is_a_config_error():

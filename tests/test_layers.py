@@ -8,11 +8,13 @@ import pytest
 from stppo.provenance import PACKAGE_DIR, imported_modules, module_file
 
 # What each part of the package may import of the others; a part is a sub-package or a module.
-FLOOR = {"world", "retrieval", "objectives", "trajectories", "checks"}
+FLOOR = {"world", "retrieval", "objectives", "trajectories", "checks", "foreign"}
 ALLOWED = {
     "__init__": set(),
     "schema": set(),
     "files": set(),
+    "foreign": set(),
+    "ownership": {"files"},
     "config_files": set(),
     "algorithms": {"config_files"},
     "checks": set(),
@@ -21,14 +23,14 @@ ALLOWED = {
     "trajectories": set(),
     "objectives": {"trajectories", "checks"},
     "oracle": {"objectives", "trajectories"},
-    "retrieval": {"checks"},
-    "world": {"retrieval", "checks"},
+    "retrieval": {"checks", "foreign"},
+    "world": {"retrieval", "checks", "foreign"},
     "agent": FLOOR,
     "settings": {"agent", "config_files", *FLOOR},
     "config": {"settings", "config_files", "files", "provenance"},
     "plan": {"config"},
-    "training": {"agent", "schema", "files", "config", "settings", "provenance", *FLOOR},
-    "results": {"schema", "files", "provenance", "algorithms"},
+    "training": {"agent", "schema", "files", "ownership", "config", "settings", "provenance", *FLOOR},
+    "results": {"schema", "files", "foreign", "provenance", "algorithms"},
     "study": {"results", "schema", "files", "config", "algorithms"},
     "plugins": {"objectives", "trajectories", "world", "retrieval", "checks"},
     "preflight": {"agent", "config", "files", "settings", *FLOOR},

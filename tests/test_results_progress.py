@@ -95,6 +95,15 @@ def test_half_written_and_earlier_runs_are_no_runs(record, tmp_path):
     assert [run.name for run in all_progress(tmp_path)] == ["A/st_ppo/seed1"]
 
 
+@pytest.mark.parametrize(
+    "content", ["null", "[]", '"a"', '{"iterations": "x"}', '{"status": [], "iterations": 1}']
+)
+def test_a_record_that_is_none_is_passed_over(record, content):
+    folder = record("a", 4)
+    (folder / "a" / "run.json").write_text(content)
+    assert all_progress(folder) == []
+
+
 def test_missing_folder_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no folder .*laptop"):
         all_progress(tmp_path / "laptop")

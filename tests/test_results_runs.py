@@ -70,7 +70,7 @@ def test_files_are_compact(study):
     file = pq.ParquetFile(out / schema.ITERATIONS_FILE)
     column = file.metadata.row_group(0).column(4)
     assert column.compression == "ZSTD"
-    assert {str(f.type) for f in file.schema_arrow} == {"string", "int32", "float"}
+    assert {str(f.type) for f in file.schema_arrow} == {"string", "int64", "float"}
 
 
 def test_summary_holds_known_truth(study):
@@ -206,6 +206,36 @@ def test_record_without_a_field_names_it(run):
     file.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="lacks warm_start"):
         read_run(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", None),
+        ("seed", "1"),
+        ("algorithm", ["a"]),
+        ("status", None),
+        ("wall_seconds", "long"),
+        ("warm_start", "none"),
+        ("warm_start", {"success_sampled": 0.1}),
+    ],
+)
+def test_field_of_another_kind_names_it(run, name, value):
+    set_field(run, **{name: value})
+    with pytest.raises(ValueError, match=f"{name}.*make it anew with"):
+        read_run(run)
+
+
+def test_a_record_nested_too_deeply_is_unreadable(run):
+    (run / schema.RUN_FILE).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is unreadable"):
+        read_run(run)
+
+
+def test_large_seeds_stay_themselves(run, tmp_path):
+    set_field(run, seed=2**31 + 5)
+    metrics = collect([run], tmp_path / "metrics")
+    assert list(metrics.summary["seed"]) == [2**31 + 5] and metrics.summary["peak"].notna().all()
 
 
 def test_missing_column_is_named(run):

@@ -181,7 +181,7 @@ def test_a_damaged_index_is_named(own_index, name, damage):
         open_bm25(folder)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": {}}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": {}}', '{"files": 5}', "[" * 100_000])
 def test_a_damaged_manifest_is_named(own_index, content):
     _, folder = own_index
     (folder / "manifest.json").write_text(content)

@@ -91,6 +91,28 @@ def trickle(handler, asked):
     handler.close_connection = True
 
 
+def trickle_headers(handler, asked):
+    handler.send_response(200)
+    handler.flush_headers()
+    for i in range(20):
+        try:
+            handler.wfile.write(b"X-%d: a\r\n" % i)
+        except OSError:
+            return
+        time.sleep(0.1)
+    handler.close_connection = True
+
+
+def continue_for_ever(handler, asked):
+    for _ in range(20):
+        try:
+            handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        except OSError:
+            return
+        time.sleep(0.1)
+    handler.close_connection = True
+
+
 def stop_halfway(handler, asked):
     body = json.dumps({"result": [scored("q", 2)]}).encode()
     handler.send_response(200)
@@ -154,6 +176,14 @@ def test_what_an_agent_may_write_can_be_sent(server):
     assert [ranking[0][0].id for ranking in found] == ["01234-0", "a?b-0", "\x00-0"]
 
 
+def test_lone_surrogates_of_a_server_go_no_further(server):
+    """No tokenizer or file could hold them; pairs are characters."""
+    contents = {"contents": '"T\ud800"\nx\udfffy \U0001f600'}
+    server.script = [answer({"result": [[{"document": contents, "score": 1}]]})]
+    ((found, _),) = client(server).search(["q"], 1)[0]
+    assert (found.title, found.text) == ("T\ufffd", "x\ufffdy \U0001f600")
+
+
 def test_a_reply_of_a_web_search_has_no_scores_and_may_hold_blank_pages(server):
     pages = [{"document": {"contents": text}} for text in ("first page", " ", "second page", "third")]
     server.script = [answer({"result": [pages]})]
@@ -212,6 +242,12 @@ BAD_REPLIES = {
     "no contents": (answer({"result": [[{"document": {"id": "1"}, "score": 1}]]}), 'no text "contents"'),
     "null contents": (answer({"result": [[{"contents": None}]]}), 'no text "contents"'),
     "null document": (answer({"result": [[{"document": None, "score": 1}]]}), 'no text "contents"'),
+    "deep": (answer(b"[" * 100_000), "no JSON"),
+    "score beyond any float": (
+        answer(b'{"result": [[{"document": {"contents": "a"}, "score": 1' + b"0" * 400 + b"}]]}"),
+        "a score is too large",
+    ),
+    "number too long": (answer(b"1" * 5000), "no JSON"),
     "text score": (answer({"result": [[{"document": {"contents": "a"}, "score": "1"}]]}), "a score is '1'"),
 }
 
@@ -238,7 +274,7 @@ def test_after_the_last_attempt_the_error_says_what_was_wrong(server, problem):
     assert len(server.asked) == 3 and isinstance(error.value, ConnectionError)
 
 
-@pytest.mark.parametrize("slow", [stay_silent, trickle])
+@pytest.mark.parametrize("slow", [stay_silent, trickle, trickle_headers, continue_for_ever])
 def test_a_slow_server_is_given_up_in_time(server, slow):
     server.script = [slow]
     began = time.monotonic()

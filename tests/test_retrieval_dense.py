@@ -1,11 +1,14 @@
 """Dense retrieval with a tiny random BERT, made here and loaded as any model, against NumPy on every pair."""
 
 import json
+import shutil
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from stppo.retrieval.documents import Document
@@ -164,6 +167,19 @@ def test_what_cannot_be_is_named(model, corpus, tmp_path):
     (tmp_path / "i").mkdir()
     with pytest.raises(FileExistsError, match="exists already"):
         build_dense(corpus, tmp_path / "i", encoder(model))
+
+
+def test_an_encoder_that_lacks_weights_is_refused(model, tmp_path):
+    """Else random layers would rank the documents."""
+    folder = Path(shutil.copytree(model, tmp_path / "other"))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not name.startswith("pooler.")}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    assert Encoder(str(folder), device="cpu").queries(["w1"]).shape == (1, 32), "the pooler is not read"
+    kept = {name: weight for name, weight in kept.items() if "layer.1.output.dense" not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks encoder\.layer\.1\.output\.dense\.bias"):
+        Encoder(str(folder), device="cpu").queries(["w1"])
 
 
 def test_an_index_of_another_model_is_named(model, corpus, tmp_path):

@@ -16,7 +16,7 @@ from stppo.retrieval.documents import Document
 pytest.importorskip("fastapi", reason="the extra `retrieval` is not installed")
 import uvicorn
 
-from stppo.retrieval.server import Limits, create_app
+from stppo.retrieval.server import LOCAL_NAMES, Limits, create_app, server_config
 
 DOCUMENTS = [
     Document("0", "Oslo", "capital of Norway"),
@@ -29,11 +29,7 @@ DOCUMENTS = [
 def served(retriever, limits=None, **options):
     """The base URL of a real server in a thread."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(retriever, limits, **options), log_level="error", timeout_graceful_shutdown=1
-        )
-    )
+    server = uvicorn.Server(server_config(create_app(retriever, limits, **options), limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:
@@ -46,7 +42,7 @@ def served(retriever, limits=None, **options):
 
 @pytest.fixture(scope="module")
 def url():
-    limits = Limits(queries=8, query_characters=100, topk=5, body_bytes=2000)
+    limits = Limits(queries=8, query_characters=100, topk=5, documents=30, body_bytes=2000)
     with served(BM25Retriever(DOCUMENTS), limits, about={"kind": "bm25", "documents": 3}) as base:
         yield base
 
@@ -105,6 +101,10 @@ def test_health(url):
         ({"queries": ["a", 1]}, "queries: must be a list of strings"),
         ({"queries": ["a"] * 9}, "queries: 9 in one request, allowed are 8"),
         ({"queries": ["a" * 101]}, "queries: one has 101 characters, allowed are 100"),
+        (
+            {"queries": ["a"] * 8, "topk": 5},
+            "queries times topk: 40 documents in one request, allowed are 30",
+        ),
         ({"queries": ["a"], "topk": 6}, "topk: must be a whole number from 1 to 5, got 6"),
         ({"queries": ["a"], "topk": 0}, "topk: must be a whole number from 1 to 5, got 0"),
         ({"queries": ["a"], "topk": True}, "topk: must be"),
@@ -263,3 +263,76 @@ def test_many_clients_at_once_get_their_own_answers():
     for i in range(12):
         found = [[ranking[0][0].id for ranking in answer] for answer in results[i]]
         assert found == [[str(i + j), "0"] for j in range(10)]
+
+
+def raw(base, text):
+    """An open connection on which this much of a request was sent."""
+    connection = socket.create_connection(("127.0.0.1", int(base.rsplit(":", 1)[1])), timeout=10)
+    connection.sendall(text)
+    return connection
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /retrieve HTTP/1.1\r\nHost: x\r\nX-", b"G"])
+def test_a_connection_whose_headers_never_come_is_closed(sent):
+    with served(BM25Retriever(DOCUMENTS), Limits(seconds=1)) as base, raw(base, sent) as slow:
+        assert slow.recv(1000) == b""
+
+
+def test_a_connection_that_asked_once_is_closed_amid_its_next_headers():
+    with (
+        served(BM25Retriever(DOCUMENTS), Limits(seconds=1)) as base,
+        raw(base, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as slow,
+    ):
+        assert b" 200 " in slow.recv(1000)
+        slow.sendall(b"GET /health HTTP/1.1\r\nHo")
+        while slow.recv(1000):  # the rest of the answer, then the end, else a time-out
+            pass
+
+
+def test_a_large_request_takes_turns_and_comes_back_whole():
+    watched = Watched()
+    with served(watched, Limits(batch_queries=4)) as base:
+        large = [f"l{i}" for i in range(10)]
+        first, found = in_threads(1, lambda i: post(base, queries=large, topk=1).json()["result"])
+        assert watched.entered.wait(timeout=10)
+        threads, results = in_threads(1, lambda i: post(base, queries=["small"], topk=1).json()["result"])
+        wait_for_waiting(base, 1)
+        watched.gate.set()
+        finish(first + threads)
+    assert [len(queries) for queries, _ in watched.batches] == [4, 1, 4, 2], (
+        "the small one is not kept waiting"
+    )
+    assert [ranking[0]["contents"] for ranking in found[0]] == [f'"{name}"\n0' for name in large]
+    assert results[0][0][0]["contents"] == '"small"\n0'
+
+
+def test_a_search_stops_with_its_request():
+    """Whether its time is over or its client has gone."""
+    watched = Watched()
+    with served(watched, Limits(batch_queries=1, seconds=1)) as base:
+        assert post(base, queries=["a"] * 5, topk=1).status_code == 503
+        body = b'{"queries": ["b", "b", "b"], "topk": 1}'
+        sent = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        connection = raw(base, sent + body)
+        wait_for_waiting(base, 3)
+        connection.close()
+        time.sleep(0.2)
+        watched.gate.set()
+        assert post(base, queries=["c"], topk=1).status_code == 200
+    assert [queries[0] for queries, _ in watched.batches] == ["a", "c"]
+
+
+def test_web_pages_may_not_ask():
+    """Neither from another site, nor through a name of their own that leads to this machine."""
+    with served(BM25Retriever(DOCUMENTS), hosts=LOCAL_NAMES) as base:
+        asked = {"json": {"queries": ["Oslo"]}, "timeout": 10}
+        for headers in (
+            {"Origin": "http://evil.example"},
+            {"Origin": "null"},
+            {"Host": "evil.example"},
+            {"Host": ""},
+        ):
+            reply = requests.post(f"{base}/retrieve", headers=headers, **asked)
+            assert reply.status_code == 403 and next(iter(headers)) in reply.json()["detail"]
+        for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
+            assert requests.post(f"{base}/retrieve", headers={"Host": host}, **asked).status_code == 200

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from stppo import config as configs
+from stppo.files import write_atomically
+from stppo.ownership import PARENT, FolderInUse
 from stppo.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
 from stppo.training.checkpoint import newest
+from stppo.training.failures import RunStopped
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import encode_episode, load_warm_start, warm_start
 from stppo.world.encoding import DialogueEncoder
@@ -278,6 +281,42 @@ def test_start_is_measured_on_the_questions_of_the_evaluations(tmp_path, tiny, m
     assert set(sampled) == set(fixed) and len(sampled) == 256 and greedy == fixed
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.max_tokens=10", "leaves no room for a turn"),
+        ("evaluation.questions=1000000", "only 32 validation"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_is_trained(
+    override, said, tmp_path, tiny, monkeypatch
+):
+    monkeypatch.setattr("stppo.training.warm_start._supervised_step", None)
+    with pytest.raises(ValueError, match=said):
+        warm_start(tiny(override), tmp_path, progress=False)
+
+
+def test_a_file_in_the_place_of_the_weights_is_named_before_training(tmp_path, tiny, barely_trained):
+    (tmp_path / "policy").write_text("")
+    with pytest.raises(FileExistsError, match="policy: a file is in the way"):
+        run(tiny(), tmp_path, barely_trained)
+    assert not (tmp_path / "updates.parquet").exists()
+
+
+def test_what_a_killed_run_left_unfinished_goes(tmp_path, tiny, barely_trained):
+    def write(part):
+        left.append(part)
+        raise KeyboardInterrupt
+
+    left = []
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathlib.Path.unlink", lambda *_, **__: None)
+        write_atomically(tmp_path / "updates.parquet", write)
+    assert left[0].exists()
+    run(tiny("training.iterations=1"), tmp_path, barely_trained)
+    assert not left[0].exists()
+
+
 def test_warm_start_that_misses_its_target_says_so(tmp_path, tiny):
     with pytest.raises(ValueError, match="warm_start.max_steps=50"):
         warm_start(tiny("warm_start.max_steps=50", "warm_start.target_success=0.9"), tmp_path, progress=False)
@@ -333,3 +372,30 @@ def test_trainer_leaves_the_reference_policy_alone(tmp_path, tiny, barely_traine
     trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.reference.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
+
+
+def test_one_folder_takes_one_run_at_a_time(tmp_path, tiny, barely_trained):
+    """A second writer is refused before it touches anything; the first goes on undisturbed."""
+
+    def intrude(trainer):
+        with pytest.raises(FolderInUse, match="is in use by process"):
+            run(tiny("algorithm=token_ppo"), tmp_path, barely_trained, resume="set_aside")
+
+    trainer = Trainer(tiny(), tmp_path, barely_trained, on_iteration=intrude, progress=False)
+    assert trainer.train()["status"] == "completed"
+    assert json.loads((tmp_path / "run.json").read_text())["algorithm"] == "st_ppo"
+    assert not list(tmp_path.glob("earlier-*"))
+
+
+def test_a_run_whose_pipeline_is_gone_stops_at_its_next_checkpoint(
+    tmp_path, tiny, barely_trained, monkeypatch
+):
+    tell = "import os\nfrom stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
+    gone = subprocess.run(
+        [sys.executable, "-c", tell], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    monkeypatch.setenv(PARENT, gone)
+    with pytest.raises(RunStopped, match="stopped after iteration 2, which is kept"):
+        run(tiny(), tmp_path, barely_trained)
+    monkeypatch.delenv(PARENT)
+    assert run(tiny(), tmp_path, barely_trained)["iterations"] == 5

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from stppo.training.checkpoint import load_checkpoint, newest, restore, save_checkpoint, trained
+from stppo.training.checkpoint import (
+    load_checkpoint,
+    newest,
+    restore,
+    restore_optimizer,
+    save_checkpoint,
+    trained,
+)
 from tests.training_runs import assert_same_metrics, interrupted, run
 
 
@@ -132,6 +140,60 @@ def test_a_missing_part_is_named(tmp_path):
     save_checkpoint(tmp_path / "c", "f", state_of(1))
     (newest(tmp_path / "c") / "policy.safetensors").unlink()
     with pytest.raises(ValueError, match=r"policy\.safetensors cannot be read .*set_aside"):
+        load_checkpoint(tmp_path / "c", "f")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda saved: {k: v for k, v in saved.items() if k != "bias"}, "bias is missing or surplus"),
+        (lambda saved: saved | {"other": torch.zeros(2)}, "other is missing or surplus"),
+        (lambda saved: saved | {"weight": torch.zeros(1, 2)}, r"weight has the shape \(1, 2\), not \(3, 2\)"),
+    ],
+)
+def test_parameters_that_are_not_exactly_the_models_are_refused(change, said):
+    model = torch.nn.Linear(2, 3)
+    saved = {name: weight.detach().clone() for name, weight in trained(model).items()}
+    with pytest.raises(ValueError, match=said):
+        restore(model, change(saved))
+
+
+def test_an_optimizer_state_that_does_not_fit_is_refused():
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = torch.optim.Adam([weight])
+    weight.sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    restore_optimizer(optimizer, saved)
+    saved["state"][0]["exp_avg"] = torch.zeros(1, 2)
+    for wrong in (saved, {}, None):
+        with pytest.raises(ValueError, match="optimizer.*set_aside"):
+            restore_optimizer(optimizer, wrong)
+
+
+def test_a_checkpoint_without_a_part_that_the_run_needs_is_refused(tmp_path, tiny, barely_trained):
+    interrupted(tiny(), tmp_path, barely_trained)
+    file = newest(tmp_path / "checkpoint") / "state.json"
+    content = json.loads(file.read_text())
+    del content["state"]["optimizer"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="lacks optimizer; .*set_aside"):
+        run(tiny(), tmp_path, barely_trained)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "null", '{"fingerprint": "f", "format": 2, "state": 5}'])
+def test_a_state_that_is_none_is_refused(content, tmp_path):
+    save_checkpoint(tmp_path / "c", "f", state_of(1))
+    (newest(tmp_path / "c") / "state.json").write_text(content)
+    with pytest.raises(ValueError, match="cannot be read .*set_aside"):
+        load_checkpoint(tmp_path / "c", "f")
+
+
+def test_a_surplus_tensor_is_refused(tmp_path):
+    save_checkpoint(tmp_path / "c", "f", state_of(1))
+    file = newest(tmp_path / "c") / "policy.safetensors"
+    save_file(load_file(file) | {"/other": torch.zeros(1)}, file)
+    with pytest.raises(ValueError, match=r"policy\.safetensors cannot be read"):
         load_checkpoint(tmp_path / "c", "f")
 
 

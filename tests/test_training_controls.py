@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 
 import numpy as np
@@ -475,3 +476,29 @@ def test_another_kind_of_retriever_and_what_it_is_asked_are_part_of_a_run():
 def test_memory_of_the_engine_is_no_part_of_a_run(setting):
     assert known_by(*QWEN, f"rollout.{setting}") == known_by(*QWEN)
     assert known_by(*QWEN, "rollout.dtype=float32")[:2] != known_by(*QWEN)[:2]
+
+
+@pytest.mark.parametrize("data", ["corpus.jsonl", "nq.jsonl", "model/model.safetensors"])
+def test_what_data_hold_is_part_of_a_run(data, tmp_path, monkeypatch):
+    """Not only where they are: another corpus at the same place is another run, the same one touched is not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    for name in ("corpus.jsonl", "nq.jsonl", "model/model.safetensors"):
+        (tmp_path / name).write_text("before")
+    overrides = [
+        "preset=qwen",
+        f"policy.pretrained={tmp_path}/model",
+        "~world.retriever",
+        f"+world.corpus={tmp_path}/corpus.jsonl",
+        f"world.records={{nq: {tmp_path}/nq.jsonl}}",
+    ]
+    before = known_by(*overrides)
+    os.utime(tmp_path / data, (0, 0))
+    assert known_by(*overrides) == before
+    (tmp_path / data).write_text("behind")  # as long
+    assert all(a != b for a, b in zip(known_by(*overrides), before, strict=True))
+
+
+def test_a_run_without_data_is_known_as_before():
+    config = configs.compose(["preset=smoke"])
+    assert configs.data_section(config) == {} and "data" not in configs.identity_section(config)

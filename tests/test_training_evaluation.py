@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import statistics
 
 import numpy as np
@@ -224,6 +225,15 @@ def test_results_of_something_else_are_refused_and_stay(bench, overrides, tmp_pa
     assert content(out) == before
 
 
+def test_results_on_another_corpus_at_the_same_place_are_refused(bench, overrides, tmp_path):
+    corpus = shutil.copy(bench / "corpus.jsonl", tmp_path / "corpus.jsonl")
+    moved = [*overrides, f"world.corpus={corpus}"]
+    run(bench, moved, tmp_path / "out", questions=1)
+    tmp_path.joinpath("corpus.jsonl").write_text(json.dumps(CORPUS[0]) + "\n")
+    with pytest.raises(ValueError, match="belongs to another checkpoint, world"):
+        run(bench, moved, tmp_path / "out", questions=1)
+
+
 def test_results_stay_valid_where_the_retrieval_server_moves(bench, overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(RetrievalClient, "search", lambda self, queries, top_k: [[] for _ in queries])
     client = "world.retriever={_target_: stppo.retrieval.client.RetrievalClient, url: %s}"
@@ -333,6 +343,13 @@ def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, monke
         lines = [line for line in error.splitlines() if line.startswith("error")]
         assert status == 1 and len(lines) == 1, (message, error)
         assert re.search(message, lines[0]), lines[0]
+
+
+def test_tiny_model_command_says_that_a_file_is_in_the_way(bench, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    arguments = ("tiny-model", tmp_path / "file", "--corpus", bench / "corpus.jsonl")
+    status, _, error = command(monkeypatch, capsys, *arguments)
+    assert status == 1 and "a file is in the way" in error
 
 
 def test_tiny_model_command_writes_a_model(bench, tmp_path):

@@ -55,6 +55,10 @@ def test_malformed_turns_are_invalid_with_their_reason(text, reason):
 @pytest.mark.parametrize(
     ("text", "action"),
     [
+        ("<search> a <answer> b </answer>", Action("answer", "b")),
+        ("<search> a <search> b </search>", Action("search", "a <search> b")),
+        ("</search> <search> a", Action("invalid", "", "no complete <search> or <answer>")),
+        ("<search></search> <answer> b </answer>", Action("invalid", "", "empty <search>")),
         ("<search> dorn vale </search>", Action("search", "dorn vale")),
         ("<answer>\nx < y\n</answer>", Action("answer", "x < y")),
         ("First I look. <search> a </search>", Action("search", "a")),
@@ -184,3 +188,33 @@ def test_a_question_with_options_is_answered_by_one_of_them(answers):
     ):
         Question("q7", "q?", answers, options=("Flu", "Plague"))
     assert Question("q7", "q?", ("Plague", "B"), options=("Flu", "Plague")).options
+
+
+# A quadratic pattern would take minutes for each of these.
+@pytest.mark.parametrize(
+    "read",
+    [
+        neutralise_tags,
+        parse_turn,
+        parse_search_r1,
+        lambda text: search_r1_answer([text]),
+        Protocol().sentence_ends,
+    ],
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<" + " " * 300_000,
+        "< / " * 200_000,
+        "<search>" * 200_000,
+        "<answer>" * 200_000,
+        "<|" * 200_000,
+        "<|" + "a" * 10**6,
+    ],
+)
+def test_no_text_keeps_a_reader_busy(read, text):
+    read(text)
+
+
+def test_lone_surrogates_do_not_pass():
+    assert neutralise_tags("a\ud800 < search >") == "a\ufffd [search]"

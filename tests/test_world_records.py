@@ -143,6 +143,7 @@ def test_csv_quoting_of_trivia_questions_is_undone(text, read):
         (Unanswerable, "musique", {"id": "m1", "question": "q?", "golden_answers": ["x"], "metadata": {"answerable": False}}, "question m1: marked"),
         (ValueError, "nq", {"question": " ", "answer": ["a"]}, "question nq-3: text is empty"),
         (ValueError, "nq", {"question": 3, "answer": ["a"]}, "question nq-3: not a nq record"),
+        (ValueError, "nq", {"question": "q?", "golden_answers": ["a"], "metadata": "z"}, "question nq-3: not a nq record .TypeError: metadata is a str"),
         (ValueError, "nq", {"question": "q?"}, "not a nq record: it has the fields question; wanted {question, golden_answers} or {question, answer}"),
         (ValueError, "hotpotqa", {"question": "q?", "answer": ["a"]}, "not a hotpotqa record: it has the fields question, answer; wanted"),
         (ValueError, "nq_hotpotqa", {"question": "q?", "golden_answers": ["a"]}, "not a nq_hotpotqa record: .*data_source"),

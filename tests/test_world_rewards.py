@@ -80,6 +80,13 @@ def test_a_reply_names_an_option_by_letter_or_text_and_nothing_else(reply, optio
     assert chosen_option(reply, OPTIONS) == option
 
 
+def test_of_two_letters_neither_is_an_article():
+    """An option that is a letter itself, as a vitamin or a blood group."""
+    for reply in ("A B", "a b", "A, B"):
+        assert chosen_option(reply, ("X", "B", "C")) is None
+    assert chosen_option("A plague", ("X", "plague")) == 1
+
+
 def test_options_that_normalisation_makes_one_are_told_apart_by_their_letters():
     assert chosen_option("+", ("-", "+")) == 1
     assert chosen_option("same", ("same", "same")) is None

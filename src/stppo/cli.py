@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -598,13 +600,44 @@ def _missing(error: ModuleNotFoundError) -> str:
     return str(error)
 
 
+_EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
+
+
 def main() -> None:
-    """Run the command; errors become one line on stderr and exit code 1. --debug shows where they come from."""
+    """Run the command; errors become one line on stderr and exit code 1. --debug shows where they come from.
+
+    Of an error that nothing here foresees the traceback goes to a file, which the line names.
+    """
     try:
+        if "" in sys.argv[1:] or "--out=" in sys.argv:
+            raise ValueError("an argument is empty, perhaps an unset variable of the shell")
         app()
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except Exception as error:
         if os.environ.get("STPPO_DEBUG"):
             traceback.print_exc()
         message = _missing(error) if isinstance(error, ModuleNotFoundError) else str(error)
-        typer.echo(f"error: {' '.join(message.split())}", err=True)
+        message = " ".join(message.split()) or type(error).__name__
+        if not isinstance(error, _EXPECTED) or isinstance(error, RecursionError | NotImplementedError):
+            message = f"unexpected {type(error).__name__}: {message[:300]}; please report it with {_report_file(error)}"
+        typer.echo(f"error: {message}", err=True)
         raise SystemExit(1) from None
+
+
+def _report_file(error: Exception) -> Path:
+    """A new file with the traceback of an error, the command and the versions: here, or where files for a time go."""
+    from stppo.provenance import git_state, versions
+
+    lines = [
+        shlex.join(sys.argv),
+        json.dumps({**versions(), **git_state()}),
+        "",
+        *traceback.format_exception(error),
+    ]
+    name = f"stppo-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+        try:
+            (folder / name).write_text("\n".join(lines), encoding="utf-8", errors="replace")
+            return folder / name
+        except OSError:
+            continue
+    return Path("--debug")

@@ -14,9 +14,10 @@ import inspect
 import itertools
 import json
 import logging
+import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -31,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stppo import config_files
 from stppo.config_files import NO_KNOB, ConfigError, Presentation, Prior, options
-from stppo.files import repository_path
+from stppo.files import content_hash, repository_path
 from stppo.provenance import code_hash, config_targets
 
 if TYPE_CHECKING:
@@ -130,6 +131,9 @@ def _refuse_unknown_key(key: str, overrides: list[str]) -> None:
         return  # an open mapping such as warm_start.noise: Hydra's advice is right
 
 
+MOST_RUNS = 10_000  # of one sweep
+
+
 def expand_sweep(overrides: list[str]) -> list[list[str]]:
     """Hydra's multirun syntax, `seed=0,1 algorithm=token_ppo,st_ppo`, as a list of override lists."""
     for override in overrides:
@@ -139,12 +143,16 @@ def expand_sweep(overrides: list[str]) -> list[list[str]]:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    choices = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.is_sweep_override()
-        else [override.input_line]
-        for override in parsed
-    ]
+    choices, runs = [], 1
+    for override in parsed:
+        chosen = [override.input_line]
+        if override.is_sweep_override():
+            values = itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1)
+            chosen = [f"{override.get_key_element()}={value}" for value in values]
+        choices.append(chosen)
+        runs *= len(chosen)
+        if runs > MOST_RUNS:
+            raise ConfigError(f"{override.input_line}: the sweep has more than {MOST_RUNS} runs")
     return [list(combination) for combination in itertools.product(*choices)]
 
 
@@ -343,8 +351,9 @@ _WHEREABOUTS = (
 
 
 def identity_section(config: Config) -> Config:
-    """What a run's results depend on: `run_section` without `MEMORY_SETTINGS` and the place of its retriever."""
-    section = run_section(config) | {"world": world_section(config)}
+    """What a run's results depend on: `run_section` without `MEMORY_SETTINGS` and the place of its retriever, and the
+    content of the files that it names."""
+    section = run_section(config) | {"world": world_section(config)} | data_section(config)
     return section | {name: _lasting(config, name) for name in MEMORY_SETTINGS}
 
 
@@ -354,6 +363,32 @@ def world_section(config: Config) -> Config:
     if not isinstance(retriever, dict) or retriever.get("_target_") != _CLIENT:
         return world
     return world | {"retriever": {k: value for k, value in retriever.items() if k not in _WHEREABOUTS}}
+
+
+_FOLDERS = ("records", "index", "pretrained")  # keys that may name a folder of data
+_NO_DATA = ("_target_", "cache_dir")
+
+
+def data_section(config: Config) -> Config:
+    """{"data": {path: hash}} of the local files that world and policy name, {} where they name none."""
+    named = sorted({*_data_files(world_section(config)), *_data_files(config["policy"])})
+    return {"data": {path: content_hash(path) for path in named}} if named else {}
+
+
+def _data_files(node: Any, key: str = "") -> Iterator[str]:
+    """Every text in a section that is the path of a file, or at a key for data that of a folder.
+
+    `records` may be a mapping of benchmarks to paths.
+    """
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if name not in _NO_DATA:
+                yield from _data_files(value, key if key == "records" else name)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _data_files(value, key)
+    elif isinstance(node, str) and (os.path.isfile(node) or (key in _FOLDERS and os.path.isdir(node))):
+        yield node
 
 
 def _lasting(config: Config, name: str) -> Config:
@@ -367,6 +402,7 @@ def warm_start_section(config: Config) -> Config:
         "world": world_section(config),
         "rollout": _lasting(config, "rollout"),
         "questions": config["evaluation"]["questions"],
+        **data_section(config),
     }
 
 
@@ -465,6 +501,28 @@ class PlannedRun:
         return compose(list(self.overrides))
 
 
+def _regimes(pipeline: Config) -> Iterable[tuple[str, Config]]:
+    """The entries of `pipeline.regimes`; ConfigError names a key of the wrong kind."""
+    regimes = pipeline.get("regimes") if isinstance(pipeline, dict) else None
+    if not isinstance(regimes, dict):
+        raise ConfigError(
+            f"pipeline.regimes = {regimes!r}: must be a mapping {{NAME: {{algorithms: [...], seeds: [...]}}}}"
+        )
+    for entry, plan in regimes.items():
+        key = f"pipeline.regimes.{entry}"
+        if not isinstance(plan, dict):
+            raise ConfigError(f"{key} = {plan!r}: must be {{algorithms: [...], seeds: [...]}}")
+        for name, kind, of in (
+            ("algorithms", str, "names"),
+            ("seeds", int, "whole numbers"),
+            ("overrides", str, "overrides"),
+        ):
+            values = plan.get(name) if name != "overrides" else plan.get(name) or []
+            if not isinstance(values, list) or not all(type(value) is kind for value in values):
+                raise ConfigError(f"{key}.{name} = {values!r}: must be a list of {of}")
+    return regimes.items()
+
+
 def planned_runs(preset: str, overrides: list[str] | None = None) -> list[PlannedRun]:
     """Every run that `snakemake all --config preset=...` trains, in a fixed order: all runs of a regime's first
     seed come before those of its second, so that an interrupted pipeline leaves whole replicates.
@@ -484,13 +542,13 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
             )
     base = compose([f"preset={preset}", *(overrides or [])])
     pipeline = base.get("pipeline")
-    if not pipeline:
+    if not pipeline or (isinstance(pipeline, dict) and "regimes" not in pipeline):
         raise ConfigError(f"preset={preset} has no section `pipeline.regimes`, so there is nothing to train")
     # Which runs there are is no part of any of them.
     shared = [override for override in overrides or [] if not override.lstrip("+~").startswith("pipeline.")]
     arms, replicates = arms_of(base), pipeline.get("replicates") or {}
     runs: dict[str, PlannedRun] = {}
-    for entry, plan in pipeline["regimes"].items():
+    for entry, plan in _regimes(pipeline):
         regime, seeds = plan.get("regime", entry), plan["seeds"]
         for (place, seed), algorithm in itertools.product(enumerate(seeds), plan["algorithms"]):
             arm = arms.get(algorithm)

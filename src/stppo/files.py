@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+PART = ".part-"  # begins the name of a file that is not whole yet; one that stays is of a killed process
 
 
 def repository_path(path: str | Path) -> Path:
@@ -28,7 +33,7 @@ def repository_path(path: str | Path) -> Path:
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file, then move it to `path`: a reader sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{PART}{path.name}.", suffix=path.suffix)
     os.close(handle)
     try:
         write(Path(name))
@@ -43,3 +48,39 @@ def write_json(path: Path, content: Any) -> None:
     write_atomically(
         path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     )
+
+
+_SETTLED_SECONDS = 2  # a file changed this recently may change again without another time of change
+
+
+def content_hash(path: str | Path) -> str:
+    """Hash (16 hex digits) of a file's bytes, or of the names and bytes of a folder's files but hidden ones.
+
+    That of a file is kept in the user's cache, by place, size and times of change, so that a large corpus is read once.
+    """
+    path = Path(path).resolve()
+    if path.is_dir():
+        inside = (file for file in path.rglob("*") if file.is_file())
+        names = {file.relative_to(path).as_posix(): file for file in inside}
+        shown = sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
+        content = "".join(f"{name}\0{content_hash(names[name])}\0" for name in shown)
+        return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    state = path.stat()
+    known = [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    kept = _cache() / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    try:
+        of, found = json.loads(kept.read_text(encoding="utf-8"))
+        if of == known and isinstance(found, str):
+            return found
+    except (OSError, ValueError, TypeError):
+        pass
+    with path.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+    if time.time() - max(state.st_mtime, state.st_ctime) > _SETTLED_SECONDS:
+        with contextlib.suppress(OSError):  # no room or no right there: it is computed again
+            write_json(kept, [known, found])
+    return found
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stppo" / "content"

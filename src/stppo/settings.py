@@ -13,6 +13,7 @@ from stppo.config_files import Presentation
 from stppo.world.scripted import DemonstrationNoise
 
 OptimizerName = Literal["adam", "sgd", "adam8bit"]
+_MOST = 3e38  # what float32 holds
 LoggerName = Literal["tensorboard", "wandb"]
 
 
@@ -39,7 +40,7 @@ class ReadingConfig(Section):
     max_steps: int = Field(ge=0)
     measure_every: int = Field(gt=0)
     batch_size: int = Field(gt=0)
-    learning_rate: float = Field(gt=0)
+    learning_rate: float = Field(gt=0, lt=_MOST)
     learning_rate_warmup_steps: int = Field(gt=0)
 
     @model_validator(mode="after")
@@ -64,7 +65,7 @@ class WarmStartConfig(Section):
     final_samples: int = Field(gt=0)
     demonstrations: int = Field(gt=0)
     batch_size: int = Field(gt=0)
-    learning_rate: float = Field(gt=0)
+    learning_rate: float = Field(gt=0, lt=_MOST)
     noise: dict[str, float]
 
     @model_validator(mode="after")
@@ -120,12 +121,12 @@ class TrainingConfig(Section):
     gradient_checkpointing: bool
     micro_batch_tokens: int | None = Field(gt=0)
     optimizer: OptimizerName
-    learning_rate: float = Field(gt=0)
+    learning_rate: float = Field(gt=0, lt=_MOST)
     max_grad_norm: float | None = Field(gt=0)
     clip_order: Literal["before_divisor", "after_divisor"]
     entropy_coefficient: float = Field(ge=0)
     kl_coefficient: float = Field(ge=0)
-    critic_learning_rate: float = Field(gt=0)
+    critic_learning_rate: float = Field(gt=0, lt=_MOST)
     critic_epochs: int = Field(gt=0)
     value_clip: float | None = Field(gt=0)
     bias_norm_every: int = Field(gt=0)
@@ -160,8 +161,10 @@ class EvaluationConfig(Section):
 class RunConfig(Section):
     """Everything one training run depends on."""
 
-    seed: int = Field(ge=0)
-    warm_start_seed: int = Field(ge=0)
+    seed: int = Field(
+        ge=0, lt=2**32
+    )  # and evaluations, whose seeds are a million times as large, stay in 64 bits
+    warm_start_seed: int = Field(ge=0, lt=2**32)
     algorithm: AlgorithmConfig
     world: dict[str, Any]
     policy: PolicyConfig

@@ -4,9 +4,10 @@ import copy
 import logging
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -29,6 +31,17 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 disable_progress_bar()  # "Loading weights" bars, in milliseconds, between ours
 
 
+# What transformers raises for a folder whose files are missing, damaged or do not fit together.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 _HEAD_ELEMENTS = 2**27  # logits computed at once: 0.5 GiB in float32
 
 
@@ -111,20 +124,60 @@ def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Pr
 def load_policy(
     path: str | Path, attention: str = "sdpa", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Weights saved by `save_pretrained` (or a hub name).
+    """Weights saved by `save_pretrained` (or a hub name): all of them, none besides, every number finite.
 
-    Raises FileNotFoundError with the remedy where they are missing, gated or damaged, ImportError for a kernel that
-    is not installed.
+    Of a folder nothing is executed: no code of its own, no pickle, no kernel from the hub. Raises FileNotFoundError with
+    the remedy where weights are missing, surplus, gated or damaged, ImportError for a kernel that is not installed.
     """
     try:
-        return AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=dtype)
+        policy, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=load_shape(path),
+            attn_implementation=attention,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with all else that does not fit
+        )
+        _refuse_parts(policy, found)
+        return policy
     except ImportError as error:
         raise ImportError(
             f"policy.attention={attention} cannot be used here ({str(error).splitlines()[0]}); install it (flash-attn "
             "for flash_attention_2) or use policy.attention=sdpa"
         ) from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise FileNotFoundError(f"policy weights at {path} cannot be loaded {_why(path, error)}") from error
+
+
+def load_shape(path: str | Path, **options: bool) -> PreTrainedConfig:
+    """The `config.json` of a policy's folder (or hub name), without what would bring in foreign code.
+
+    Such a file may name code of its own (`auto_map`) or a kernel of the hub (`_attn_implementation`); what attends is
+    policy.attention. Raises OSError or ValueError as transformers does.
+    """
+    shape = AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
+    shape._attn_implementation = None
+    return shape
+
+
+def _refuse_parts(policy: PreTrainedModel, found: dict[str, Any]) -> None:
+    """Raise ValueError where some weights were not in the files, or the files hold others, or numbers are not finite."""
+    problems = {
+        "lacks": found["missing_keys"],
+        "has shapes that do not fit:": [name for name, *_ in found["mismatched_keys"]],
+        "also holds": found["unexpected_keys"],
+    }
+    for problem, names in problems.items():
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(
+                f"it {problem} {min(names)}{more}: weights and config.json must be those of one model"
+            )
+    for name, weight in policy.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite")
 
 
 def load_tokenizer(path: str | Path | None) -> PreTrainedTokenizerBase:
@@ -141,12 +194,13 @@ def load_tokenizer(path: str | Path | None) -> PreTrainedTokenizerBase:
         )
     try:
         return PreTrainedTokenizerFast.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise FileNotFoundError(f"the tokenizer at {path} cannot be loaded {_why(path, error)}") from error
 
 
 def _why(path: str | Path, error: Exception) -> str:
-    first = str(error).strip().splitlines()[0]
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    first = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
     if Path(path).exists():
         return (
             f"({first}); rerun the warm start or set policy.pretrained to a folder written by save_pretrained"
@@ -157,12 +211,37 @@ def _why(path: str | Path, error: Exception) -> str:
     )
 
 
-def save_policy(policy: PreTrainedModel, folder: Path) -> None:
-    """Weights that `load_policy` reads; the policy keeps its own.
+def save_policy(
+    policy: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Weights that `load_policy` reads, and the tokenizer beside them; the policy keeps its own.
 
     With adapters these are merged and all weights written as float32, whatever the frozen ones are: in half precision
-    small changes would be lost.
+    small changes would be lost. OSError where they cannot be written, as on a full disk or where a file is in the way.
     """
+    make_folder(folder)
+    try:
+        _save_weights(policy, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    except Exception as error:  # safetensors and tokenizers raise kinds of their own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise OSError(
+            f"weights cannot be written to {folder} ({reason}); make room and run the same again"
+        ) from error
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for weights; FileExistsError where a file is in its place, which transformers would pass over."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise FileExistsError(
+            f"{folder}: a file is in the way of this folder; move it, or choose another folder"
+        ) from error
+
+
+def _save_weights(policy: PreTrainedModel, folder: Path) -> None:
     model = without_adapters(policy)
     if model is policy:
         policy.save_pretrained(folder)

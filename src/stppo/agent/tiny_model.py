@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from stppo.agent.policy import make_folder, save_policy
+
 END, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Qwen2.5's dialogue: a system message of its own, then the user's, then the model writes.
 CHAT_TEMPLATE = (
@@ -33,8 +35,9 @@ def make_tiny_model(
     output layer tied to the embeddings, 32,768 positions. Weights are random, so it answers nothing. The tokenizer is
     trained on `texts`; vocabulary: its size with the control tokens. hidden_size: a multiple of 64, in heads of 32.
 
-    ValueError where `texts` are empty, or a size is out of range.
+    ValueError where `texts` are empty, or a size is out of range; OSError where the folder cannot be written.
     """
+    make_folder(folder)
     if hidden_size < 64 or hidden_size % 64:
         raise ValueError(f"hidden_size must be a multiple of 64, got {hidden_size}")
     if vocabulary < 300:
@@ -67,6 +70,5 @@ def make_tiny_model(
             )
         )
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=ends[1])
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_policy(model, folder, tokenizer)
     return model.num_parameters()

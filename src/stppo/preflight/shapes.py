@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 from transformers.pytorch_utils import Conv1D
 
-from stppo.agent.policy import LoraSettings, PolicyConfig
+from stppo.agent.policy import UNREADABLE, LoraSettings, PolicyConfig, load_shape
 
 # The published configs of Qwen2.5, base and Instruct: hidden size, layers, heads, key-value heads, intermediate size,
 # vocabulary, output layer tied to the embeddings.
@@ -98,8 +98,8 @@ def policy_config(policy: PolicyConfig, vocabulary: int | None) -> PreTrainedCon
     if not Path(name).is_dir() and (known := known_config(name)) is not None:
         return known
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError) as error:
+        return load_shape(name, local_files_only=True)
+    except UNREADABLE as error:
         raise FileNotFoundError(
             f"the sizes of {name} are not known here: it is neither a local folder, nor in the hub's cache, nor a public "
             f"Qwen2.5; get it with `hf download {name} --local-dir FOLDER` and set policy.pretrained=FOLDER"

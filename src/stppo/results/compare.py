@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
 
 from stppo import schema
+from stppo.foreign import parse_json
 from stppo.results.runs import recorded, told_apart
 from stppo.results.statistics import area_under_curve, final_mean
 
@@ -79,7 +79,7 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
 
 def _is_unfinished(folder: Path) -> bool:
     try:
-        return json.loads((folder / schema.RUN_FILE).read_text(encoding="utf-8"))["status"] == schema.RUNNING
+        return parse_json((folder / schema.RUN_FILE).read_bytes())["status"] == schema.RUNNING
     except (OSError, ValueError, KeyError, TypeError):
         return False  # reading it says what is wrong
 

@@ -5,7 +5,6 @@ A running run writes them at each evaluation, so this works from another termina
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from stppo.foreign import parse_json
 from stppo.schema import COMPLETED, CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, RUNNING
 
 MILESTONES = 4  # lines a run: at its start, then at each quarter
@@ -64,24 +64,35 @@ class Progress:
 def read_progress(record: Path, folder: Path) -> Progress | None:
     """The run whose `run.json` this is; None where its files are not (yet) readable."""
     try:
-        content: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+        content: dict[str, Any] = parse_json(record.read_bytes())
         config = yaml.safe_load((record.parent / CONFIG_FILE).read_text(encoding="utf-8"))
         evaluations = pd.read_parquet(record.parent / EVALUATIONS_FILE)
         sampled = evaluations[evaluations["temperature"] > 0]["success"]
-        done = content["iterations"]
+        done, iterations = content["iterations"], config["training"]["iterations"]
+        if not (isinstance(content["status"], str) and 0 <= done <= iterations and iterations > 0):
+            return None
         return Progress(
             name=str(record.parent.relative_to(folder)),
             algorithm=content["algorithm"],
             seed=content["seed"],
             status=content["status"],
             iteration=done,
-            iterations=config["training"]["iterations"],
+            iterations=iterations,
             success=float(sampled.iloc[-1]) if len(sampled) else None,
             seconds=content["wall_seconds"] / done if done else None,
             every=config["evaluation"]["every"],
             age=max(0.0, time.time() - record.stat().st_mtime),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        yaml.YAMLError,
+        RecursionError,
+    ):
         return None
 
 

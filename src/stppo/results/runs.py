@@ -19,6 +19,7 @@ import yaml
 from stppo import schema
 from stppo.algorithms import Algorithm, in_order, look
 from stppo.files import repository_path, write_atomically
+from stppo.foreign import parse_json
 from stppo.results.outcomes import AFTER, Outcome, judge
 from stppo.results.statistics import area_under_curve, final_mean
 
@@ -55,7 +56,7 @@ def _train_command(preset: str, names: Sequence[str], run_dir: Path) -> str:
 
 def _read_json(path: Path, remedy: str) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing; make it with: {remedy}") from None
     except (OSError, ValueError) as error:
@@ -92,6 +93,7 @@ def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.Da
     if not isinstance(record, dict) or (missing := [name for name in required if name not in record]):
         name = missing[0] if isinstance(record, dict) else "every field"
         raise ValueError(f"{run_dir / schema.RUN_FILE} lacks {name}; make it anew with: {remedy}")
+    check_record(record, str(run_dir / schema.RUN_FILE), remedy)
     if record["status"] not in (schema.COMPLETED, schema.NON_FINITE):
         raise ValueError(f"run {run_dir} is unfinished (status {record['status']}); finish it with: {remedy}")
     updates = _read_parquet(
@@ -101,6 +103,29 @@ def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.Da
         run_dir / schema.EVALUATIONS_FILE, ("iteration", "temperature", "success"), remedy
     )
     return record, updates, evaluations
+
+
+_KINDS = {
+    "regime": str,
+    "algorithm": str,
+    "seed": int,
+    "status": str,
+    "warm_start": dict,
+    "wall_seconds": (int, float),
+}
+
+
+def check_record(record: dict[str, Any], place: str, remedy: str) -> None:
+    """ValueError that names a field which is of another kind than a run writes."""
+    for name, kind in _KINDS.items():
+        value = record[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(
+                f"{place}: {name} = {value!r} is not what a run writes; make it anew with: {remedy}"
+            )
+    for name in ("success_sampled", "success_greedy"):
+        if not isinstance(record["warm_start"].get(name), int | float):
+            raise ValueError(f"{place}: warm_start lacks the number {name}; make it anew with: {remedy}")
 
 
 def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
@@ -113,9 +138,9 @@ def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
 
 
 def _write_table(frame: pd.DataFrame, path: Path) -> None:
-    """Compact and reproducible: float32, small integers, dictionary strings, zstd, no index."""
+    """Compact and reproducible: float32, dictionary strings, zstd, no index."""
     frame = frame.astype({c: "float32" for c in frame.select_dtypes("float").columns})
-    frame = frame.astype({c: "int32" for c in INTEGERS if c in frame})
+    frame = frame.astype({c: "int64" for c in INTEGERS if c in frame})
     table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
     write_atomically(path, lambda p: pq.write_table(table, p, compression="zstd", compression_level=9))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from stppo import schema
+from stppo.foreign import parse_json
 from stppo.results.style import style
 
 Record = Mapping[str, Any]
@@ -81,7 +81,7 @@ def show_trajectories(source: str | Path | Sequence[Record], color: str = "turn"
     if isinstance(source, (str, Path)):
         path = Path(source)
         try:
-            source = json.loads(path.read_text(encoding="utf-8"))
+            source = parse_json(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path} is not valid JSON ({error}); train the run again to make it") from None
     for i, record in enumerate(source):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import bm25s
 
+from stppo.foreign import parse_json
 from stppo.retrieval.bm25_search import Postings, best_documents
 from stppo.retrieval.documents import Document
 
@@ -112,7 +113,7 @@ class BM25Retriever:
 def _load(folder: Path) -> bm25s.BM25 | None:
     """The index in `folder`, or None where it is absent or not what `_save` wrote."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
+        manifest = parse_json((folder / _MANIFEST).read_bytes())
         if manifest != _checksums(folder):
             raise ValueError("checksum mismatch")
         return bm25s.BM25.load(folder)

@@ -4,9 +4,11 @@ POST {"queries": [...], "topk": k, "return_scores": true} gives {"result": [[{"d
 "score"}, ...], ...]}, one list a query; servers that return bare documents are understood too.
 """
 
+import contextlib
 import json
 import logging
 import math
+import socket
 import threading
 import time
 from collections import OrderedDict
@@ -18,11 +20,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import requests
+from requests.adapters import HTTPAdapter
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
 from tenacity.wait import wait_random_exponential
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, PoolManager
+from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from stppo.checks import whole_number
+from stppo.foreign import parse_json
 from stppo.retrieval.documents import Document, parse_document
 
 Ranking = tuple[tuple[Document, float], ...]
@@ -132,15 +138,20 @@ class RetrievalClient:
 
     def _attempt(self, queries: list[str], top_k: int) -> list[Ranking]:
         body = {"queries": queries, "topk": top_k, "return_scores": True}
-        until = time.monotonic() + self.timeout
+        deadline = _Deadline(self.timeout)
         try:
-            with self._session.post(
-                self.url, json=body, timeout=self.timeout, stream=True, allow_redirects=False
-            ) as reply:
-                content = _read(reply, until)
-        except (TimeoutError, ReadTimeoutError) as error:
-            raise _Transient(f"no whole reply within {self.timeout:g} s") from error
+            with (
+                deadline,
+                self._session.post(
+                    self.url, json=body, timeout=self.timeout, stream=True, allow_redirects=False
+                ) as reply,
+            ):
+                content = _read(reply)
+            if deadline.passed:  # what is cut off in its headers looks like a whole reply
+                raise OSError
         except (requests.RequestException, HTTPError, OSError) as error:
+            if deadline.passed or isinstance(error, ReadTimeoutError):
+                raise _Transient(f"no whole reply within {self.timeout:g} s") from error
             raise _Transient(_cause(error, self.timeout)) from error
         status = reply.status_code
         if status >= 500 or status in _TRANSIENT:
@@ -151,7 +162,7 @@ class RetrievalClient:
                 f"url right, and does the server allow {len(queries)} queries and topk={top_k}?"
             )
         try:
-            return parse_reply(json.loads(content), len(queries), top_k)
+            return parse_reply(parse_json(content), len(queries), top_k)
         except ValueError as error:
             problem = "no JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
             raise _Transient(f"not Search-R1's reply: {problem} in {_excerpt(content)}") from error
@@ -162,6 +173,8 @@ class RetrievalClient:
         session = getattr(self._local, "session", None)
         if session is None:
             session = self._local.session = requests.Session()
+            for scheme in ("http://", "https://"):
+                session.mount(scheme, _Adapter())
             session.trust_env = not _is_loopback(urlsplit(self.url).hostname)
         return session
 
@@ -172,6 +185,81 @@ class RetrievalClient:
     @cached_property
     def _cache(self) -> "_Cache":
         return _Cache(self.cached_queries)
+
+
+_current = threading.local()  # `deadline`: of the request that this thread waits for
+
+
+class _Deadline:
+    """Ends a request when its time is over, wherever it stands: a time-out of requests is one of each single read, which a
+    server that sends a byte now and then never reaches."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._over = seconds, threading.Event()
+        self._ended: list[HTTPConnection | socket.socket] = []
+        self.passed = False
+
+    def __enter__(self) -> None:
+        _current.deadline = self
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        _current.deadline = None
+        self._over.set()
+
+    def ends(self, connection: HTTPConnection | socket.socket) -> None:
+        """End this connection too, or its socket, which urllib3 takes from it before the reply is read."""
+        self._ended.append(connection)
+
+    def _watch(self) -> None:
+        if self._over.wait(self._seconds):
+            return
+        self.passed = True
+        while True:  # again, for a connection that is made only now
+            for each in list(self._ended):
+                with contextlib.suppress(OSError, TypeError):  # TypeError: not connected yet
+                    socket.socket.shutdown(getattr(each, "sock", each), socket.SHUT_RDWR)
+            if self._over.wait(0.05):
+                return
+
+
+class _Watched:
+    """A connection that the deadline of its thread's request ends."""
+
+    def request(self, *arguments: Any, **options: Any) -> None:
+        deadline = getattr(_current, "deadline", None)
+        if deadline is not None:
+            deadline.ends(self)
+        super().request(*arguments, **options)
+        if deadline is not None:
+            deadline.ends(self.sock)
+
+
+class _Connection(_Watched, HTTPConnection):
+    pass
+
+
+class _SecureConnection(_Watched, HTTPSConnection):
+    pass
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _Connection
+
+
+class _SecurePool(HTTPSConnectionPool):
+    ConnectionCls = _SecureConnection
+
+
+class _Adapter(HTTPAdapter):
+    def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
+        super().init_poolmanager(*arguments, **options)
+        self.poolmanager.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
+
+    def proxy_manager_for(self, *arguments: Any, **options: Any) -> PoolManager:
+        manager = super().proxy_manager_for(*arguments, **options)
+        manager.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
+        return manager
 
 
 class _Cache:
@@ -219,21 +307,23 @@ def _scored_document(item: Any) -> tuple[Document, float] | None:
         raise ValueError('a document has no text "contents"')
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise ValueError(f"a score is {score!r}")
+    try:
+        score = float(score)
+    except OverflowError:
+        raise ValueError("a score is too large") from None
     if not document["contents"].strip():
         return None
-    return parse_document({"id": "", **document}, "first_words"), float(score)
+    return parse_document({"id": "", **document}, "first_words"), score
 
 
-def _read(reply: requests.Response, until: float) -> bytes:
-    """The whole body; TimeoutError where it is not there in time, however steadily it trickles."""
+def _read(reply: requests.Response) -> bytes:
+    """The whole body; OSError where it is longer than any reply may be."""
     parts, size = [], 0
     while part := reply.raw.read1(65_536, decode_content=True):
         parts.append(part)
         size += len(part)
         if size > _MOST_REPLY_BYTES:
             raise OSError(f"the reply is longer than {_MOST_REPLY_BYTES} bytes")
-        if time.monotonic() > until:
-            raise TimeoutError
     return b"".join(parts)
 
 
@@ -256,7 +346,7 @@ def _cause(error: Exception, timeout: float) -> str:
 def _told(content: bytes) -> str:
     """What a server says about an error: FastAPI's detail, else the beginning of the body."""
     try:
-        return str(json.loads(content)["detail"])[:500]
+        return str(parse_json(content)["detail"])[:500]
     except (ValueError, LookupError, TypeError):
         return _excerpt(content)
 

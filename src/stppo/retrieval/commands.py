@@ -70,6 +70,7 @@ def serve(
     max_queries: Annotated[int, typer.Option(min=1, help="In one request.")] = 4096,
     max_query_characters: Annotated[int, typer.Option(min=1)] = 8192,
     max_topk: Annotated[int, typer.Option(min=1)] = 100,
+    max_documents: Annotated[int, typer.Option(min=1, help="Queries times topk.")] = 32_768,
     max_body_bytes: Annotated[int, typer.Option(min=1)] = 8 * 2**20,
     timeout: Annotated[int, typer.Option(min=1, help="Seconds for a request.")] = 60,
 ) -> None:
@@ -78,10 +79,12 @@ def serve(
     Example: `stppo retriever serve indexes/wiki-bm25 --port 8000`
     """
     from stppo.retrieval.index_retriever import IndexRetriever
-    from stppo.retrieval.server import Limits, create_app
+    from stppo.retrieval.server import LOCAL_NAMES, Limits, create_app
     from stppo.retrieval.server import serve as serve_app
 
-    limits = Limits(max_queries, max_query_characters, max_topk, max_body_bytes, seconds=timeout)
+    limits = Limits(
+        max_queries, max_query_characters, max_topk, max_documents, max_body_bytes, seconds=timeout
+    )
     if topk > max_topk:
         raise ValueError(f"--topk {topk} is above --max-topk {max_topk}")
     retriever = IndexRetriever(folder, corpus, device)
@@ -90,7 +93,8 @@ def serve(
     typer.echo(
         f"{about['kind']} index of {about['documents']} documents: http://{host}:{port}/retrieve", err=True
     )
-    serve_app(create_app(retriever, limits, topk, about), host, port)
+    hosts = LOCAL_NAMES if host in LOCAL_NAMES else None
+    serve_app(create_app(retriever, limits, topk, about, hosts), host, port, limits)
 
 
 @app.command()

@@ -59,9 +59,20 @@ class Encoder:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.model)
+            tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
             dtype = torch.float16 if device.startswith("cuda") else torch.float32
-            network = AutoModel.from_pretrained(self.model, dtype=dtype).to(device).eval()
+            network, found = AutoModel.from_pretrained(
+                self.model,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+            # A head that only training used is no part of the encoder; a pooler is not read.
+            if missing := [name for name in found["missing_keys"] if not name.startswith("pooler.")]:
+                raise ValueError(f"it lacks {min(missing)}")
+            network = network.to(device).eval()
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ValueError(

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
+from stppo.foreign import parse_json
+
 _TITLE_WORDS = 8  # of a passage without a title
 UNTITLED = ("error", "first_words")
 
@@ -41,7 +43,7 @@ def _objects(path: str | Path) -> Iterator[tuple[int, int, dict]]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{path} line {number}: not valid JSON ({error.msg}, column {error.colno})"
@@ -124,7 +126,7 @@ class CorpusFile(Sequence[Document]):
             self._file.fileno(), end - start, start
         )  # no shared position: threads may read at once
         try:
-            return parse_document(json.loads(line), self._untitled)
+            return parse_document(parse_json(line), self._untitled)
         except (ValueError, AttributeError) as error:
             raise ValueError(
                 f"{self.path}: entry {i} changed since it was indexed; index it again"

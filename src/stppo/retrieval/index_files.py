@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stppo.foreign import parse_json
 from stppo.retrieval.documents import CorpusFile
 
 MANIFEST, OFFSETS = "manifest.json", "documents.npy"
@@ -69,8 +70,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     again = "remove the folder and run `stppo retriever index` again"
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"]
+        manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
         for name in ("kind", "documents", "corpus", "corpus_fingerprint", "untitled"):
             manifest[name]
     except (FileNotFoundError, NotADirectoryError):
@@ -79,7 +80,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{folder}/{MANIFEST} is damaged ({error!r}); {again}") from error
     for name, expected in files.items():
         path = folder / name
-        if not path.is_file() or fingerprint(path) != expected:
+        if Path(name).name != name or not path.is_file() or fingerprint(path) != expected:
             raise ValueError(f"{path} is missing or damaged; {again}")
     return manifest
 

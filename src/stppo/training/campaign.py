@@ -17,6 +17,7 @@ from pathlib import Path
 
 from stppo.config import PlannedRun, warm_start_dir
 from stppo.files import repository_path
+from stppo.ownership import announce_parent
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def train_planned(
     starts = {run.name: warm_start_dir(run.config) for run in runs}
     pending, ready, failed = list(runs), set[Path](), list[Done]()
     total = len(runs) + len(set(starts.values()))
+    announce_parent()  # killed, it leaves no run behind for longer than to its next checkpoint
     finished = 0
     active: dict[Future[Done], tuple[PlannedRun | None, Path]] = {}
     context = multiprocessing.get_context("spawn")  # torch does not survive a fork with threads
@@ -107,7 +109,7 @@ def _start(config: dict) -> Done:
     try:
         if (path / WARM_START_FILE).is_file():
             return Done(name, 0.0, "there already")
-        record = warm_start(config, path, progress=False)
+        record = warm_start(config, path, progress=False, again=False)
     except Exception as error:  # one job's failure is reported; the others go on
         return Done(name, time.perf_counter() - began, "", _line(error))
     text = f"sampled {record['success_sampled']:.2f}, greedy {record['success_greedy']:.2f}"

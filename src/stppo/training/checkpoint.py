@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stppo.foreign import parse_json
 from stppo.schema import (
     BY_BENCHMARK_FILE,
     CONFIG_FILE,
@@ -95,19 +97,19 @@ def save_checkpoint(folder: Path, fingerprint: str, state: dict[str, Any]) -> No
             shutil.rmtree(earlier)
 
 
-def load_checkpoint(folder: Path, fingerprint: str) -> dict[str, Any] | None:
+def load_checkpoint(folder: Path, fingerprint: str, needed: Collection[str] = ()) -> dict[str, Any] | None:
     """The saved state, tensors on the CPU; None where nothing was saved.
 
-    Raises ValueError, naming the file and the remedy, where it is damaged or was written by a run with another config or
-    other code; nothing is deleted.
+    needed: parts that it must have. Raises ValueError, naming the file and the remedy, where it is damaged or was written
+    by a run with another config or other code; nothing is deleted.
     """
     if (earlier := folder.parent / EARLIER_FILE).exists():
         raise ValueError(f"checkpoint {earlier} is of an earlier version's format; {_REMEDY}")
     if (path := newest(folder)) is None:
         return None
     try:
-        content = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
-        written_by, form = content["fingerprint"], content["format"]
+        content = parse_json((path / _STATE_FILE).read_bytes())
+        written_by, form, parts = content["fingerprint"], content["format"], dict(content["state"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} cannot be read ({type(error).__name__}); {_REMEDY}") from error
     if form != FORMAT or written_by != fingerprint:
@@ -115,13 +117,17 @@ def load_checkpoint(folder: Path, fingerprint: str) -> dict[str, Any] | None:
             f"checkpoint {path} belongs to another config or code version ({written_by}, this run is {fingerprint}); "
             f"{_REMEDY}, or choose another folder with --out"
         )
+    if missing := [name for name in needed if name not in parts]:
+        raise ValueError(f"checkpoint {path} lacks {missing[0]}; {_REMEDY}")
     state = {}
-    for name, value in content["state"].items():
+    for name, value in parts.items():
         file = path / f"{name}.safetensors"
         try:
             # Copies: a file that is mapped into memory would be aligned, hence summed, differently.
             tensors = {key: t.clone() for key, t in load_file(file).items()} if file.exists() else {}
             state[name] = _with_tensors(value, tensors)
+            if tensors:
+                raise KeyError(f"surplus {min(tensors)}")
         except (OSError, KeyError, SafetensorError) as error:
             raise ValueError(
                 f"checkpoint {file} cannot be read ({type(error).__name__}); {_REMEDY}"
@@ -150,7 +156,7 @@ def _with_tensors(node: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(node, dict):
         return node
     if "__tensor__" in node:
-        return tensors[node["__tensor__"]]
+        return tensors.pop(node["__tensor__"])
     if "__items__" in node:
         return {key: _with_tensors(value, tensors) for key, value in node["__items__"]}
     return {key: _with_tensors(value, tensors) for key, value in node.items()}
@@ -163,9 +169,27 @@ def trained(model: torch.nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(model: torch.nn.Module, saved: dict[str, Tensor]) -> None:
-    """Put parameters back that `trained` gave."""
-    for name, weight in trained(model).items():
+    """Put parameters back that `trained` gave; ValueError unless they are all there, of the same shapes, and no others."""
+    weights = trained(model)
+    if weights.keys() != saved.keys():
+        raise ValueError(f"checkpoint: {min(weights.keys() ^ saved.keys())} is missing or surplus; {_REMEDY}")
+    for name, weight in weights.items():
+        if weight.shape != saved[name].shape:
+            shapes = f"{tuple(saved[name].shape)}, not {tuple(weight.shape)}"
+            raise ValueError(f"checkpoint: {name} has the shape {shapes}; {_REMEDY}")
         weight.copy_(saved[name])
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Put an optimizer's state back; ValueError where it is not that of these parameters, which torch checks in part."""
+    try:
+        optimizer.load_state_dict(saved)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"checkpoint: the optimizer's state does not fit ({error}); {_REMEDY}") from error
+    for weight, state in optimizer.state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state and state[name].shape != weight.shape:
+                raise ValueError(f"checkpoint: {name} of the optimizer does not fit its parameter; {_REMEDY}")
 
 
 def set_aside(run_dir: Path) -> Path | None:

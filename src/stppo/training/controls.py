@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from stppo.config import Config, ConfigError, fingerprint, identity_section
 from stppo.files import repository_path
+from stppo.foreign import parse_json
 from stppo.objectives import NoStabilizer, Objective
 from stppo.schema import NON_FINITE, RUN_FILE, RUNNING, UPDATES_FILE
 from stppo.settings import TrainingConfig
@@ -73,7 +73,7 @@ def _status(source: Path) -> str:
     """Status of the source run; ConfigError where it is not finished."""
     remedy = "train that run to its end first"
     try:
-        status = json.loads((source / RUN_FILE).read_text(encoding="utf-8"))["status"]
+        status = parse_json((source / RUN_FILE).read_bytes())["status"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
             f"training.divisors.from_run = {source}: no readable {RUN_FILE} there; {remedy}"

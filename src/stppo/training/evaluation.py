@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import itertools
-import json
 import logging
 import math
 import random
@@ -23,8 +22,10 @@ from stppo.agent.compute import place, resolve_device
 from stppo.agent.engines import make_rollout
 from stppo.agent.policy import check_vocabulary, load_policy, load_tokenizer
 from stppo.agent.rollout import Sampler
-from stppo.config import Config, build, fingerprint, validate, world_section
+from stppo.config import Config, build, data_section, fingerprint, validate, world_section
 from stppo.files import write_atomically, write_json
+from stppo.foreign import parse_json
+from stppo.ownership import FolderLock
 from stppo.provenance import environment
 from stppo.schema import (
     BENCHMARK_COLUMNS,
@@ -82,11 +83,12 @@ def evaluate_checkpoint(
     check_vocabulary(policy, reads)
     place(policy, resolve_device(settings.training.device), settings.training.precision)
     choose_kernels(policy, settings.training.kernels)
+    place_of = ("benchmark", "records", "cache_dir")  # the questions themselves count
+    played = {k: v for k, v in world_section(config).items() if k not in place_of}
     shared = {
         "weights": weights_of(folder, policy),
-        "world": {
-            k: v for k, v in world_section(config).items() if k not in ("benchmark", "records", "cache_dir")
-        },
+        "world": played,
+        **data_section({"world": played, "policy": {}}),
         "max_tokens": settings.rollout.max_tokens,
         "precision": settings.training.precision,
     }
@@ -95,43 +97,46 @@ def evaluate_checkpoint(
         identity = {**shared, "questions": _hash(map(repr, chosen)), "decoding": decoding}
         identity |= {"seed": seed} if decoding == "sampled" else {}
         parts.append((out / benchmark / decoding, benchmark, decoding, fingerprint(identity)))
-    rows = {part: row for part, *_, made_for in parts if (row := _finished(part, made_for))}
-    about = {
-        "checkpoint": str(checkpoint),
-        "weights": shared["weights"],
-        "world": config["world"],
-        "rollout": dataclasses.asdict(settings.rollout),
-        "precision": settings.training.precision,
-        "seed": seed,
-        "environment": environment(),
-    }
-    if len(rows) < len(parts):
-        sampler = make_rollout(world.environment, reads, settings.rollout, policy).for_evaluation()
-        try:
-            for part, benchmark, decoding, made_for in parts:
-                if part not in rows:
-                    rows[part] = _play(
-                        sampler,
-                        policy,
-                        asked[benchmark],
-                        (part, benchmark, decoding),
-                        seed,
-                        trajectories,
-                        made_for,
-                        progress,
-                    )
-                    write_results(out, about, [rows[p] for p, *_ in parts if p in rows])
-        except (OSError, RuntimeError, FloatingPointError) as cause:
-            kept = f"{len(rows)} of {len(parts)} results are in {out}; the same command goes on from there"
-            error = cause
-            if isinstance(cause, torch.OutOfMemoryError):
-                error = "GPU memory ran out: lower rollout.batch_size (or max_num_seqs), or use training.precision=bfloat16"
-            kind = OSError if isinstance(cause, OSError) else ValueError
-            raise kind(f"{error}; {kept}") from cause
-        finally:
-            sampler.close()
-    write_results(out, about, found := [rows[part] for part, *_ in parts])
-    return found
+    with FolderLock(out):
+        rows = {part: row for part, *_, made_for in parts if (row := _finished(part, made_for))}
+        about = {
+            "checkpoint": str(checkpoint),
+            "weights": shared["weights"],
+            "world": config["world"],
+            "rollout": dataclasses.asdict(settings.rollout),
+            "precision": settings.training.precision,
+            "seed": seed,
+            "environment": environment(),
+        }
+        if len(rows) < len(parts):
+            sampler = make_rollout(world.environment, reads, settings.rollout, policy).for_evaluation()
+            try:
+                for part, benchmark, decoding, made_for in parts:
+                    if part not in rows:
+                        rows[part] = _play(
+                            sampler,
+                            policy,
+                            asked[benchmark],
+                            (part, benchmark, decoding),
+                            seed,
+                            trajectories,
+                            made_for,
+                            progress,
+                        )
+                        write_results(out, about, [rows[p] for p, *_ in parts if p in rows])
+            except (OSError, RuntimeError, FloatingPointError) as cause:
+                kept = (
+                    f"{len(rows)} of {len(parts)} results are in {out}; the same command goes on from there"
+                )
+                error = cause
+                if isinstance(cause, torch.OutOfMemoryError):
+                    error = "GPU memory ran out: lower rollout.batch_size (or max_num_seqs), or use training.precision=bfloat16"
+                kind = OSError if isinstance(cause, OSError) else ValueError
+                raise kind(f"{error}; {kept}") from cause
+            finally:
+                sampler.close()
+        write_results(out, about, found := [rows[part] for part, *_ in parts])
+        return found
 
 
 def summarise(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -244,7 +249,7 @@ def _finished(part: Path, made_for: str) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        result = json.loads(file.read_text(encoding="utf-8"))
+        result = parse_json(file.read_bytes())
         row, of = result["row"], result["made_for"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged; delete it to play this part again") from error

@@ -30,6 +30,7 @@ from stppo.agent.rollout import Rollout, Sampler
 from stppo.config import Config, ConfigError, build, code_of, fingerprint, label_of, validate
 from stppo.files import write_atomically
 from stppo.objectives import Objective
+from stppo.ownership import FolderLock, is_orphan
 from stppo.provenance import config_targets, environment
 from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUNNING
 from stppo.settings import RunConfig
@@ -37,12 +38,13 @@ from stppo.training.checkpoint import (
     CHECKPOINT_DIR,
     load_checkpoint,
     restore,
+    restore_optimizer,
     save_checkpoint,
     set_aside,
     trained,
 )
 from stppo.training.controls import ReplayedDivisors, generator_for, identity
-from stppo.training.failures import what_stopped
+from stppo.training.failures import RunStopped, what_stopped
 from stppo.training.gradients import Passes
 from stppo.training.loggers import Logger, Loggers, check_installed
 from stppo.training.metrics import (
@@ -62,6 +64,8 @@ from stppo.trajectories import Trajectories
 from stppo.world.protocol import Question
 
 log = logging.getLogger(__name__)
+
+POLICY_DIR = "policy"  # in a run folder; weights and tokenizer at the end
 
 
 @dataclass
@@ -194,8 +198,16 @@ class Trainer:
 
         resume: "auto" continues from a checkpoint if there is one and raises ValueError where it does not
         fit; "set_aside" renames such a checkpoint and starts again; "never" ignores checkpoints.
+        FolderInUse where another process trains in this folder; RunStopped where the pipeline that started it is gone.
         """
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with FolderLock(self.run_dir) as self.lock:
+            return self._train_alone(resume)
+
+    def _train_alone(self, resume: str) -> dict[str, Any]:
+        if (self.run_dir / POLICY_DIR).is_file():  # it would be found hours later
+            raise FileExistsError(
+                f"{self.run_dir / POLICY_DIR}: a file is in the way of the weights; move it"
+            )
         self.began = time.perf_counter()
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.environment = environment()
@@ -225,8 +237,7 @@ class Trainer:
             self.loggers.close()
             if "sampler" in self.__dict__:
                 self.sampler.close()
-        save_policy(self.policy, self.run_dir / "policy")
-        self.tokenizer.save_pretrained(self.run_dir / "policy")
+        save_policy(self.policy, self.run_dir / POLICY_DIR, self.tokenizer)
         return record
 
     def _train(self) -> dict[str, Any]:
@@ -324,6 +335,10 @@ class Trainer:
         if self.iteration % training.checkpoint_every == 0 and self.iteration < training.iterations:
             self._write(RUNNING)
             self._checkpoint()
+            if is_orphan():
+                raise RunStopped(
+                    f"stopped after iteration {self.iteration}, which is kept: the pipeline that started this run is gone"
+                )
         elif evaluated:
             self._write(RUNNING)  # for who follows the run
 
@@ -447,6 +462,7 @@ class Trainer:
             self.loggers.evaluation_row(row)
 
     def _write(self, status: str, non_finite: dict | None = None) -> dict[str, Any]:
+        self.lock.check()
         write_tables(self.run_dir, self.update_rows, self.evaluation_rows)
         record = {
             "status": status,
@@ -488,7 +504,10 @@ class Trainer:
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def _checkpoint(self) -> None:
-        state = {
+        save_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "iteration": self.iteration,
             "update": self.update,
             "policy": trained(self.policy),
@@ -507,13 +526,12 @@ class Trainer:
             "started": self.started,
             "seconds": self._elapsed(),
         }
-        save_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint, state)
 
     def _saved(self, mode: str) -> dict[str, Any] | None:
         """The checkpoint's state, tensors on the CPU; None where the run begins. See `train` for the mode."""
         if mode != "never":
             try:
-                return load_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint)
+                return load_checkpoint(self.run_dir / CHECKPOINT_DIR, self.fingerprint, self._state())
             except ValueError as error:
                 if mode != "set_aside":
                     raise
@@ -530,10 +548,10 @@ class Trainer:
         self.iteration, self.update = state["iteration"], state["update"]
         self.taken_up = self.iteration
         restore(self.policy, state["policy"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        restore_optimizer(self.optimizer, state["optimizer"])
         if self.critic is not None:
             restore(self.critic, state["critic"])
-            self.critic_optimizer.load_state_dict(state["critic_optimizer"])
+            restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
         self.generator.set_state(state["generator"])
         if state["kernels"][-1] != self.models.kernels:
             log.warning("the run goes on with %s kernels: equal up to rounding", self.models.kernels)

@@ -8,7 +8,6 @@ improve, and something to lose.
 
 import hashlib
 import itertools
-import json
 import random
 import time
 from collections import deque
@@ -22,10 +21,20 @@ from transformers import PreTrainedModel
 from stppo.agent.compiled import choose_kernels
 from stppo.agent.compute import place, resolve_device
 from stppo.agent.engines import make_rollout
-from stppo.agent.policy import build_policy, check_vocabulary, load_policy, load_tokenizer, score
-from stppo.agent.rollout import Sampler
-from stppo.config import Config, build, fingerprint, validate, warm_start_dir, world_section
+from stppo.agent.policy import (
+    build_policy,
+    check_vocabulary,
+    load_policy,
+    load_tokenizer,
+    make_folder,
+    save_policy,
+    score,
+)
+from stppo.agent.rollout import Board, Sampler
+from stppo.config import Config, build, data_section, fingerprint, validate, warm_start_dir, world_section
 from stppo.files import write_json
+from stppo.foreign import parse_json
+from stppo.ownership import FolderLock
 from stppo.settings import RunConfig
 from stppo.training.failures import warm_start_stopped
 from stppo.training.gradients import Passes
@@ -84,24 +93,31 @@ def demonstration_batch(episodes: list[Episode], encoder: DialogueEncoder) -> Tr
     )
 
 
-def warm_start(config: Config, out_dir: Path, progress: bool = True) -> dict:
+def warm_start(config: Config, out_dir: Path, progress: bool = True, again: bool = True) -> dict:
     """Train and save a warm start in `out_dir` (weights, tokenizer, `warm_start.json`); returns the record.
 
     With max_steps=0 nothing is trained: pretrained weights are measured and saved as they are. Else all weights are
     trained, whatever `policy.lora` says. The record holds sampled success S0 (from `final_samples` trajectories on the
     evaluation questions), greedy success, steps of both stages, what was measured on the way, and seconds. Raises
     ValueError where a stage does not reach its target within its `max_steps`, and where `out_dir` holds a warm start
-    for another world or policy; RunStopped where memory runs out.
+    for another world or policy; RunStopped where memory runs out. Where another process makes one there, it is waited
+    for. again=False: a finished one is left as it is.
     """
     run = validate(config)
     record = out_dir / WARM_START_FILE
-    if record.is_file() and json.loads(record.read_text()).get("made_for") != made_for(config):
-        raise ValueError(
-            f"{out_dir} holds a warm start for another world or policy, and runs may stand on it: choose another folder "
-            "or delete that one"
-        )
+    make_folder(out_dir)
     try:
-        return _warm_start(config, run, out_dir, progress)
+        with FolderLock(out_dir, wait=True):
+            if record.is_file():
+                found = read_record(record)
+                if found.get("made_for") != made_for(config):
+                    raise ValueError(
+                        f"{out_dir} holds a warm start for another world or policy, and runs may stand on it: choose "
+                        "another folder or delete that one"
+                    )
+                if not again:
+                    return found
+            return _warm_start(config, run, out_dir, progress)
     except Exception as error:
         stopped = warm_start_stopped(error, run)
         if stopped is None:
@@ -134,12 +150,13 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
     sampler = make_rollout(world.environment, tokenizer, run.rollout, policy).for_evaluation()
     history = []
     try:
+        # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
+        evaluated = evaluation_questions(world, run.evaluation.questions)
+        Board(sampler, evaluated)  # whether they fit shows before anything is trained
         if data is not None and _reading_steps(run, world):
             history += _read(policy, world, encoder, run, progress)
         if data is not None:
             history += _imitate(policy, data, sampler, world, run, rng, progress)
-        # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
-        evaluated = evaluation_questions(world, run.evaluation.questions)
         many = list(itertools.islice(itertools.cycle(evaluated), settings.final_samples))
         sampled, _ = evaluate(sampler, policy, many, greedy=False, seed=run.warm_start_seed)
         greedy, _ = evaluate(sampler, policy, evaluated, greedy=True, seed=0)
@@ -158,9 +175,8 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
         "parameters": sum(p.numel() for p in policy.parameters()),
         "history": history,
     }
-    out_dir.mkdir(parents=True, exist_ok=True)
-    policy.save_pretrained(out_dir)
-    tokenizer.save_pretrained(out_dir)
+    (out_dir / WARM_START_FILE).unlink(missing_ok=True)
+    save_policy(policy, out_dir, tokenizer)
     write_json(out_dir / WARM_START_FILE, record)  # last: its presence means the folder is whole
     return record
 
@@ -267,7 +283,8 @@ def evaluation_questions(world: World, n: int) -> list[Question]:
 
 def made_for(config: Config) -> str:
     """Fingerprint of the world and policy that a warm start fits."""
-    return fingerprint([world_section(config), config["policy"]])
+    data = data_section(config)
+    return fingerprint([world_section(config), config["policy"], *([data] if data else [])])
 
 
 def ensure_warm_start(config: Config) -> Path:
@@ -278,10 +295,21 @@ def ensure_warm_start(config: Config) -> Path:
     path = warm_start_dir(config)
     if not (path / WARM_START_FILE).is_file():
         if config["rollout"]["engine"] == "vllm":
-            in_own_process("stppo.training.warm_start:warm_start", config, path)
+            in_own_process("stppo.training.warm_start:warm_start", config, path, True, False)
         else:
-            warm_start(config, path)
+            warm_start(config, path, again=False)
     return path
+
+
+def read_record(file: Path) -> dict:
+    """What a warm start recorded; ValueError names a file that is damaged."""
+    try:
+        record = parse_json(file.read_bytes())
+        return {name: record[name] for name in ("success_sampled", "success_greedy", "n_sampled")} | record
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is damaged ({type(error).__name__}: {error}); make the warm start again"
+        ) from error
 
 
 def load_warm_start(path: Path, attention: str = "sdpa") -> tuple[PreTrainedModel, dict, str]:
@@ -294,4 +322,4 @@ def load_warm_start(path: Path, attention: str = "sdpa") -> tuple[PreTrainedMode
         with file.open("rb") as stream:
             while block := stream.read(2**24):
                 content.update(block)
-    return load_policy(path, attention), json.loads(record.read_text()), content.hexdigest()[:12]
+    return load_policy(path, attention), read_record(record), content.hexdigest()[:12]

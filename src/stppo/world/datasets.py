@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stppo.checks import one_of, whole_number
+from stppo.foreign import parse_json
 from stppo.retrieval.documents import read_jsonl
 from stppo.world.protocol import Question
 from stppo.world.records import BENCHMARKS, SCHEMAS, NoGoldAnswer, Unanswerable, question_from
@@ -272,7 +273,7 @@ def _json_records(path: str) -> Iterable[dict[str, Any]]:
     if path.endswith(".json"):
         text = Path(path).read_text(encoding="utf-8")
         try:
-            whole = json.loads(text)
+            whole = parse_json(text)
         except json.JSONDecodeError as error:
             if text.lstrip().startswith("["):
                 raise ValueError(

@@ -11,6 +11,7 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING, Literal
 
 from stppo.checks import one_of, whole_number
+from stppo.foreign import clean
 
 if TYPE_CHECKING:
     from stppo.retrieval.documents import Document
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 TAGS = ("think", "search", "information", "answer")
 _TAG = re.compile(rf"<(/?)({'|'.join(TAGS)})>")
 # Wider than what is parsed, so that nothing resembling a tag survives in retrieved text.
-_TAG_LIKE = re.compile(rf"<\s*(/?)\s*({'|'.join(TAGS)})\s*>", re.IGNORECASE)
+# Possessive, so that white space is never divided in another way.
+_TAG_LIKE = re.compile(rf"<\s*+(/?)\s*+({'|'.join(TAGS)})\s*+>", re.IGNORECASE)
 _CONTROL_TOKEN = re.compile(r"<([|｜])([^<>|｜]*)\1>")  # of chat models: <|im_end|>, <|eot_id|>, <｜User｜>
 _INFORMATION = re.compile(r"</?information>")
 _SENTENCE_END = re.compile(rf"[.?!]+|</(?:{'|'.join(TAGS)})>")
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_ACTION_TAG = re.compile(r"<(search|answer)>")
 
 SEARCH_R1_PROMPT = (
     "Answer the question below. Whenever you learn something new, first reason about it between <think> and "
@@ -125,11 +127,13 @@ def parse_search_r1(text: str) -> Action:
     """
     if _INFORMATION.search(text):
         return _invalid("<information> is written by the environment alone")
-    match = _ACTION.search(text)
-    if match is None:
-        return _invalid("no complete <search> or <answer>")
-    content = match[2].strip()
-    return Action(match[1], content) if content else _invalid(f"empty <{match[1]}>")
+    last = {kind: text.rfind(f"</{kind}>") for kind in ("search", "answer")}
+    for match in _ACTION_TAG.finditer(text):
+        kind, start = match[1], match.end()
+        if start <= last[kind]:  # so it is closed, and nothing is looked for in vain
+            content = text[start : text.index(f"</{kind}>", start)].strip()
+            return Action(kind, content) if content else _invalid(f"empty <{kind}>")
+    return _invalid("no complete <search> or <answer>")
 
 
 def _invalid(reason: str) -> Action:
@@ -140,9 +144,9 @@ PARSERS = {"strict": parse_turn, "search_r1": parse_search_r1}
 
 
 def neutralise_tags(text: str) -> str:
-    """Turn every protocol tag and chat control token into bracketed text (`<search>` → `[search]`, `<|im_end|>` →
+    """Clean text in which every protocol tag and chat control token is bracketed (`<search>` → `[search]`, `<|im_end|>` →
     `[|im_end|]`), which no parser takes for an action and no tokenizer for the end of a message."""
-    text = _TAG_LIKE.sub(lambda match: f"[{match[1]}{match[2]}]", text)
+    text = _TAG_LIKE.sub(lambda match: f"[{match[1]}{match[2]}]", clean(text))
     return _CONTROL_TOKEN.sub(lambda match: f"[{match[1]}{match[2]}{match[1]}]", text)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from stppo.foreign import parse_json
 from stppo.world.protocol import Question
 
 Record = Mapping[str, Any]
@@ -34,11 +35,13 @@ def question_from(record: Record, benchmark: str, number: int) -> Question:
         raise ValueError(f"not a {benchmark} record: it has the fields {', '.join(record)}; wanted {wanted}")
     names = (record.get(field) for field in ("_id", "id", "question_id", "QuestionId"))
     name = next((str(value) for value in names if value is not None), f"{benchmark}-{number}")
-    if not (record.get("answerable", True) and _metadata(record).get("answerable") is not False):
-        raise Unanswerable(f"question {name}: marked as unanswerable")
     try:
+        if not (record.get("answerable", True) and _metadata(record).get("answerable") is not False):
+            raise Unanswerable(f"question {name}: marked as unanswerable")
         text, answers, paragraphs, options = schema.read(record)
         text = (text or "").strip()
+    except Unanswerable:
+        raise
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(
             f"question {name}: not a {benchmark} record ({type(error).__name__}: {error})"
@@ -73,7 +76,7 @@ def _strings(value: Any) -> list[str]:
 def _pairs(value: Any, *keys: str) -> list[tuple]:
     """Pairs, a list of dicts or (as in Arrow) a dict of lists as (title, x) pairs; x is under the first key there is."""
     if isinstance(value, str):
-        value = json.loads(value)
+        value = parse_json(value)
     if isinstance(value, Mapping):
         return list(zip(*_titled(value, keys), strict=True))
     return [_titled(item, keys) if isinstance(item, Mapping) else tuple(item) for item in value]
@@ -96,7 +99,10 @@ def _supporting(context: Any, facts: Any) -> Paragraphs:
 
 
 def _metadata(record: Record) -> Record:
-    return record.get("metadata") or {}
+    found = record.get("metadata") or {}
+    if not isinstance(found, Mapping):
+        raise TypeError(f"metadata is a {type(found).__name__}")
+    return found
 
 
 def _flashrag(record: Record) -> _Parts:
@@ -133,7 +139,7 @@ def _popqa(record: Record) -> _Parts:
     answers = record["possible_answers"]
     if isinstance(answers, str):
         with suppress(json.JSONDecodeError):  # a JSON list inside a string
-            answers = json.loads(answers)
+            answers = parse_json(answers)
     return _Parts(record["question"], _strings(answers))
 
 

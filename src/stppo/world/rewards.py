@@ -14,8 +14,10 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CATEGORICAL = ("yes", "no", "noanswer")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _LABELLED = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[.):])[.:]?\s*(.+)", re.DOTALL)
+_WORD = re.compile(r"\w+")
 _DECIMAL = re.compile(r"(?<=\d)\.(?=\d)")  # 1.5 is not 15
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_CLOSING = "</answer>"
+_ANSWER = re.compile(rf"<answer>(.*?){_CLOSING}", re.DOTALL)
 
 
 def normalise_answer(text: str) -> str:
@@ -90,6 +92,8 @@ def chosen_option(reply: str, options: Sequence[str]) -> int | None:
     if (letter := _LETTER.fullmatch(reply)) and letter[1].upper() in letters:
         return letters.index(letter[1].upper())
     comparable = _key
+    if all(len(word) == 1 for word in _WORD.findall(reply)):
+        comparable = _plain  # of "A B" the A is no article
     if (label := _LABELLED.fullmatch(reply)) and (label[1] or label[2]).upper() in letters:
         option = letters.index((label[1] or label[2]).upper())
         if _key(label[3]) == _key(options[option]):
@@ -115,7 +119,10 @@ def search_r1_answer(turns: Sequence[str]) -> str | None:
     There prompt, documents and corrections are searched too, and a dialogue with a single match counts as unanswered
     for the sake of the prompt's example; a prompt that holds several then lends its example to agents that never answer.
     """
-    blocks = [block for turn in turns for block in _ANSWER.findall(turn)]
+    # Cut behind the last closing tag: an opening one without a closing would be searched for to the end, each anew.
+    blocks = [
+        block for turn in turns for block in _ANSWER.findall(turn[: turn.rfind(_CLOSING) + len(_CLOSING)])
+    ]
     return blocks[-1].strip() if blocks else None
 
 

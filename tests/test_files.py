@@ -1,0 +1,54 @@
+"""Hashes of content, and their cache."""
+
+import os
+
+import pytest
+
+from stppo.files import content_hash
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def settled(file, text, seconds=1_000_000):
+    """A file that was last changed long ago, whatever its system says of its inode."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    os.utime(file, (seconds, seconds))
+    return file
+
+
+def test_a_hash_is_that_of_the_bytes_wherever_they_are(tmp_path):
+    one, same = settled(tmp_path / "a", "text"), settled(tmp_path / "b", "text", 5)
+    assert content_hash(one) == content_hash(same) != content_hash(settled(tmp_path / "c", "test"))
+
+
+def test_a_folder_counts_with_names_and_bytes_but_not_hidden_files(tmp_path):
+    settled(tmp_path / "d" / "x" / "a", "1")
+    before = content_hash(tmp_path / "d")
+    settled(tmp_path / "d" / ".lock", "1")
+    settled(tmp_path / "d" / ".git" / "a", "1")
+    assert content_hash(tmp_path / "d") == before
+    os.rename(tmp_path / "d" / "x" / "a", tmp_path / "d" / "x" / "b")
+    assert content_hash(tmp_path / "d") != before
+
+
+def test_a_large_file_is_read_once_and_again_when_it_changed(tmp_path, monkeypatch):
+    file = settled(tmp_path / "a", "text")
+    monkeypatch.setattr("time.time", lambda: file.stat().st_ctime + 10)
+    before = content_hash(file)
+    with monkeypatch.context() as patched:
+        patched.setattr("hashlib.file_digest", None)
+        assert content_hash(file) == before
+    settled(file, "test")  # as long, and with the same time of its last change
+    assert content_hash(file) != before
+
+
+def test_without_a_cache_it_is_computed_each_time(tmp_path, monkeypatch):
+    file = settled(tmp_path / "a", "text")
+    (tmp_path / "cache").write_text("in the way")
+    monkeypatch.setattr("time.time", lambda: file.stat().st_ctime + 10)
+    assert content_hash(file) == content_hash(file)

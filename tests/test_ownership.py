@@ -1,0 +1,182 @@
+"""Locks of folders: one owner at a time, a dead one's lock is taken over; runs whose pipeline is gone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from stppo.ownership import LOCK_FILE, PARENT, FolderInUse, FolderLock, announce_parent, is_orphan
+
+HOLD = """
+import sys, time
+from stppo.ownership import FolderLock
+with FolderLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the folder `run`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def foreign(folder, **changes):
+    """What an owner on another machine leaves in a folder."""
+    folder.mkdir(exist_ok=True)
+    owner = {
+        "token": "x",
+        "machine": "elsewhere",
+        "host": "node7",
+        "pid": 1,
+        "process_started": "1",
+    } | changes
+    (folder / LOCK_FILE).write_text(json.dumps(owner))
+
+
+def test_a_second_process_is_refused_and_told_who_the_first_is(tmp_path, holder):
+    with pytest.raises(
+        FolderInUse, match=rf"is in use by process {holder.pid} on \S+ \(since .*another folder"
+    ):
+        FolderLock(tmp_path / "run").__enter__()
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, holder, caplog):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with FolderLock(tmp_path / "run"):
+        assert f"process {holder.pid}" in caplog.text and "taken over" in caplog.text
+        assert json.loads((tmp_path / "run" / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert not (tmp_path / "run" / LOCK_FILE).exists()
+
+
+def test_who_waits_gets_it_when_the_owner_ends(tmp_path, holder):
+    waiter = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            HOLD.replace("(sys.argv[1])", "(sys.argv[1], wait=True)"),
+            str(tmp_path / "run"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert "waiting for it" in waiter.stderr.readline()
+        holder.kill()
+        assert waiter.stdout.readline() == "held\n"
+    finally:
+        waiter.kill()
+        waiter.wait()
+
+
+def test_the_same_process_cannot_have_it_twice(tmp_path):
+    with FolderLock(tmp_path), pytest.raises(FolderInUse):
+        FolderLock(tmp_path).__enter__()
+    with FolderLock(tmp_path):
+        pass
+
+
+def test_an_owner_on_another_machine_is_dead_when_its_heartbeat_stops(tmp_path):
+    foreign(tmp_path)
+    with FolderLock(tmp_path, patience=0.2) as lock:
+        lock.check()
+
+
+def test_an_owner_on_another_machine_lives_while_its_heart_beats(tmp_path):
+    foreign(tmp_path)
+    beat = "import os, sys, time\nwhile True:\n os.utime(sys.argv[1])\n time.sleep(0.05)"
+    process = subprocess.Popen([sys.executable, "-c", beat, str(tmp_path / LOCK_FILE)])
+    try:
+        with pytest.raises(FolderInUse, match="process 1 on node7"):
+            FolderLock(tmp_path, patience=30).__enter__()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_heart_beats(tmp_path):
+    with FolderLock(tmp_path, beat=0.02):
+        os.utime(tmp_path / LOCK_FILE, (0, 0))
+        deadline = time.monotonic() + 10
+        while (tmp_path / LOCK_FILE).stat().st_mtime == 0:
+            assert time.monotonic() < deadline
+
+
+def test_an_owner_that_slept_while_another_took_over_is_told(tmp_path):
+    with FolderLock(tmp_path) as lock:
+        foreign(tmp_path)
+        with pytest.raises(FolderInUse, match="taken over by process 1 on node7"):
+            lock.check()
+    assert (tmp_path / LOCK_FILE).exists(), "the other's lock stays"
+
+
+def test_a_lock_file_that_a_kill_cut_off_names_nobody(tmp_path):
+    (tmp_path / LOCK_FILE).write_text('{"pid": ')
+    with FolderLock(tmp_path):
+        pass
+
+
+def test_without_locks_of_the_kernel_a_living_owner_is_known_by_its_process(tmp_path, monkeypatch, holder):
+    """As on network file systems that have none."""
+
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(FolderInUse, match=f"process {holder.pid}"):
+        FolderLock(tmp_path / "run").__enter__()
+    holder.kill()
+    holder.wait()
+    with FolderLock(tmp_path / "run"):
+        pass
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path):
+    program = (
+        "import os, sys, time\nfrom stppo.ownership import FolderLock\n"
+        "with FolderLock(sys.argv[1]):\n"
+        " child = os.fork()\n"
+        " if child == 0: print(os.getpid(), flush=True); time.sleep(60); os._exit(0)\n"
+        " time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    child = int(parent.stdout.readline())
+    try:
+        parent.kill()
+        parent.wait()
+        with FolderLock(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_run_is_an_orphan_when_the_announced_process_is_gone(monkeypatch):
+    monkeypatch.delenv(PARENT, raising=False)
+    assert not is_orphan(), "started by hand, perhaps under nohup"
+    tell = "import os\nfrom stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
+    gone = subprocess.run(
+        [sys.executable, "-c", tell], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    monkeypatch.setenv(PARENT, gone)
+    assert is_orphan()
+    announce_parent()
+    assert is_orphan(), "the outermost process counts"
+    monkeypatch.setenv(PARENT, "another-machine 1 1")
+    assert not is_orphan(), "process numbers of another machine say nothing"
+    announce_parent()
+    assert os.environ[PARENT].split()[1] == str(os.getpid()) and not is_orphan()
