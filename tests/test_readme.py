@@ -77,3 +77,12 @@ def test_readme_is_one_screen():
 @pytest.mark.parametrize("place", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
 def test_every_link_leads_somewhere(place):
     assert (ROOT / place).exists()
+
+
+def test_the_search_shows_runs_that_climb_and_collapse():
+    assert "climb to .8 and then collapse" in README
+    rows = pd.read_parquet(METRICS.parents[1] / "search/metrics/evaluations.parquet")
+    rows = rows[(rows["temperature"] == 1) & (rows["algorithm"] == "token_ppo")].sort_values("iteration")
+    curves = [run["success"].rolling(3).mean().dropna() for _, run in rows.groupby(["regime", "seed"])]
+    collapsed = [curve for curve in curves if curve.max() > 0.75 and curve.iloc[-1] < curve.max() / 2]
+    assert len(collapsed) >= 2
