@@ -31,7 +31,7 @@ ALLOWED = {
     "plan": {"config"},
     "training": {"agent", "schema", "files", "ownership", "config", "settings", "provenance", *FLOOR},
     "results": {"schema", "files", "foreign", "provenance", "algorithms"},
-    "study": {"results", "schema", "files", "config", "algorithms"},
+    "study": {"results", "schema", "files", "config", "config_files", "algorithms"},
     "plugins": {"objectives", "trajectories", "world", "retrieval", "checks"},
     "preflight": {"agent", "config", "files", "settings", *FLOOR},
     "axes": {"algorithms", "config", "objectives", "trajectories", "results"},

@@ -408,7 +408,7 @@ def test_what_has_no_expectation_over_the_tree_is_refused():
         sees_batch = True
 
     class ByShare(Divisor):
-        estimator = "effective_sample_size"
+        estimator = "clip_fraction"
 
         def divisor(self, value):
             return value
@@ -419,7 +419,7 @@ def test_what_has_no_expectation_over_the_tree_is_refused():
 
     for changes, message in (
         ({"clip": Moving()}, "Moving: looks at a whole batch, which the tree is not"),
-        ({"stabilizer": ByShare()}, "ByShare.estimator='effective_sample_size': the oracle divides by"),
+        ({"stabilizer": ByShare()}, "ByShare.estimator='clip_fraction': the oracle divides here by"),
         ({"stabilizer": Extra()}, "Extra: its expectation over the tree is not known"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -119,7 +119,7 @@ def test_recorded_metrics_are_rendered_without_training_and_a_missing_run_is_nam
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("preset=gigantic", "preset=gigantic: unknown preset; allowed: laptop, "),
+        ("preset=gigantic", "preset=gigantic: unknown preset; allowed: benchmark, laptop, "),
         ("kernel=fortran", "no Jupyter kernel named fortran"),
         ("overrides=+pipeline.resources.gpu=2", "takes 2 GPU; say how many there are: --resources gpu=1"),
         ("overrides=training.epoch=3", "epoch"),
