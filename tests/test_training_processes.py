@@ -118,7 +118,7 @@ def test_a_warm_start_with_vllm_is_made_in_a_process_of_its_own(monkeypatch, tmp
     vllm, torch = (configs.compose([*TINY, f"rollout={engine}"]) for engine in ("vllm", "torch"))
     path = starts.ensure_warm_start(vllm)
     starts.ensure_warm_start(torch)
-    assert asked == [("stppo.training.warm_start:warm_start", vllm, path), "here"]
+    assert asked == [("stppo.training.warm_start:warm_start", vllm, path, True, False), "here"]
 
 
 @pytest.mark.parametrize(
