@@ -147,7 +147,7 @@ def test_twenty_updates_agree_with_eager(tmp_path, tiny, barely_trained):
     with torch.no_grad():
         left, right = (score(t.policy, batch.trajectories).logprobs for t in trainers)
     assert (left - batch.trajectories.behaviour_logprobs).abs().max() > 0.1, "the policy has moved"
-    torch.testing.assert_close(right, left, atol=2e-4, rtol=0)
+    torch.testing.assert_close(right, left, atol=2e-4, rtol=1e-3)
 
 
 # ---- falling back ---------------------------------------------------------------------------------
