@@ -19,7 +19,9 @@
 import json
 import os
 import shlex
+import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from functools import partial
@@ -37,6 +39,7 @@ from stppo.results.runs import missing_runs
 from stppo.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.interact import NBCONVERT_OPTIONS
 from stppo.ownership import announce_parent
+from stppo.preloaded import SERVER
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -135,6 +138,7 @@ DERIVATIONS, NOTEBOOKS = numbered("0[0-9]"), numbered("2[0-3]", "3[0-9]")
 PAGES = NOTEBOOKS if RECORDED else [*DERIVATIONS, *NOTEBOOKS]
 FIGURES = [f"{RESULTS}/figures", *(f"{RESULTS}/{name}.ipynb" for name in NOTEBOOKS)]
 CLAIMS = multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "planned.json") if "study" in COMPOSED else []
+RUN = "python -m stppo.preloaded"  # without the seconds of importing, where jobs run on this machine
 PAPERMILL = f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
 REFERENCE = f"results/reference/{PRESET}"
 
@@ -171,7 +175,11 @@ wildcard_constraints:
     derivation="|".join(DERIVATIONS),
 
 
-onstart:  # in the terminal, a line as a run starts, passes each quarter and ends; it ends with Snakemake
+onstart:
+    if not workflow.non_local_exec:
+        os.environ[SERVER] = os.path.join(tempfile.mkdtemp(prefix="stppo-"), "socket")
+        subprocess.Popen([sys.executable, "-m", "stppo.preloaded", "serve", os.environ[SERVER], str(os.getpid())])
+    # In the terminal, a line as a run starts, passes each quarter and ends.
     say = partial(print, file=sys.stderr, flush=True)
     threading.Thread(target=follow, args=(f"{RESULTS}/runs", say), daemon=True).start()
 
@@ -194,7 +202,7 @@ rule warm_start:
     resources:
         **TRAIN_RESOURCES,
     shell:
-        "stppo warm-start {params.overrides} --out $(dirname {output}) > {log} 2>&1"
+        "{RUN} stppo warm-start {params.overrides} --out $(dirname {output}) > {log} 2>&1"
 
 
 def what_runs(config):
@@ -228,7 +236,7 @@ rule train:
     resources:
         **TRAIN_RESOURCES,
     shell:
-        "papermill notebooks/10-train.ipynb {output.notebook} -k {KERNEL} --cwd . --no-progress-bar"
+        "{RUN} papermill notebooks/10-train.ipynb {output.notebook} -k {KERNEL} --cwd . --no-progress-bar"
         " -r overrides {params.overrides} -r run_dir $(dirname {output.record})"
         " -r warm_start_dir $(dirname {input.start}) > {log} 2>&1"
 
@@ -262,7 +270,7 @@ else:
         log:
             f"{RESULTS}/logs/collect.log",
         shell:
-            "stppo collect {RESULTS}/metrics {params.runs} > {log} 2>&1"
+            "{RUN} stppo collect {RESULTS}/metrics {params.runs} > {log} 2>&1"
 
 
 rule derivation:
@@ -278,7 +286,7 @@ rule derivation:
     retries: 1  # kernels that start at once may pick the same port, and one of them dies
     shell:
         "mkdir -p {output[1]} && "  # not every notebook draws a figure
-        "papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
+        "{RUN} papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
 
 
 # The derivations alone, without any training: what `make docs` shows of them.
@@ -301,7 +309,7 @@ rule plug_ins:
         f"{RESULTS}/logs/{PLUG_INS}.log",
     threads: 1
     shell:
-        "papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
+        "{RUN} papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
 
 
 if CLAIMS:  # a preset with a section `study`
@@ -319,7 +327,7 @@ if CLAIMS:  # a preset with a section `study`
             f"{RESULTS}/logs/claims.log",
         shell:
             "echo {params.planned:q} > {output[2]} && "  # how many runs each arm is to have
-            "stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {output[2]} > {log} 2>&1"
+            "{RUN} stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {output[2]} > {log} 2>&1"
 
 
 # Not part of `all`: any checkpoint on any of the eight benchmarks,
@@ -349,7 +357,7 @@ rule benchmarks:
     resources:
         **TRAIN_RESOURCES,
     shell:
-        "papermill notebooks/{BENCHMARKS}.ipynb {output} {PAPERMILL} {params.options}"
+        "{RUN} papermill notebooks/{BENCHMARKS}.ipynb {output} {PAPERMILL} {params.options}"
         " -p output_dir {RESULTS}/benchmarks > {log} 2>&1"
 
 
@@ -369,7 +377,7 @@ rule figures:
     shell:
         "jobs=; trap 'kill $jobs 2> /dev/null || true' EXIT; "  # an interrupted job leaves none of them behind
         + "".join(
-            f"papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}} > {RESULTS}/logs/{name}.log 2>&1"
+            f"{RUN} papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}} > {RESULTS}/logs/{name}.log 2>&1"
             ' & jobs="$jobs $!"; '
             for name in NOTEBOOKS
         )
@@ -399,7 +407,7 @@ rule html:
     log:
         f"{RESULTS}/logs/html/{{notebook}}.log",
     shell:
-        "jupyter nbconvert {params.options} --log-level WARN {input} > {log} 2>&1"
+        "{RUN} jupyter-nbconvert {params.options} --log-level WARN {input} > {log} 2>&1"
         " && sed -i.bak -E {params.links} {output} && rm {output}.bak"
 
 
@@ -418,7 +426,7 @@ rule report:
     log:
         f"{RESULTS}/logs/report.log",
     shell:
-        "stppo report {RESULTS} --reference {REFERENCE} --out {output} > {log} 2>&1"
+        "{RUN} stppo report {RESULTS} --reference {REFERENCE} --out {output} > {log} 2>&1"
 
 
 # Not part of `all`: copy what a finished preset measured to the committed reference, as it came out.

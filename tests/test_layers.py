@@ -34,6 +34,8 @@ ALLOWED = {
     "study": {"results", "schema", "files", "config", "config_files", "algorithms"},
     "plugins": {"objectives", "trajectories", "world", "retrieval", "checks"},
     "preflight": {"agent", "config", "files", "settings", *FLOOR},
+    "preloaded": set(),
+    "preloaded_kernel": {"preloaded"},
     "axes": {"algorithms", "config", "objectives", "trajectories", "results"},
     "bias_variance": {"algorithms", "config", "oracle", "results"},
     "cli": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,24 +30,30 @@ class LiveCurves:
     """A picture in a notebook that follows a run.
 
     iterations: that the run is to have, so that the axes stay where they are. The picture is drawn again only where
-    there is an evaluation more than before; a notebook that is executed and saved keeps the last one.
+    there is an evaluation more than before, and where drawing has not taken a twentieth of the time so far; a notebook
+    that is executed and saved keeps the last one.
     """
 
     def __init__(self, title: str, iterations: int) -> None:
         self.title, self.iterations = title, iterations
-        self.evaluations = -1
+        self.evaluations, self.rest_until = -1, 0.0
         self.handle = DisplayHandle()
 
     def begin(self) -> None:
         """Show where the picture will be."""
         self.handle.display(Markdown("*waiting for the first evaluation*"))
 
-    def update(self, updates: Rows, evaluations: Rows) -> None:
-        """Take the rows recorded so far, of both tables."""
-        if updates and len(evaluations) != self.evaluations:
-            self.evaluations = len(evaluations)
-            plot = run_figure(pd.DataFrame(updates), pd.DataFrame(evaluations), self.title, self.iterations)
-            self.handle.update(plot)
+    def update(self, updates: Rows, evaluations: Rows, last: bool = False) -> None:
+        """Take the rows recorded so far, of both tables. last: show them in any case."""
+        began = time.monotonic()
+        if not updates or len(evaluations) == self.evaluations or (began < self.rest_until and not last):
+            return
+        self.evaluations = len(evaluations)
+        self.handle.update(
+            run_figure(pd.DataFrame(updates), pd.DataFrame(evaluations), self.title, self.iterations)
+        )
+        now = time.monotonic()
+        self.rest_until = now + 19 * (now - began)
 
 
 def run_figure(updates: pd.DataFrame, evaluations: pd.DataFrame, title: str, iterations: int) -> Plot:

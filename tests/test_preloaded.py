@@ -1,0 +1,120 @@
+"""Commands in forks of a process that has imported everything, and in a process of their own where there is none."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import nbformat
+import pytest
+
+COMMAND = [sys.executable, "-m", "stppo.preloaded"]
+pytestmark = pytest.mark.xdist_group("preloaded")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A serving process, and the environment in which commands find it."""
+    address = tmp_path_factory.mktemp("s") / "socket"
+    process = subprocess.Popen([*COMMAND, "serve", str(address), str(os.getpid())])
+    while not address.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    yield process, os.environ | {"STPPO_PRELOADED": str(address)}
+    process.kill()
+
+
+def notebook(path, *cells):
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbformat.write(book, path)
+    return path
+
+
+def gone(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def wait_for(condition, seconds=30):
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("address", [None, "/nowhere/socket"])
+def test_without_a_server_the_command_runs_by_itself(address):
+    environment = {name: value for name, value in os.environ.items() if name != "STPPO_PRELOADED"}
+    environment |= {"STPPO_PRELOADED": address} if address else {}
+    done = subprocess.run([*COMMAND, "stppo", "--version"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout[:6]) == (0, "stppo ")
+
+
+def test_streams_folder_and_exit_status_are_the_callers(server, tmp_path):
+    command = [*COMMAND, "stppo", "collect", "out", "nothing-here"]
+    done = subprocess.run(command, env=server[1], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and "nothing-here" in done.stderr
+
+
+def test_kernels_are_forks_that_have_imported_the_trainer(server, tmp_path):
+    process, environment = server
+    source = notebook(
+        tmp_path / "in.ipynb",
+        "import os, sys, json",
+        "print(json.dumps([os.getppid(), 'stppo.training.trainer' in sys.modules, os.getcwd(), os.environ['MARK']]))",
+    )
+    command = [
+        *COMMAND,
+        "papermill",
+        str(source),
+        "out.ipynb",
+        "--cwd",
+        str(tmp_path),
+        "--no-progress-bar",
+        "-k",
+        "python3",
+    ]
+    subprocess.run(command, env=environment | {"MARK": "mine"}, cwd=tmp_path, check=True, capture_output=True)
+    said = nbformat.read(tmp_path / "out.ipynb", 4).cells[1].outputs[0].text
+    assert json.loads(said) == [process.pid, True, str(tmp_path), "mine"]
+
+
+def test_figures_are_shown_in_a_forked_kernel(server, tmp_path):
+    source = notebook(tmp_path / "in.ipynb", "import matplotlib.pyplot as plt\nplt.plot([1, 2]);")
+    command = [*COMMAND, "papermill", str(source), "out.ipynb", "--no-progress-bar", "-k", "python3"]
+    subprocess.run(command, env=server[1], cwd=tmp_path, check=True, capture_output=True)
+    outputs = nbformat.read(tmp_path / "out.ipynb", 4).cells[0].outputs
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_a_killed_caller_takes_its_command_and_its_kernel_along(server, tmp_path):
+    told = tmp_path / "pid"
+    source = notebook(
+        tmp_path / "in.ipynb",
+        f"import os, time\nfrom pathlib import Path\nPath({str(told)!r}).write_text(str(os.getpid()))\ntime.sleep(600)",
+    )
+    command = [*COMMAND, "papermill", str(source), "out.ipynb", "--no-progress-bar", "-k", "python3"]
+    caller = subprocess.Popen(command, env=server[1], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    kernel = int(wait_for(lambda: told.is_file() and told.read_text()))
+    assert not gone(kernel)
+    caller.send_signal(signal.SIGKILL)
+    caller.wait()
+    wait_for(lambda: gone(kernel))
+
+
+def test_the_server_ends_with_its_parent_and_leaves_nothing(tmp_path):
+    folder = tmp_path / "s"
+    folder.mkdir()
+    start = (
+        f"import os, subprocess\ncommand = {[*COMMAND, 'serve', str(folder / 'socket')]!r}\n"
+        "print(subprocess.Popen([*command, str(os.getpid())], stdout=subprocess.DEVNULL).pid)"
+    )
+    parent = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=True)
+    wait_for(lambda: gone(int(parent.stdout)), 120)
+    assert not folder.exists()
