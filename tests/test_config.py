@@ -241,15 +241,16 @@ NINE = set(ALGORITHMS) - {"so_ppo"}
 
 def test_laptop_plans_the_algorithms_and_two_plain_remedies_in_three_worlds():
     runs = configs.planned_runs("laptop")
-    arms = NINE | {"token_ppo_kl_stop", "token_ppo_grad_clip"}
+    arms = NINE | {"kl_stop", "grad_clip"}
     assert {run.name for run in runs} == {f"OFF_POLICY/{a}/seed{s}" for a in arms for s in range(3)}
     seeds = ["seed", "warm_start_seed"]
     one = {run.algorithm: run.config for run in runs if run.seed == 2}
     assert all([c[k] for k in seeds] == [2, 2] and c["world"]["seed"] == 2 for c in one.values())
     plain = one["token_ppo"]["training"]
     assert plain["target_kl"] is plain["max_grad_norm"] is None
-    assert one["token_ppo_kl_stop"]["training"] == plain | {"target_kl": 0.05}
-    assert one["token_ppo_grad_clip"]["training"] == plain | {"max_grad_norm": 1.0}
+    for null, knob in (("kl_stop", {"target_kl": 0.05}), ("grad_clip", {"max_norm": 1.0})):
+        assert one[null]["training"] == plain
+        assert knob.items() <= one[null]["algorithm"]["objective"]["stabilizer"].items()
 
 
 def test_smoke_plans_every_algorithm_once():

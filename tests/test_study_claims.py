@@ -188,7 +188,7 @@ def test_preset_without_claims_has_none(tmp_path):
 
 
 def test_command_writes_the_shipped_claims_of_a_metrics_folder(tmp_path):
-    truth = {"token_ppo": 0.3, "st_ppo": 0.7, "turn_ppo": 0.65, "token_ppo_kl_stop": 0.82}
+    truth = {"token_ppo": 0.3, "st_ppo": 0.7, "turn_ppo": 0.65, "kl_stop": 0.82}
     write_metrics(make({arm: spread(mean, seed=i) for i, (arm, mean) in enumerate(truth.items())}), tmp_path / "metrics")  # fmt: skip
     (tmp_path / "planned.json").write_text(json.dumps({"OFF_POLICY/st_ppo": 16}))
     options = ["claims", str(tmp_path / "metrics"), str(tmp_path / "out"), "--planned", str(tmp_path / "planned.json")]  # fmt: skip
