@@ -30,7 +30,7 @@ ALLOWED = {
     "config": {"settings", "config_files", "files", "provenance"},
     "plan": {"config"},
     "training": {"agent", "schema", "files", "ownership", "config", "settings", "provenance", *FLOOR},
-    "results": {"schema", "files", "foreign", "provenance", "algorithms"},
+    "results": {"schema", "files", "foreign", "ownership", "provenance", "algorithms"},
     "study": {"results", "schema", "files", "config", "config_files", "algorithms"},
     "plugins": {"objectives", "trajectories", "world", "retrieval", "checks"},
     "preflight": {"agent", "config", "files", "settings", *FLOOR},

@@ -3,21 +3,29 @@
 import json
 import os
 import time
+from contextlib import ExitStack
 
 import pandas as pd
 import pytest
 import yaml
 
+from stppo.ownership import FolderLock
 from stppo.results.progress import all_progress, follow, milestones, table
 
 
 @pytest.fixture
 def record(tmp_path):
-    """Write what a run has on disk after some iterations of 40, at two seconds each."""
+    """Write what a run has on disk after some iterations of 40, at two seconds each; this process works on it, unless it
+    was stopped."""
+    locks = ExitStack()
+    locked = set()
 
-    def write(name, iteration, status="running", success=0.5, age=0.0):
+    def write(name, iteration, status="running", success=0.5, age=0.0, stopped=False):
         run = tmp_path / name
         run.mkdir(parents=True, exist_ok=True)
+        if not stopped and run not in locked:
+            locks.enter_context(FolderLock(run))
+            locked.add(run)
         (run / "config.yaml").write_text(
             yaml.safe_dump({"training": {"iterations": 40}, "evaluation": {"every": 2}})
         )
@@ -35,7 +43,8 @@ def record(tmp_path):
         os.utime(run / "run.json", (written, written))
         return tmp_path
 
-    return write
+    with locks:
+        yield write
 
 
 def test_a_run_is_read_from_its_files(record):
@@ -79,8 +88,9 @@ def test_runs_that_ended_before_are_passed_over_and_one_that_goes_on_is_not(reco
 
 
 def test_a_run_that_stopped_is_told_as_such(record):
-    runs = all_progress(record("A/st_ppo/seed1", 12, age=3600))
-    assert "silent for 60 min" in table(runs) and "0 running" in table(runs)
+    runs = all_progress(record("A/st_ppo/seed1", 12, age=3600, stopped=True))
+    assert "stopped 60 min ago" in table(runs) and "0 running" in table(runs)
+    assert "1 running" in table(all_progress(record("A/st_ppo/seed1", 12, age=3600)))
 
 
 def test_non_finite_end_is_said(record):

@@ -64,6 +64,20 @@ def _lives(pid: int, started: str | None) -> bool:
         return True
 
 
+def in_use(folder: Path, patience: float = 90) -> bool:
+    """Whether a process that works in a folder still lives; of one on another machine, whether its heartbeat is younger
+    than `patience` seconds."""
+    file = Path(folder) / LOCK_FILE
+    owner = _owner(file)
+    if owner is None:
+        return False
+    if owner.get("machine") == _machine():
+        return _lives(int(owner["pid"]), owner.get("process_started"))
+    with contextlib.suppress(OSError):
+        return time.time() - _beat_of(file) / 1e9 < patience
+    return False
+
+
 class FolderLock:
     """Sole use of a folder, which is made where it is missing: `with FolderLock(folder) as lock: ...`.
 

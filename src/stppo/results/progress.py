@@ -15,10 +15,10 @@ import pandas as pd
 import yaml
 
 from stppo.foreign import parse_json
+from stppo.ownership import in_use
 from stppo.schema import COMPLETED, CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, RUNNING
 
 MILESTONES = 4  # lines a run: at its start, then at each quarter
-_SILENT = 3  # times the time between two evaluations, after which a run is taken for stopped
 _WIDTH = 20
 
 
@@ -34,8 +34,8 @@ class Progress:
     iterations: int  # that it is to have
     success: float | None  # newest sampled success on held-out questions
     seconds: float | None  # an iteration, evaluations included; None before the first
-    every: int  # iterations between evaluations, at each of which it is written
     age: float  # seconds since it was written
+    in_use: bool  # whether a living process works in its folder
 
     @property
     def left(self) -> float | None:
@@ -45,9 +45,9 @@ class Progress:
         return max(0.0, (self.iterations - self.iteration) * self.seconds - self.age)
 
     @property
-    def is_silent(self) -> bool:
-        """Whether a running run has written nothing for far longer than it used to."""
-        return self.status == RUNNING and self.age > max(600.0, _SILENT * self.every * (self.seconds or 0.0))
+    def is_stopped(self) -> bool:
+        """Whether it has not ended, and nobody goes on with it."""
+        return self.status == RUNNING and not self.in_use
 
     def line(self) -> str:
         """One line for a terminal."""
@@ -80,8 +80,8 @@ def read_progress(record: Path, folder: Path) -> Progress | None:
             iterations=iterations,
             success=float(sampled.iloc[-1]) if len(sampled) else None,
             seconds=content["wall_seconds"] / done if done else None,
-            every=config["evaluation"]["every"],
             age=max(0.0, time.time() - record.stat().st_mtime),
+            in_use=in_use(record.parent),
         )
     except (
         OSError,
@@ -124,13 +124,13 @@ def table(runs: list[Progress]) -> str:
             f"{run.name:<{width}}  {bar}  {run.iteration:>4} of {run.iterations:<4}  success {success}  {_state(run)}"
         )
     ended = sum(run.status == COMPLETED for run in runs)
-    running = sum(run.status == RUNNING and not run.is_silent for run in runs)
+    running = sum(run.status == RUNNING and not run.is_stopped for run in runs)
     return "\n".join([*lines, f"{len(runs)} runs begun: {ended} completed, {running} running"])
 
 
 def _state(run: Progress) -> str:
-    if run.is_silent:
-        return f"silent for {_duration(run.age)}: stopped? the same command goes on from its checkpoint"
+    if run.is_stopped:
+        return f"stopped {_duration(run.age)} ago: the same command goes on from its checkpoint"
     if run.status != RUNNING:
         return run.status.replace("_", "-")
     if run.seconds is None:
@@ -172,7 +172,7 @@ def milestones(folder: Path) -> Iterator[list[str]]:
             read[record] = written
             now = (MILESTONES * run.iteration // run.iterations, run.status)
             before, reached[record] = reached.get(record), now
-            if before != now and not (first and (run.status != RUNNING or run.is_silent)):
+            if before != now and not (first and (run.status != RUNNING or run.is_stopped)):
                 lines.append(run.line())
         first = False
         yield lines
