@@ -37,6 +37,7 @@ ALLOWED = {
     "preloaded": set(),
     "preloaded_kernel": {"preloaded"},
     "axes": {"algorithms", "config", "objectives", "trajectories", "results"},
+    "factors": {"algorithms", "axes", "config", "results", "trajectories"},
     "bias_variance": {"algorithms", "config", "oracle", "results"},
     "cli": {
         "provenance",

@@ -102,13 +102,12 @@ def _algorithms() -> str:
 
 def _rivals() -> str:
     """Related methods: the comment of each YAML, which says what it is and what is uncertain, its knob and source."""
-    from stppo.algorithms import NO_KNOB, RIVALS, look
+    from stppo.algorithms import NO_KNOB, RIVALS, look, notes
 
     lines = ["| `algorithm=` | what it is | its knob | source |", "| --- " * 4 + "|"]
     for name in RIVALS:
         row = look(name)
-        comment = [line for line in row.file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-        text = " ".join(line.removeprefix("# ") for line in comment).replace("|", "\\|").replace("<", "&lt;")
+        text = notes(name).replace("|", "\\|").replace("<", "&lt;")
         knob = "none"
         if row.prior != NO_KNOB:
             keys = ", ".join(f"`{key.removeprefix('objective.')}`" for key in row.prior.keys)

@@ -112,6 +112,15 @@ def look(name: str) -> Algorithm:
     return Algorithm(name, f"{base.label}, {rest}", _color_of(name), base.line, granularity=base.granularity)
 
 
+def notes(name: str) -> str:
+    """What the comments of an algorithm's YAML say: what it is, and what about it is uncertain. ConfigError without one."""
+    file = look(name).file
+    if file is None:
+        raise ConfigError(f"algorithm={name} has no YAML file")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """Names in the order of `algorithms`, those without a file behind, by name; each once."""
     ranks = {row.name: i for i, row in enumerate(algorithms())}

@@ -66,6 +66,8 @@ TOKEN_RATIOS = (
     1.05,
 )
 TURN_ADVANTAGES = (1.0, -1.0, 1.0)
+# Of every token, for the rules that read them: its probability under pi_old, and the entropy where it was drawn.
+PROBABILITY, ENTROPY = 0.25, 1.0
 
 
 def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
@@ -105,8 +107,8 @@ def worked_example(algorithm: str) -> pd.DataFrame:
 
     Columns: `turn` (0, 1, 2; -1 for the environment), `token_ratio` and `advantage` as given, `low` and `high`
     (the clip range), `ratio` (the one that the objective uses), `clipped`, `gradient` (of the objective to
-    maximise, by the token's log-probability, times |y|), `divisor` (of the gradient, from the clipping bias' norm
-    over log-probabilities of this one trajectory; the same in every row) and `step` = gradient / divisor.
+    maximise, by the token's log-probability, times |y|), `divisor` (of the gradient, from the norm that the stabiliser
+    reads, over log-probabilities of this one trajectory; the same in every row) and `step` = gradient / divisor.
     """
     objective = _objective(config.compose([f"algorithm={algorithm}"])["algorithm"])
     agent = torch.tensor([[ratio is not None for ratio in TOKEN_RATIOS]])
@@ -114,10 +116,16 @@ def worked_example(algorithm: str) -> pd.DataFrame:
     ratios = torch.tensor([ratio for ratio in TOKEN_RATIOS if ratio is not None], dtype=torch.float64)
     advantages = torch.tensor(TURN_ADVANTAGES, dtype=torch.float64)[layout.turns]
     log_ratio = ratios.log().requires_grad_()
-    surrogate = objective.evaluate(log_ratio, advantages, layout)
+    known = {
+        "behaviour_logprobs": torch.full_like(ratios, PROBABILITY).log(),
+        "entropy": torch.full_like(ratios, ENTROPY),
+    }
+    surrogate = objective.evaluate(log_ratio, advantages, layout, **known)
     (bias,) = torch.autograd.grad(surrogate.bias_surrogate, log_ratio, retain_graph=True)
     (gradient,) = torch.autograd.grad(-surrogate.loss, log_ratio)
-    tokens = objective.tokens(log_ratio.detach(), advantages, layout)
+    tokens = objective.tokens(log_ratio.detach(), advantages, layout, **known)
+    measured = {"gradient_norm": gradient.norm(), "effective_sample_size": torch.ones(())}
+    norm = measured.get(getattr(objective.stabilizer, "estimator", ""), bias.norm())
     terms, bounds = objective.terms(tokens)
     frame = pd.DataFrame({"position": range(agent.shape[1]), "turn": -1})
     at = layout.positions.numpy()
@@ -131,7 +139,7 @@ def worked_example(algorithm: str) -> pd.DataFrame:
     }.items():
         frame.loc[at, column] = values.numpy()
     frame["low"], frame["high"] = float(bounds.low.mean()), float(bounds.high.mean())
-    frame["divisor"] = objective.stabilizer.divisor(bias.norm().item())
+    frame["divisor"] = objective.stabilizer.divisor(norm.item())
     frame["step"] = frame["gradient"] / frame["divisor"]
     return frame
 

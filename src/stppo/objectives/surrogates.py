@@ -140,7 +140,7 @@ class Gate(SurrogateRule):
 
     def terms(self, tokens: Tokens, bounds: Bounds) -> Terms:
         positive = tokens.advantages > 0
-        tau = torch.where(positive, self.tau_positive, self.tau_negative).to(tokens.ratio.dtype)
+        tau = torch.full_like(tokens.advantages, self.tau_negative).masked_fill(positive, self.tau_positive)
         sigmoid = (tau * (tokens.ratio - 1)).sigmoid()
         gate = 1 + 4 / tau * (sigmoid - 0.5)
         slope = (4 * sigmoid * (1 - sigmoid)).detach()
