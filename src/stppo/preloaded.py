@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from importlib import import_module
 from typing import Any, NoReturn
@@ -71,8 +72,7 @@ class Fork:
         cwd: str | None = None,
         session: bool = False,
     ) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(os.environ.get(SERVER, ""))
+        self._socket = _connected(os.environ.get(SERVER, ""))
         wish = {"argv": argv, "env": dict(env or os.environ), "cwd": cwd or os.getcwd(), "session": session}
         text = json.dumps(wish).encode()
         socket.send_fds(self._socket, [struct.pack("!Q", len(text))], [0, 1, 2])
@@ -117,6 +117,21 @@ class Fork:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
+
+
+def _connected(address: str) -> socket.socket:
+    """A server that has just been started has a few seconds to listen; where its folder is not, there is none."""
+    until = time.monotonic() + 5
+    while True:
+        found = socket.socket(socket.AF_UNIX)
+        try:
+            found.connect(address)
+            return found
+        except OSError:
+            found.close()
+            if time.monotonic() > until or not os.path.isdir(os.path.dirname(address)):
+                raise
+        time.sleep(0.05)
 
 
 def serve(address: str, parent: int) -> None:
