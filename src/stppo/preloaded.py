@@ -150,11 +150,18 @@ def serve(address: str, parent: int) -> None:
     gc.collect()
     gc.freeze()  # forks share these pages as long as nobody writes to them
     callers: dict[int, socket.socket] = {}
+    woken, wake = socket.socketpair()  # by the end of a fork
+    wake.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     with selectors.DefaultSelector() as ready:
         ready.register(listener, selectors.EVENT_READ)
+        ready.register(woken, selectors.EVENT_READ)
         while callers or os.getppid() == parent:
-            for key, _ in ready.select(0.05):
-                if key.fileobj is listener:
+            for key, _ in ready.select(1.0):
+                if key.fileobj is woken:
+                    woken.recv(4096)
+                elif key.fileobj is listener:
                     caller = listener.accept()[0]
                     pid = _fork(caller, [listener, *callers.values()])
                     if pid:
@@ -214,6 +221,8 @@ def _fork(caller: socket.socket, others: list[socket.socket]) -> int:
 
 
 def _run(wish: dict[str, Any], streams: list[int]) -> int:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, number in zip(streams, (0, 1, 2), strict=True):
         os.dup2(stream, number)
