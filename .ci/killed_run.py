@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from stppo.ownership import LOCK_FILE
 from stppo.schema import TIMING_COLUMNS
 
 RUN = Path("results/smoke/runs/OFF_POLICY/token_ppo/seed0")
@@ -23,20 +24,6 @@ SECONDS = 300
 
 def tables() -> list[pd.DataFrame]:
     return [pd.read_parquet(RUN / f"{name}.parquet") for name in ("updates", "evaluations")]
-
-
-def descendants(pid: int) -> list[int]:
-    children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
-    return [found for child in map(int, children) for found in (child, *descendants(child))]
-
-
-def kernel_of(pid: int) -> int:
-    """The Jupyter kernel below a process: there the run trains."""
-    for found in descendants(pid):
-        shown = subprocess.run(["ps", "-o", "args=", "-p", str(found)], capture_output=True, text=True)
-        if "ipykernel" in shown.stdout:
-            return found
-    sys.exit("FAILED: snakemake runs no kernel that could be killed")
 
 
 def main() -> None:
@@ -49,7 +36,7 @@ def main() -> None:
             if snakemake.poll() is not None or time.monotonic() > deadline:
                 sys.exit(f"FAILED: no checkpoint appeared in {RUN} while snakemake was running")
             time.sleep(0.02)
-        os.kill(kernel_of(snakemake.pid), signal.SIGKILL)
+        os.kill(json.loads((RUN / LOCK_FILE).read_text())["pid"], signal.SIGKILL)  # whoever trains holds the folder
         killed = datetime.now(UTC)
         if (RUN / "run.json").exists() and json.loads((RUN / "run.json").read_text())[
             "status"

@@ -234,6 +234,8 @@ def _run(wish: dict[str, Any], streams: list[int]) -> int:
         os.setsid()
         os.environ["JPY_PARENT_PID"] = str(os.getppid())  # without which a kernel ends
     sys.argv = wish["argv"]
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as shown:  # its name in `top`, on Linux
+        shown.write(sys.argv[0][:15])
     module, function = COMMANDS[sys.argv[0]]
     try:
         getattr(import_module(module), function)()
