@@ -36,7 +36,9 @@ def main() -> None:
             if snakemake.poll() is not None or time.monotonic() > deadline:
                 sys.exit(f"FAILED: no checkpoint appeared in {RUN} while snakemake was running")
             time.sleep(0.02)
-        os.kill(json.loads((RUN / LOCK_FILE).read_text())["pid"], signal.SIGKILL)  # whoever trains holds the folder
+        os.kill(
+            json.loads((RUN / LOCK_FILE).read_text())["pid"], signal.SIGKILL
+        )  # whoever trains holds the folder
         killed = datetime.now(UTC)
         if (RUN / "run.json").exists() and json.loads((RUN / "run.json").read_text())[
             "status"
