@@ -4,6 +4,7 @@ python -m tests.chaos.run --seconds 1200 --seed 0
 """
 
 import argparse
+import json
 import logging
 import os
 import random
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from stppo.provenance import environment
 from tests.chaos.attacks import ATTACKS, Stage
 
 # Share of the time, and most attacks, of each kind.
@@ -47,7 +49,7 @@ def main() -> None:
     )
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--only", default="", help="kinds whose name contains this")
-    arguments.add_argument("--csv", type=Path, help="write the table here too")
+    arguments.add_argument("--json", type=Path, help="also write the table, commit, hardware and versions here")
     asked = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.disable(logging.CRITICAL)
@@ -60,8 +62,9 @@ def main() -> None:
                 print(rows[-1], file=sys.stderr, flush=True)
     table = pd.DataFrame(rows)
     print(table.to_string(index=False))
-    if asked.csv:
-        table.to_csv(asked.csv, index=False)
+    if asked.json:
+        content = {"seed": asked.seed, "attacks": rows, **environment()}
+        asked.json.write_text(json.dumps(content, indent=1) + "\n")
     sys.exit(int((table["survived"] < table["tried"]).any()))
 
 
