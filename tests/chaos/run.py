@@ -49,7 +49,9 @@ def main() -> None:
     )
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--only", default="", help="kinds whose name contains this")
-    arguments.add_argument("--json", type=Path, help="also write the table, commit, hardware and versions here")
+    arguments.add_argument(
+        "--json", type=Path, help="also write the table, commit, hardware and versions here"
+    )
     asked = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.disable(logging.CRITICAL)
