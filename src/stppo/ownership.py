@@ -33,9 +33,10 @@ class FolderInUse(OSError):
 
 
 def _machine() -> str:
-    """This boot of this kernel: process numbers mean something within it alone."""
+    """This boot of this kernel and, in a container, its process numbers: they mean something within it alone."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
 
