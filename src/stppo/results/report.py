@@ -166,7 +166,10 @@ def provenance(metrics: Metrics) -> dict[str, str]:
 def doubts(metrics: Metrics) -> list[str]:
     """What makes the runs hard to reproduce or to compare, a line each; empty if nothing does."""
     runs = metrics.runs
-    versions = len({run.get("code_hash") for run in runs})
+    # The hash also covers the classes that an algorithm alone names, so of one commit there are several; and a commit
+    # that changes no code has the same one.
+    commits = {(run.get("git_commit"), run.get("git_dirty")) for run in runs}
+    versions = min(len({run.get("code_hash") for run in runs}), len(commits))
     dirty = sum(bool(run.get("git_dirty")) for run in runs)
     made = metrics.summary.assign(policy=[run.get("policy") for run in runs])
     # Runs of one warm start share its weights and so its success: two successes betray two sets of weights.
