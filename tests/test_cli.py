@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from stppo import cli
 from stppo import config as configs
+from stppo.ownership import FolderLock
 from tests.conftest import TINY
 from tests.sample_data import DATA, real_data
 
@@ -331,6 +332,7 @@ def test_progress_says_how_far_runs_are(stppo, tmp_path):
     record = {"status": "running", "algorithm": "st_ppo", "seed": 0, "iterations": 10, "wall_seconds": 20.0}
     (run / "run.json").write_text(json.dumps(record))
     pd.DataFrame({"temperature": [1.0], "success": [0.5]}).to_parquet(run / "evaluations.parquet")
-    code, shown, _ = stppo("progress", str(tmp_path))
+    with FolderLock(run):
+        code, shown, _ = stppo("progress", str(tmp_path))
     assert code == 0 and "10 of 40" in shown and "1 running" in shown
     assert_one_line_error(stppo("progress", str(tmp_path / "nothing")), "no folder")

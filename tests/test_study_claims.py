@@ -198,7 +198,7 @@ def test_command_writes_the_shipped_claims_of_a_metrics_folder(tmp_path):
     assert rows["C4.st_ppo"] == "supported" and rows["C5"] == "supported"
     assert rows["C4.st_ppo.nulls"] == "not supported", "KL early stopping does better"
     assert rows["C8.a"] == "not asked"
-    assert "token PPO, KL early stopping" in (tmp_path / "out" / "claims.md").read_text()
+    assert "token PPO, KL stop" in (tmp_path / "out" / "claims.md").read_text()
 
 
 # ---- measures of a run's course -----------------------------------------------------------------
