@@ -18,7 +18,7 @@ from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged", "unshare")
 NODES = ("stppo1", "stppo2")
-# No slurmdbd, hence no `sacct`; CPUs are promised, not counted, for the rule `figures` asks for one per notebook.
+# No slurmdbd, hence no `sacct`. CPUs are promised, not counted.
 # A requeued job waits until credentials have expired, two minutes by default.
 CONFIGURATION = """ClusterName=stppo
 SlurmctldHost={host}(127.0.0.1)
@@ -42,7 +42,6 @@ SelectTypeParameters=CR_CPU_Memory
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
-SlurmctldParameters=power_save_min_interval=0
 ReturnToService=2
 SlurmdTimeout={slurmd_timeout}
 KillWait=2
@@ -59,7 +58,7 @@ class Cluster:
     slurmd_timeout: seconds after which a silent node counts as lost.
     """
 
-    def __init__(self, folder: Path, slurmd_timeout: int = 8, cpus: int = 4) -> None:
+    def __init__(self, folder: Path, slurmd_timeout: int = 8, cpus: int = 2) -> None:
         self.folder = folder
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         self._nodes: dict[str, subprocess.Popen] = {}
