@@ -902,4 +902,4 @@ def test_in_the_world_of_2000_entities_trl_makes_the_updates_that_our_objective_
     print("divisors", [round(d, 3) for d in divisors])
     assert [row["stabilizer/divisor"] for row in rows] == pytest.approx(divisors, rel=1e-3)
     assert max(divisors) > 1.05
-    assert gap < 2e-5 < apart / 10 and way > 1e-3
+    assert gap < 1e-4 < apart / 10 and way > 1e-3

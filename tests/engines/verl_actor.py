@@ -104,12 +104,23 @@ def run(folder: Path, overrides: list[str], batch: dict) -> dict:
     return {"log_probs": log_probs, "before": before, "after": after, "metrics": metrics}
 
 
+def start_ray(tries: int = 3, **options) -> None:
+    """Ray waits 30 seconds for its own start, whatever else the machine does."""
+    for left in reversed(range(tries)):
+        try:
+            ray.init(num_cpus=WORKERS, include_dashboard=False, **options)
+            return
+        except Exception as error:
+            if not left or "timed out during startup" not in str(error):
+                raise
+
+
 def main(folder: Path) -> None:
     batch = torch.load(folder / "batch.pt")
     passed_on = {
         name: value for name, value in os.environ.items() if name.startswith(("VERL_", "PYTHONPATH"))
     }
-    ray.init(num_cpus=WORKERS, include_dashboard=False, runtime_env={"env_vars": passed_on})
+    start_ray(runtime_env={"env_vars": passed_on})
     try:
         runs = json.loads((folder / "runs.json").read_text())
         torch.save(
