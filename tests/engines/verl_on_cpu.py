@@ -1,15 +1,20 @@
 """A CPU as one of verl's platforms. verl 0.9.1 has three (NVIDIA, ROCm, Ascend) and an interface for more; this fills it.
 
 Loaded by verl itself, in every process: VERL_USE_EXTERNAL_MODULES=tests.engines.verl_on_cpu and VERL_PLATFORM=cpu.
-Nothing of verl is patched.
+No code of verl is patched.
 """
 
+import sys
 from contextlib import nullcontext
 from types import ModuleType
 
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+
+# verl's actor does not start beside TRL 1.16: it patches a class that TRL dropped (models/transformers/monkey_patch.py:352)
+# wherever TRL is installed. In these processes it is not.
+sys.modules["trl"] = None
 
 
 class Device(ModuleType):
