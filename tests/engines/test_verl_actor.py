@@ -6,7 +6,7 @@ engine with gradient accumulation, clipping and AdamW, `ppo_loss`, and the way t
 verl 0.9.1 has no CPU among its platforms. What stands in for one, all of it in tests/engines, no code of verl patched:
 
 - `verl_on_cpu` fills in verl's interface for platforms; without it `current_device` asks for CUDA
-  (verl/plugin/platform/platform_cuda.py:74).
+  (verl/plugin/platform/platform_cuda.py:73).
 - VERL_ENGINE_DEVICE=cuda, a switch of verl's, picks the FSDP engine, which is registered for GPUs alone
   (verl/workers/engine/fsdp/transformer_impl.py:1143).
 - The workers begin their gloo group themselves: verl would ask for "cpu:gloo,cpu:gloo" (verl/utils/distributed.py:89).

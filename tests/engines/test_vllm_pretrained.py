@@ -3,7 +3,7 @@
 What the engine's log-probs and the trainer's differ by is what the project records of every run. On a CPU, 50 updates of all
 30 layers would take over ten minutes, most of it for the hand-over; so 50 updates are made of its first four layers, which
 write no English, and a few of the whole model. Trajectories are few and short (4 of two turns of at most 8 tokens an
-update); the reward is made up, so that there is something to learn: the share of sampled tokens with an "e".
+update); the reward is made up, so that each batch moves the weights: the share of sampled tokens with an even id.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ if not find_spec("vllm"):
 
 LAYERS, UPDATES, WITHOUT_SYNC, OF_THE_WHOLE, GROUP = 4, 50, 8, 3, 4
 RATE = 1e-5
-# Nats; largest found in 50 updates: MEASURED.
-MEAN, MAX, KL = 1e-4, 1e-3, 1e-7
+# Nats. Largest found in four updates of the whole model: 8.4e-6, 3.6e-5 and 5.7e-11.
+MEAN, MAX, KL = 1e-4, 1e-3, 1e-8
 PROTOCOL = Protocol(
     prompt_template="Question: {question}\n",
     correction="\nAgain:",
@@ -74,10 +74,6 @@ def sampler_of(world, folder):
 
 def trained(sampler, policy, questions, n, after_each=lambda: None) -> list[dict[str, float]]:
     """`n` updates by our loss, each on fresh trajectories; per update what the roll-out says of itself, and its reward."""
-    vocabulary = range(len(sampler.tokenizer))
-    with_e = torch.tensor(
-        ["e" in text.lower() for text in sampler.tokenizer.batch_decode([[i] for i in vocabulary])]
-    )
     optimizer, rows = torch.optim.Adam(policy.parameters(), lr=RATE), []
     for update in range(n):
         generator, group = torch.Generator().manual_seed(update), [update] * GROUP
@@ -86,7 +82,7 @@ def trained(sampler, policy, questions, n, after_each=lambda: None) -> list[dict
         )
         after_each()
         batch = rollout.trajectories
-        share = (with_e[batch.tokens] & batch.agent_mask).sum(1) / batch.agent_mask.sum(1)
+        share = ((batch.tokens % 2 == 0) & batch.agent_mask).sum(1) / batch.agent_mask.sum(1)
         last = batch.agent_mask.shape[1] - 1 - batch.agent_mask.flip(1).int().argmax(1)
         rewards = torch.zeros_like(batch.rewards).scatter(1, last[:, None], share[:, None])
         batch = dataclasses.replace(batch, rewards=rewards)

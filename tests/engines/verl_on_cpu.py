@@ -31,6 +31,12 @@ class Device(ModuleType):
 
     max_memory_reserved = memory_allocated = memory_reserved = max_memory_allocated
 
+    def mem_get_info(self) -> tuple[int, int]:
+        return 0, 0
+
+    def get_device_name(self) -> str:
+        return "CPU"
+
     def __getattr__(self, name: str):
         return getattr(torch.cpu, name)
 
