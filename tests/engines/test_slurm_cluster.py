@@ -35,6 +35,11 @@ def run_folder(folder: Path, algorithm: str) -> Path:
     return folder / f"results/smoke/runs/OFF_POLICY/{algorithm}/seed0"
 
 
+def is_training(job: dict[str, str], algorithm: str) -> bool:
+    """Snakemake's comment names rule and wildcards, with _ for /."""
+    return job["comment"].startswith("rule_train") and job["comment"].endswith(f"_{algorithm}_seed0")
+
+
 class Decoy:
     """What a login process could leave behind in its environment: a server, which no job may call."""
 
@@ -98,7 +103,7 @@ def disturbed(tmp_path_factory):
                 for job in cluster.jobs():
                     for name in sorted(waiting):
                         checkpoints = (run_folder(folder, name) / "checkpoint").glob("[0-9]*")
-                        if job["state"] == "RUNNING" and f"/{name}/" in job["comment"] and any(checkpoints):
+                        if job["state"] == "RUNNING" and is_training(job, name) and any(checkpoints):
                             waiting.remove(name)
                             seen[name] = job | {"time": datetime.now(UTC)}
                             if name == KILLED:
@@ -135,9 +140,7 @@ def test_pipeline_ends_although_a_job_was_killed_one_requeued_and_a_node_lost(di
 
 def test_killed_job_is_tried_again_in_a_second_job(disturbed):
     _, seen = disturbed
-    tries = [
-        job for job in seen["jobs"].values() if f"/{KILLED}/" in job["comment"] and "train" in job["comment"]
-    ]
+    tries = [job for job in seen["jobs"].values() if is_training(job, KILLED)]
     assert sorted(job["state"] for job in tries) == ["COMPLETED", "FAILED"]
 
 
