@@ -138,10 +138,12 @@ def test_pipeline_ends_although_a_job_was_killed_one_requeued_and_a_node_lost(di
     assert {job["node"] for job in seen["jobs"].values()} == set(NODES)
 
 
-def test_killed_job_is_tried_again_in_a_second_job(disturbed):
+def test_killed_job_is_tried_again(disturbed):
+    """By Snakemake in a second job, or by Slurm in the same one where its node was lost meanwhile."""
     _, seen = disturbed
     tries = [job for job in seen["jobs"].values() if is_training(job, KILLED)]
-    assert sorted(job["state"] for job in tries) == ["COMPLETED", "FAILED"]
+    assert "COMPLETED" in {job["state"] for job in tries}
+    assert sum(1 + int(job["restarts"]) for job in tries) >= 2
 
 
 @pytest.mark.parametrize("algorithm", [REQUEUED, LOST])
