@@ -9,6 +9,7 @@ import torch
 
 from stppo import config as configs
 from stppo.agent.policy import build_policy, score
+from stppo.ownership import PARENT
 from stppo.training.warm_start import demonstration_batch, made_for
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.scripted import DemonstrationNoise, play
@@ -33,6 +34,12 @@ TINY = [
     "evaluation.questions=16",
     "evaluation.every=2",
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_parent(monkeypatch):
+    """No test is the pipeline, for a later one, without which a run stops."""
+    monkeypatch.setenv(PARENT, "")
 
 
 @pytest.fixture
