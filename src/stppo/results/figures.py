@@ -43,6 +43,7 @@ from stppo.results.curves import (
     start_line,
     top_of,
 )
+from stppo.results.early_warning import early_warning
 from stppo.results.findings import main_regime
 from stppo.results.granularity import granularity
 from stppo.results.outcomes import LABELS, LEARNED
@@ -451,6 +452,7 @@ FIGURES: dict[str, Kind] = {
         (TOLERATES, settings_map),
         (WHY, norms),
         (WHY, signals),
+        (WHY, early_warning),
         (WHY, granularity),
         (WHY, trends),
     )
