@@ -292,9 +292,9 @@ def plan_command(overrides: Overrides = None, config_dir: ConfigDir = None) -> N
     chosen = overrides or []
     presets = [o.partition("=")[2] for o in chosen if o.partition("=")[0] == "preset"] or ["laptop"]
     groups = plan(presets[-1], [o for o in chosen if o.partition("=")[0] != "preset"])
-    width = max(len(g.algorithm) for g in groups)
+    first, width = (max(len(getattr(g, name)) for g in groups) + 2 for name in ("regime", "algorithm"))
     for g in groups:
-        typer.echo(f"{g.regime:<14}{g.algorithm:<{width}}{g.runs:>5} runs{60 * g.hours:>8.1f} min")
+        typer.echo(f"{g.regime:<{first}}{g.algorithm:<{width}}{g.runs:>5} runs{60 * g.hours:>8.1f} min")
     runs, hours = sum(g.runs for g in groups), sum(g.hours for g in groups)
     typer.echo(f"{runs} runs, about {hours:.1f} hours of one core (warm starts not counted)")
 
