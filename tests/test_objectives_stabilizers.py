@@ -109,7 +109,7 @@ def test_ctn_vanishes_on_policy():
         (lambda: ClippingBiasNorm(form="min"), "form='min': must be one of max, one_plus, floor"),
         (
             lambda: ClippingBiasNorm(estimator="none"),
-            "estimator='none': must be one of exact, logprob, logit",
+            "estimator='none': must be one of exact, last_block, logprob, logit",
         ),
         (lambda: CtnKL(coefficient=-1.0), r"CtnKL.coefficient=-1.0: .*\[0, inf\]"),
         (lambda: CtnKL(formula="both"), "formula='both': must be one of inside, outside"),

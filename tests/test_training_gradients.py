@@ -1,14 +1,16 @@
 """Micro-batches, checkpointed layers, pieces of logits and bfloat16: what a large model needs changes no gradient."""
 
+import math
+
 import pytest
 import torch
 
 from stppo import config as configs
 from stppo.agent import policy as policy_module
-from stppo.agent.compute import body_of, computing, logits_of, place
+from stppo.agent.compute import body_of, computing, last_block, logits_of, place
 from stppo.agent.critic import Critic
 from stppo.agent.policy import PolicyConfig, build_policy, score
-from stppo.training.gradients import Passes, PolicyPass, join
+from stppo.training.gradients import Passes, PolicyPass, WatchedNorm, join
 from stppo.training.models import Models
 from stppo.training.updates import CriticUpdates, PolicyUpdates
 from stppo.trajectories import Trajectories
@@ -211,11 +213,66 @@ def test_frozen_parameters_are_left_out(batch):
     for budget in (None, 90):
         scored = PolicyPass(policy, batch, Passes(budget))
         assert len(scored.parameters) == len(list(policy.parameters())) - 1
-        norms = scored.backward(scored.scores.logprobs.sum(), {"x": scored.scores.logprobs.sum()})
+        total = scored.scores.logprobs.sum()
+        norms = scored.backward(total, {"x": WatchedNorm(total, scored.parameters)})
         gradients = [p.grad for p in policy.parameters() if p.grad is not None]
         norm = torch.cat([g.flatten() for g in gradients]).norm()
         assert norms["x"] == pytest.approx(float(norm), rel=1e-10)
         policy.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("budget", [None, 90])
+def test_norms_over_some_parameters_are_those_of_the_whole_gradient(budget, batch):
+    policy = make_policy()
+    block = list(body_of(policy).layers[-1].parameters())
+    assert [id(p) for p in last_block(policy)] == [id(p) for p in block]
+    scored = PolicyPass(policy, batch, Passes(budget))
+    scalar = scored.scores.logprobs.square().sum()
+    watched = {
+        "all": WatchedNorm(scalar, scored.parameters),
+        "block": WatchedNorm(scalar, block),
+        "head": WatchedNorm(scored.scores.logprobs.sum(), [policy.lm_head.weight]),
+    }
+    norms = scored.backward(scalar, watched)
+    for name, parameters in (("all", list(policy.parameters())), ("block", block)):
+        norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+        assert norms[name] == pytest.approx(float(norm), rel=1e-10)
+    policy.zero_grad()
+    score(policy, batch).logprobs.sum().backward()
+    assert norms["head"] == pytest.approx(float(policy.lm_head.weight.grad.norm()), rel=1e-10)
+
+
+def test_the_norm_over_the_last_block_divides_and_needs_no_pass_below_it(batch, monkeypatch):
+    option = "algorithm.objective.stabilizer.estimator=last_block"
+    policy, objective = make_policy(), configs.compose(["algorithm=st_ppo", option])["algorithm"]["objective"]
+    training = settings_with("training.bias_norm_every=1000")
+    steps = PolicyUpdates(
+        policy,
+        torch.optim.SGD(policy.parameters(), lr=1e-3),
+        configs.build(objective, "objective"),
+        training,
+        Passes(),
+        1.0,
+        None,
+    )
+    asked, grad = [], torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda out, to, *a, **k: asked.append(to) or grad(out, to, *a, **k)
+    )
+    row = {"update": 5, "iteration": 1, "epoch": 0, "minibatch": 0}
+    steps.step(row, batch, torch.randn(batch.tokens.shape).double(), batch.behaviour_logprobs, None)
+    (parameters,) = [to for to in asked if isinstance(to, list)]  # the estimates' is one tensor
+    assert {id(p) for p in parameters} == {id(p) for p in last_block(policy)}
+    assert math.isnan(row["clipping_bias_norm"]) and row["clipping_bias_norm_last_block"] > 0.1
+    c0 = steps.objective.stabilizer.c0
+    assert row["stabilizer_divisor"] == pytest.approx(row["clipping_bias_norm_last_block"] / c0)
+
+
+def test_a_body_without_known_blocks_says_so_where_its_last_one_is_needed():
+    policy = make_policy()
+    body_of(policy).layers = torch.nn.ModuleList()
+    with pytest.raises(ValueError, match="last block is not found"):
+        last_block(policy)
 
 
 # ---- precision ----------------------------------------------------------------------------------

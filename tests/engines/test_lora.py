@@ -13,7 +13,7 @@ from stppo.agent.critic import Critic
 from stppo.agent.policy import LoraSettings, load_policy, save_policy, score
 from stppo.agent.weights import named_weights
 from stppo.training.checkpoint import newest
-from stppo.training.gradients import Passes, PolicyPass
+from stppo.training.gradients import Passes, PolicyPass, WatchedNorm
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import made_for
 from tests.conftest import TINY
@@ -154,7 +154,8 @@ def test_micro_batches_and_checkpointed_layers_keep_gradient_and_norm(trainer):
         trainer.optimizer.zero_grad()
         scored = PolicyPass(trainer.policy, batch, Passes(budget))
         loss = scored.scores.logprobs.square().mean()
-        norm = scored.backward(loss, {"c": scored.scores.logprobs.mean()})["c"]
+        watched = WatchedNorm(scored.scores.logprobs.mean(), trainer.parameters)
+        norm = scored.backward(loss, {"c": watched})["c"]
         found.append((torch.cat([p.grad.flatten() for p in trainer.parameters]), norm))
     for gradient, norm in found[1:]:
         torch.testing.assert_close(gradient, found[0][0], atol=1e-6, rtol=1e-4)

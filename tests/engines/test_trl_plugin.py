@@ -573,9 +573,12 @@ def test_evaluation_has_no_divisor(turn_trainer, monkeypatch):
             dict(stabilizer="clipping_bias_norm"),
             "bias_norm_c0 has no default for bias_norm_estimator='logprob'",
         ),
-        (
-            dict(stabilizer="clipping_bias_norm", bias_norm_c0=0.1, bias_norm_estimator="logit"),
-            "use 'logprob' or 'exact'",
+        *(
+            (
+                dict(stabilizer="clipping_bias_norm", bias_norm_c0=0.1, bias_norm_estimator=other),
+                "use 'logprob' or 'exact'",
+            )
+            for other in ("logit", "last_block")
         ),
         (
             dict(

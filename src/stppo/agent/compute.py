@@ -26,6 +26,20 @@ def body_of(policy: PreTrainedModel) -> nn.Module:
     return without_adapters(policy).base_model
 
 
+def last_block(policy: PreTrainedModel) -> list[Tensor]:
+    """The trainable parameters of the last transformer block: neither the norm after it nor the output layer.
+
+    ValueError for an architecture whose blocks are not found.
+    """
+    body = body_of(policy)
+    blocks = getattr(body, "layers", None) or getattr(body, "h", None)
+    if not blocks:
+        raise ValueError(
+            f"{type(body).__name__} has neither `layers` nor `h`, so its last block is not found"
+        )
+    return [p for p in blocks[-1].parameters() if p.requires_grad]
+
+
 def head_of(policy: PreTrainedModel) -> nn.Module:
     """The output layer: hidden states to logits."""
     return without_adapters(policy).get_output_embeddings()

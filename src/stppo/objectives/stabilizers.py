@@ -42,7 +42,7 @@ class Stabilizer:
 class Divisor(Stabilizer, ABC):
     """Base of stabilisers that divide the gradient: write `divisor` and name what it reads.
 
-    estimator: exact, logprob or logit, for that norm of the clipping bias, gradient_norm (before it is divided), or a
+    estimator: exact, last_block, logprob or logit, for that norm of the clipping bias, gradient_norm (before it is divided), or a
     key of the surrogate's diagnostics, such as effective_sample_size. divides: "gradient" or "step", see `Stabilizer`.
     """
 
@@ -93,6 +93,9 @@ class ClippingBiasNorm(Divisor):
     gradient-norm clipping: a clip that binds afterwards cancels it. Adam is nearly free of scale: a constant
     divisor does nothing there, only the relative weight of updates inside its moments changes.
     A non-finite norm gives a non-finite divisor.
+
+    estimator: exact, over all parameters; last_block, over those of the last transformer block, whose backward pass ends
+    there; logprob and logit, estimates without one (`estimated_bias_norms`). Each has a scale, and so a c0, of its own.
     """
 
     c0: float = 0.1
@@ -102,7 +105,7 @@ class ClippingBiasNorm(Divisor):
     def __post_init__(self) -> None:
         in_range(self, "c0", 0.0, low_open=True)
         one_of(self, "form", ("max", "one_plus", "floor"))
-        one_of(self, "estimator", ("exact", "logprob", "logit"))
+        one_of(self, "estimator", ("exact", "last_block", "logprob", "logit"))
 
     def divisor(self, value: float) -> float:
         if math.isnan(value):

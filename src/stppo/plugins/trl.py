@@ -207,6 +207,10 @@ class TurnGRPOConfig(GRPOConfig):
                 "TurnGRPOConfig.bias_norm_estimator='logit' needs the whole distribution of every token, which TRL "
                 "does not keep: use 'logprob' or 'exact'"
             )
+        if self.bias_norm_estimator == "last_block":
+            raise ValueError(
+                "TurnGRPOConfig.bias_norm_estimator='last_block' is for this project's own trainer: use 'logprob' or 'exact'"
+            )
         if self.bias_norm_estimator == "exact" and (self.gradient_checkpointing_kwargs or {}).get(
             "use_reentrant"
         ):

@@ -22,10 +22,12 @@ def global_norm(tensors: list[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors])))
 
 
-def gradient_of(scalar: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Gradient of a scalar, keeping the graph for the passes that follow."""
-    found = torch.autograd.grad(scalar, parameters, retain_graph=True, allow_unused=True)
-    return [g if g is not None else torch.zeros_like(p) for g, p in zip(found, parameters, strict=True)]
+@dataclass(frozen=True)
+class WatchedNorm:
+    """A scalar of the scores, and the parameters over which the norm of its gradient is wanted."""
+
+    scalar: Tensor
+    parameters: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,26 @@ def join(parts: list[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
     for rows, values in parts:
         out[rows, : values.shape[1]] = values
     return out
+
+
+def _by_scalar(
+    watched: dict[str, WatchedNorm],
+) -> list[tuple[Tensor, list[Tensor], dict[str, list[Tensor]]]]:
+    """Each scalar once, with all parameters that its norms are over, and these norms' parameters by name."""
+    found: dict[int, tuple[Tensor, dict[Tensor, None], dict[str, list[Tensor]]]] = {}
+    for name, norm in watched.items():
+        _, union, wanted = found.setdefault(id(norm.scalar), (norm.scalar, {}, {}))
+        union.update(dict.fromkeys(norm.parameters))
+        wanted[name] = norm.parameters
+    return [(scalar, list(union), wanted) for scalar, union, wanted in found.values()]
+
+
+def _norms(gradients: dict[Tensor, Tensor | None], wanted: dict[str, list[Tensor]]) -> dict[str, float]:
+    """Each wanted norm, of gradients by parameter; one of None is zero."""
+    return {
+        name: global_norm([g for p in parameters if (g := gradients[p]) is not None] or [torch.zeros(1)])
+        for name, parameters in wanted.items()
+    }
 
 
 class PolicyPass:
@@ -100,30 +122,38 @@ class PolicyPass:
     def _score(self, part: Trajectories) -> Scores:
         return score(self.policy, part, self.temperature, self.chunks, self.entropy_gradient)
 
-    def backward(self, loss: Tensor, watched: dict[str, Tensor]) -> dict[str, float]:
-        """Leave the gradient of the loss in the parameters' `grad`; returns the L2 norm of the gradient of each watched
-        scalar. To be called once: it ends the graph."""
+    def backward(self, loss: Tensor, watched: dict[str, WatchedNorm]) -> dict[str, float]:
+        """Leave the gradient of the loss in the parameters' `grad`; returns the L2 norms that are watched, by name.
+
+        A scalar takes one pass, however many norms of it are wanted, and no further down than their parameters lie.
+        To be called once: it ends the graph.
+        """
+        passes = _by_scalar(watched)
         if len(self.parts) == 1:
-            norms = {
-                name: global_norm(gradient_of(scalar, self.parameters)) for name, scalar in watched.items()
-            }
+            norms: dict[str, float] = {}
+            for scalar, parameters, wanted in passes:
+                found = torch.autograd.grad(scalar, parameters, retain_graph=True, allow_unused=True)
+                norms |= _norms(dict(zip(parameters, found, strict=True)), wanted)
             loss.backward()
             return norms
-        seeds = {name: self._seeds(scalar) for name, scalar in watched.items()}
-        sums = {name: [torch.zeros_like(p) for p in self.parameters] for name in watched}
+        seeds = [self._seeds(scalar) for scalar, _, _ in passes]
+        sums = [{p: torch.zeros_like(p) for p in parameters} for _, parameters, _ in passes]
         for_loss = self._seeds(loss)
         for rows, part in self.parts:
             outputs = self._outputs(self._score(part))
-            for name, seed in seeds.items():
+            for seed, total in zip(seeds, sums, strict=True):
                 found = torch.autograd.grad(
-                    outputs, self.parameters, self._of(seed, rows, part), retain_graph=True, allow_unused=True
+                    outputs, list(total), self._of(seed, rows, part), retain_graph=True, allow_unused=True
                 )
-                for total, gradient in zip(sums[name], found, strict=True):
+                for summed, gradient in zip(total.values(), found, strict=True):
                     if gradient is not None:
-                        total += gradient
+                        summed += gradient
                 del found
             torch.autograd.backward(outputs, self._of(for_loss, rows, part))
-        return {name: global_norm(total) for name, total in sums.items()}
+        norms = {}
+        for total, (_, _, wanted) in zip(sums, passes, strict=True):
+            norms |= _norms(total, wanted)
+        return norms
 
     def _outputs(self, scores: Scores) -> list[Tensor]:
         return [scores.logprobs, scores.entropy] if self.entropy_gradient else [scores.logprobs]

@@ -7,17 +7,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stppo.agent.compute import last_block
 from stppo.agent.critic import Critic
 from stppo.agent.policy import Scores
 from stppo.config import ConfigError
 from stppo.objectives import Objective, Surrogate, estimated_bias_norms
 from stppo.settings import TrainingConfig
 from stppo.training.controls import ReplayedDivisors
-from stppo.training.gradients import Passes, PolicyPass, global_norm, join
+from stppo.training.gradients import Passes, PolicyPass, WatchedNorm, global_norm, join
 from stppo.trajectories import Trajectories
 
 BIAS_NORM_COLUMNS = {
     "exact": "clipping_bias_norm",
+    "last_block": "clipping_bias_norm_last_block",
     "logprob": "clipping_bias_norm_logprob",
     "logit": "clipping_bias_norm_logit",
 }
@@ -52,6 +54,14 @@ class PolicyUpdates:
         self.training, self.passes, self.temperature = training, passes, temperature
         self.divisors = divisors
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        self.norm_over = {
+            BIAS_NORM_COLUMNS["exact"]: self.parameters
+        }  # column -> parameters of a norm that takes a pass
+        try:
+            self.norm_over[BIAS_NORM_COLUMNS["last_block"]] = last_block(policy)
+        except ValueError as error:
+            if objective.stabilizer.estimator == "last_block":
+                raise ConfigError(f"algorithm.objective.stabilizer.estimator=last_block: {error}") from None
 
     def step(
         self,
@@ -128,21 +138,24 @@ class PolicyUpdates:
 
     def _watched(
         self, surrogate: Surrogate, scores: Scores, loss: Tensor, row: dict[str, float]
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+    ) -> tuple[dict[str, WatchedNorm], dict[str, float]]:
         """Scalars whose gradients' norms cost a backward pass and are wanted now: ‖C‖ where the stabiliser needs it, and
         every few updates all that only watch. The iteration shifts their choice, so that it does not always fall on
         the same minibatch of an epoch. Also returns the norms that are known without."""
         watches = (row["update"] - 1 + row["iteration"]) % self.training.bias_norm_every == 0
         norms = estimated_bias_norms(surrogate, scores.logprobs, scores.squared_prob_sum)
-        norms |= {"clipping_bias_norm": math.nan, "ppo_gradient_norm": math.nan}
+        norms |= dict.fromkeys((*self.norm_over, "ppo_gradient_norm"), math.nan)
+        own = BIAS_NORM_COLUMNS.get(self.objective.stabilizer.estimator)
+        all_of_them = watches or own == BIAS_NORM_COLUMNS["exact"]  # whose one pass gives the others as well
         watched = {}
-        if self.objective.stabilizer.estimator == "exact" or watches:
-            if surrogate.any_clipped:
-                watched["clipping_bias_norm"] = surrogate.bias_surrogate
-            else:
-                norms["clipping_bias_norm"] = 0.0
+        for column, parameters in self.norm_over.items():
+            if all_of_them or column == own:
+                if surrogate.any_clipped:
+                    watched[column] = WatchedNorm(surrogate.bias_surrogate, parameters)
+                else:
+                    norms[column] = 0.0
         if loss is not surrogate.ppo_loss and watches:
-            watched["ppo_gradient_norm"] = surrogate.ppo_loss
+            watched["ppo_gradient_norm"] = WatchedNorm(surrogate.ppo_loss, self.parameters)
         return watched, norms
 
     def _divisor(self, row: dict[str, float]) -> float:
