@@ -41,18 +41,14 @@ from stppo.trajectories import Trajectories
 
 pytest.importorskip("verl")
 pytest.importorskip("ray")
-pytestmark = [
-    pytest.mark.engines,
-    # Parts of it were seen to work, the whole was not: its tolerances are guesses until then.
-    pytest.mark.skipif("STPPO_TRY" not in os.environ, reason="has not run to its end yet: STPPO_TRY=1 tries"),
-]
+pytestmark = pytest.mark.engines
 
 ROOT = Path(__file__).parents[2]
 WORKERS, ROWS, MINI, EPOCHS = 2, 8, 4, 2  # each worker takes its half of the rows, one at a time
 PROMPT, RESPONSE = 6, 24
 RATE, WEIGHT_DECAY, CLIP_GRAD = 1e-3, 0.01, 0.3
 C0 = 0.05
-TOLERANCE = 2e-6  # of a weight, in float32
+TOLERANCE = 2e-6  # of a weight, in float32; found: 7e-7 (sharded) and 9e-8 (replicated), of moves of 2e-3
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
 SHARED = [
     f"{ACTOR}.ppo_mini_batch_size={MINI}",

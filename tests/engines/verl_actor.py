@@ -96,7 +96,10 @@ def run(folder: Path, overrides: list[str], batch: dict) -> dict:
         compute_loss=True,
     )
     before = group.weights()
-    metrics = tu.get(group.update_actor(data), "metrics")
+    metrics = {
+        name: [float(value) for value in values] if isinstance(values, list) else float(values)
+        for name, values in tu.get(group.update_actor(data), "metrics").items()
+    }
     after = group.weights()
     for worker in group.workers:
         ray.kill(worker)
