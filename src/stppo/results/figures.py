@@ -19,6 +19,7 @@ from matplotlib.lines import Line2D
 
 from stppo.algorithms import in_order
 from stppo.results import findings
+from stppo.results.beginnings import beginnings
 from stppo.results.curves import (
     BANDS,
     BASELINE,
@@ -450,6 +451,7 @@ FIGURES: dict[str, Kind] = {
         (HAPPENS, clip_ratio),
         (TOLERATES, tolerance),
         (TOLERATES, settings_map),
+        (WHY, beginnings),
         (WHY, norms),
         (WHY, signals),
         (WHY, early_warning),
