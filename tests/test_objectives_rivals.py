@@ -16,6 +16,7 @@ from stppo.algorithms import PAPER, RIVALS
 from stppo.objectives import GroupCentred, Weight
 from stppo.objectives.rivals import (
     BalancedClip,
+    DecidedBy,
     GradientClip,
     KLStop,
     LeaveOneOutKept,
@@ -442,6 +443,35 @@ def test_limits_of_a_knob_are_other_methods(name, changed, other, what):
     assert (plain - ours).abs().max() > 1e-4, "the published knob does something"
 
 
+@pytest.mark.parametrize(
+    ("weight", "decides"), [("token", "turn"), ("turn", "token"), ("turn", "turn"), ("token", "token")]
+)
+def test_one_ratio_weighs_and_another_decides(weight, decides):
+    """d loss / d log pi of a token is -(w A / length / rows) where the deciding ratio is in range, by hand."""
+    rule = {"_target_": "stppo.objectives.rivals.DecidedBy", "granularity": decides}
+    section = FILES["token_ppo"]["objective"] | {"surrogate": rule}
+    objective = configs.build(section | {"ratio": section["ratio"] | {"granularity": weight}}, "objective")
+    policy, batch = TabularPolicy(), mixed_batch()
+    batch = off_policy(batch, policy, spread=1.2)
+    advantages = normal(batch.rewards, 5) * batch.agent_mask
+    logprobs = policy.logprobs(batch.tokens).detach().requires_grad_()
+    (found,) = torch.autograd.grad(objective(logprobs, batch, advantages).loss, logprobs)
+    kept = 0
+    for row in range(len(batch)):
+        agent = batch.agent_mask[row].nonzero().squeeze(1).tolist()
+        turns = batch.turn_ids[row]
+        difference = (logprobs - batch.behaviour_logprobs)[row].detach()
+        for t in agent:
+            turn = [s for s in agent if turns[s] == turns[t]]
+            ratios = {"token": difference[t].exp(), "turn": difference[turn].mean().exp()}
+            a, decisive = advantages[row, t], ratios[decides]
+            inside = not ((a > 0 and decisive > 1.2) or (a < 0 and decisive < 0.8))
+            kept += inside
+            expected = -ratios[weight] * a * inside / len(agent) / len(batch)
+            assert found[row, t].item() == pytest.approx(float(expected), abs=1e-12)
+    assert 0.2 < kept / int(batch.agent_mask.sum()) < 0.95, "both kinds of token occur"
+
+
 def test_guards_ratio_has_the_same_mean_and_spread_at_every_turn():
     batch = off_policy(mixed_batch(), TabularPolicy(), spread=0.5)
     layout = batch.layout
@@ -479,6 +509,7 @@ def test_bapos_rules_differ_in_what_a_clipped_token_counts():
         (lambda: VarianceFiltered(group_size=1), "VarianceFiltered.group_size=1: a group needs at least 2"),
         (lambda: GradientClip(max_norm=-1.0), "GradientClip.max_norm=-1.0"),
         (lambda: KLStop(target_kl=0.0), "KLStop.target_kl=0.0"),
+        (lambda: DecidedBy("word"), "granularity='word'"),
     ],
 )
 def test_bad_options_are_refused_by_name(make, message):

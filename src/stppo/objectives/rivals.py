@@ -16,7 +16,7 @@ from torch import Tensor
 from stppo.checks import in_range, one_of
 from stppo.objectives.advantages import Estimate, LeaveOneOut, TokenGAE
 from stppo.objectives.clipping import Bounds, Clip, ClipRule
-from stppo.objectives.ratios import RatioRule
+from stppo.objectives.ratios import Ratio, RatioRule
 from stppo.objectives.stabilizers import Divisor, Stabilizer, TokenPenalty
 from stppo.objectives.surrogates import (
     ClippedWeight,
@@ -28,7 +28,7 @@ from stppo.objectives.surrogates import (
     beyond,
 )
 from stppo.objectives.tokens import Tokens
-from stppo.trajectories import Layout
+from stppo.trajectories import SEGMENTS, Layout
 
 
 # --- credit ----------------------------------------------------------------------------------------
@@ -271,6 +271,24 @@ class RangeMask(Mask):
 
     def keep(self, tokens: Tokens, bounds: Bounds) -> Tensor:
         return ~bounds.out_of_range(tokens.ratio.detach())
+
+
+@dataclass(frozen=True)
+class DecidedBy(Mask):
+    """Ours, to take PPO's ratio apart: the weight is the ratio as configured, but whether a token counts is decided, with the
+    clip's bounds and as PPO's min would, by the geometric ratio of its segment of this kind (`stppo.trajectories.SEGMENTS`).
+
+    Every token keeps its own advantage and score: a turn ratio's gradient would give its tokens the turn's mean advantage.
+    """
+
+    granularity: str = "turn"
+
+    def __post_init__(self) -> None:
+        one_of(self, "granularity", SEGMENTS)
+
+    def keep(self, tokens: Tokens, bounds: Bounds) -> Tensor:
+        decisive = Ratio(self.granularity)(tokens.log_ratio.detach(), tokens.layout)
+        return ~beyond(replace(tokens, ratio=decisive), bounds)
 
 
 @dataclass(frozen=True)
