@@ -25,7 +25,7 @@ ALLOWED = {
     "oracle": {"objectives", "trajectories"},
     "retrieval": {"checks", "foreign"},
     "world": {"retrieval", "checks", "foreign"},
-    "agent": FLOOR,
+    "agent": {"files", *FLOOR},
     "settings": {"agent", "config_files", *FLOOR},
     "config": {"settings", "config_files", "files", "provenance"},
     "plan": {"config"},

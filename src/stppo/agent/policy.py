@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from stppo.agent.compiled import MAX_VOCABULARY, is_compiled, scores_of, states_at
 from stppo.agent.compute import body_of, computing, device_of, head_of, logits_of, recompute
+from stppo.agent.known_models import located
 from stppo.agent.weights import named_weights, without_adapters
 from stppo.trajectories import Trajectories
 
@@ -129,6 +130,7 @@ def load_policy(
     Of a folder nothing is executed: no code of its own, no pickle, no kernel from the hub. Raises FileNotFoundError with
     the remedy where weights are missing, surplus, gated or damaged, ImportError for a kernel that is not installed.
     """
+    path = located(path)
     try:
         policy, found = AutoModelForCausalLM.from_pretrained(
             path,
@@ -157,7 +159,7 @@ def load_shape(path: str | Path, **options: bool) -> PreTrainedConfig:
     Such a file may name code of its own (`auto_map`) or a kernel of the hub (`_attn_implementation`); what attends is
     policy.attention. Raises OSError or ValueError as transformers does.
     """
-    shape = AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
+    shape = AutoConfig.from_pretrained(located(path), trust_remote_code=False, **options)
     shape._attn_implementation = None
     return shape
 
@@ -192,6 +194,7 @@ def load_tokenizer(path: str | Path | None) -> PreTrainedTokenizerBase:
         raise ValueError(
             "this world has no tokenizer of its own: set policy.pretrained to a model, which brings one"
         )
+    path = located(path)
     try:
         return PreTrainedTokenizerFast.from_pretrained(path)
     except UNREADABLE as error:
