@@ -147,7 +147,13 @@ class TurnEnd:
 
 
 class Sampler(ABC):
-    """Plays questions with a policy in an environment: `collect`."""
+    """Plays questions with a policy in an environment: `collect`.
+
+    keeps_states: whether `collect` also gives the states of the policy's frozen layers (`Trajectories.below`), where it has
+    some and the engine computes them; who trains on a roll-out asks for them.
+    """
+
+    keeps_states = False
 
     def __init__(
         self,

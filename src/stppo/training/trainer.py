@@ -279,10 +279,10 @@ class Trainer:
         training = self.settings.training
         self.is_whole = False
         queued = self.queue.popleft()
-        batch = queued.trajectories
         shared = dict(queued.metrics)
         began = time.perf_counter()
-        values = self._values(queued)
+        batch = self.models.with_states(queued.trajectories)
+        values = self._values(queued, batch)
         reference = self.models.reference_logprobs(batch, self.passes, self.settings.rollout.temperature)
         credit = self.objective.credit(batch, values)
         shared["advantage_raw_std"] = float(credit.raw_std)
@@ -319,7 +319,11 @@ class Trainer:
             self.update += 1
             row["update"] = self.update
             self.policy_updates.step(
-                row, batch.select(rows), credit.advantages[rows], reference[rows], weights
+                row,
+                batch.select(rows),
+                credit.advantages[rows],
+                None if reference is None else reference[rows],
+                weights,
             )
             self.loggers.update_row(row)
             if training.target_kl is not None and row["kl_behaviour_k3"] > training.target_kl:
@@ -375,7 +379,7 @@ class Trainer:
         began = time.perf_counter()
         try:
             self._free_memory()
-            rollout = self.sampler.collect(self.policy, *self._draw_questions(), policy_updates=self.update)
+            rollout = self._collect()
             metrics = rollout_metrics(rollout, time.perf_counter() - began)
             began = time.perf_counter()
             truth = self._true_values(rollout)
@@ -385,6 +389,14 @@ class Trainer:
             raise
         metrics["seconds_scoring"] = time.perf_counter() - began
         return QueuedBatch(rollout.trajectories, metrics, self.iteration, truth, rollout.weights)
+
+    def _collect(self) -> Rollout:
+        """A roll-out that will be trained on."""
+        self.sampler.keeps_states = True  # of frozen layers: they are needed again
+        try:
+            return self.sampler.collect(self.policy, *self._draw_questions(), policy_updates=self.update)
+        finally:
+            self.sampler.keeps_states = False
 
     def _draw_questions(self) -> tuple[list[Question], torch.Generator, list[int]]:
         """Questions of a batch, drawn without replacement, epoch-wise, and their group ids."""
@@ -432,10 +444,10 @@ class Trainer:
         generator = generator_for("true values", self.settings.seed, iteration)
         return true_values(self.sampler, self.policy, rollout, n, generator, n_turns)
 
-    def _values(self, queued: QueuedBatch) -> Tensor | None:
-        """(B, T) values that the credit reads; None where it reads none."""
+    def _values(self, queued: QueuedBatch, batch: Trajectories) -> Tensor | None:
+        """(B, T) values that the credit reads, of the queued batch as it is trained on; None where it reads none."""
         if self.critic is not None:
-            return self.critic_updates.values(queued.trajectories)
+            return self.critic_updates.values(batch)
         return None if queued.truth is None else queued.truth.per_token(queued.trajectories)
 
     # ---- evaluation and records -----------------------------------------------------------------
