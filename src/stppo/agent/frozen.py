@@ -12,9 +12,10 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Model, PreTrainedModel
+from transformers import GPT2Model, LlamaModel, PreTrainedModel, Qwen2Model
 
 from stppo.agent.compute import body_of, computing, device_of
+from stppo.agent.weights import without_adapters
 from stppo.trajectories import Trajectories
 
 _ROWS = 16  # computed at once
@@ -117,6 +118,57 @@ def states_below(body: nn.Module, batch: Trajectories) -> Tensor:
             out = out.to(batch.tokens.device)
         out[rows, :longest] = found.to(out.device)
     return out
+
+
+def states_above(trained: nn.Module, below: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """(N, H) of what a body's trained part gives at the places (row, column), each (N,), in row-major order, of states
+    (b, t, H) below it. In its last layer only keys and values are computed elsewhere, where the family allows it."""
+    body = without_adapters(trained)
+    if not _ends_as_llama(body):
+        return trained(inputs_embeds=below, use_cache=False).last_hidden_state[row, column]
+    inner, layer = _view(body), body.layers[-1]
+    inner.layers, inner.norm = body.layers[:-1], nn.Identity()
+    states = inner(inputs_embeds=below, use_cache=False).last_hidden_state
+    attention, (b, t, _) = layer.self_attn, states.shape
+    normed, size = layer.input_layernorm(states), attention.head_dim
+    cosine, sine = body.rotary_emb(states, position_ids=torch.arange(t, device=states.device)[None])
+    keys, values = (
+        project(normed).view(b, t, -1, size).transpose(1, 2)
+        for project in (attention.k_proj, attention.v_proj)
+    )
+    keys = _rotated(keys, cosine[:, None], sine[:, None])
+    found = attention.q_proj(normed[row, column]).view(len(row), -1, size)
+    found = _rotated(found, cosine[0, column][:, None], sine[0, column][:, None])
+    # The places of each row side by side, as queries; where a row has fewer, queries that nobody reads.
+    counts = torch.bincount(row, minlength=b)
+    rank = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    queries = found.new_zeros(b, int(counts.max()), *found.shape[1:]).index_put((row, rank), found)
+    until = column.new_zeros(queries.shape[:2]).index_put((row, rank), column)
+    groups = queries.shape[2] // keys.shape[1]
+    read = nn.functional.scaled_dot_product_attention(
+        queries.transpose(1, 2),
+        keys.repeat_interleave(groups, 1),
+        values.repeat_interleave(groups, 1),
+        attn_mask=(torch.arange(t, device=row.device) <= until[:, :, None])[:, None],
+        scale=attention.scaling,
+    )
+    read = read.transpose(1, 2)[row, rank].reshape(len(row), -1)
+    found = states[row, column] + attention.o_proj(read)
+    found = found + layer.mlp(layer.post_attention_layernorm(found))
+    return body.norm(found)
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat([-second, first], -1) * sine
+
+
+def _ends_as_llama(body: nn.Module) -> bool:
+    """Whether `states_above` knows how this body's last layer computes."""
+    config = body.config
+    usual = isinstance(body, LlamaModel | Qwen2Model) and config._attn_implementation == "sdpa"
+    usual = usual and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    return usual and not config.attention_dropout
 
 
 def _norm_of(body: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from stppo.agent.compiled import MAX_VOCABULARY, is_compiled, scores_of, states_at
 from stppo.agent.compute import body_of, computing, device_of, head_of, logits_of, recompute
-from stppo.agent.frozen import is_divided, parts_of
+from stppo.agent.frozen import is_divided, parts_of, states_above
 from stppo.agent.known_models import located
 from stppo.agent.weights import named_weights, without_adapters
 from stppo.trajectories import Trajectories
@@ -318,17 +318,18 @@ def agent_states(body: nn.Module, batch: Trajectories, n_chunks: int) -> tuple[T
     for rows in length_sorted_chunks(batch.lengths, n_chunks):
         longest = int(batch.lengths[rows].max())
         tokens = batch.tokens[rows, : longest - 1].to(device)
+        row, column = batch.agent_mask[rows, 1:longest].nonzero(as_tuple=True)
+        place = row.to(device), column.to(device)
         with computing(trained):
             if frozen is None:
-                given = {"input_ids": tokens}
-            elif batch.below is not None:
-                given = {"inputs_embeds": batch.below[rows, : longest - 1].to(device)}
+                states.append(trained(input_ids=tokens, use_cache=False).last_hidden_state[place])
             else:
-                with torch.no_grad():
-                    given = {"inputs_embeds": frozen(input_ids=tokens, use_cache=False).last_hidden_state}
-            hidden = trained(**given, use_cache=False).last_hidden_state
-        row, column = batch.agent_mask[rows, 1:longest].nonzero(as_tuple=True)
-        states.append(hidden[row.to(device), column.to(device)])
+                if batch.below is not None:
+                    below = batch.below[rows, : longest - 1].to(device)
+                else:
+                    with torch.no_grad():
+                        below = frozen(input_ids=tokens, use_cache=False).last_hidden_state
+                states.append(states_above(trained, below, *place))
         positions.append(rows[row] * width + column + 1)
     return torch.cat(states), torch.cat(positions)
 
