@@ -109,8 +109,11 @@ def train(
     jobs = [config.compose(chosen) for chosen in sweep]
     if out is not None and len(jobs) > 1:
         raise ValueError(f"--out names one folder but the sweep has {len(jobs)} runs; leave it out")
-    for job in jobs:
-        config.validate(job)
+    from stppo.waiting import saying
+
+    with saying("checking the settings: the world is built, its questions and passages are read"):
+        for job in jobs:
+            config.validate(job)
     try:
         for job, chosen in zip(jobs, sweep, strict=True):
             names = (
@@ -245,8 +248,12 @@ def train_one(job: dict, out: Path | None, resume: str, variant: str = "", diffe
     from stppo import config
     from stppo.files import repository_path
     from stppo.training.trainer import Trainer
-    from stppo.training.warm_start import ensure_warm_start
+    from stppo.training.warm_start import WARM_START_FILE, ensure_warm_start
 
+    cached = config.warm_start_dir(job)
+    log = logging.getLogger("stppo.cli")
+    if not (cached / WARM_START_FILE).is_file():
+        log.info("no warm start is cached for this world and policy: making one in %s", cached)
     start = ensure_warm_start(job)
     algorithm, seed = job["algorithm"]["name"], job["seed"]
     point = config.fingerprint(config.identity_section(job))  # so that no run overwrites another
