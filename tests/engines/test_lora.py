@@ -17,14 +17,13 @@ from stppo.agent.weights import named_weights
 from stppo.training.checkpoint import newest
 from stppo.training.gradients import Passes, PolicyPass
 from stppo.training.trainer import Trainer
-from stppo.trajectories import Trajectories
 from stppo.training.warm_start import made_for
+from stppo.trajectories import Trajectories
 from tests.conftest import TINY
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
 pytestmark = pytest.mark.engines
 peft = pytest.importorskip("peft", reason="peft is not installed; `make test-engines` installs it")
-from stppo.agent.lora import with_lora  # noqa: E402 (imports peft)
 
 LORA = [
     "policy.lora={rank: 4, alpha: 8}",
@@ -200,6 +199,8 @@ def test_target_modules_that_do_not_exist_are_named(start):
 
 def test_adapters_are_put_on_the_upper_layers_alone(start):
     """Beside policy.trainable_layers: one pass through the frozen layers serves policy, critic and reference."""
+    from stppo.agent.lora import with_lora
+
     policy = load_policy(start).double()
     whole = load_policy(start).double()
     freeze_below(policy, 1)
