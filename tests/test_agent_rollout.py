@@ -1,6 +1,7 @@
 """Roll-out against scoring, the cache, the ends of turns, and what is recorded."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from stppo import config as configs
 from stppo.agent import rollout_torch
+from stppo.agent.compute import body_of
 from stppo.agent.critic import Critic, explained_variance
-from stppo.agent.policy import load_policy, score
+from stppo.agent.frozen import freeze_below, states_below
+from stppo.agent.policy import build_policy, load_policy, score
 from stppo.agent.rollout import RolloutConfig, TurnEnd
 from stppo.agent.rollout_torch import TorchRollout
 from stppo.trajectories import Trajectories
@@ -110,10 +113,10 @@ def test_every_token_enters_the_cache_at_most_once_and_finished_lanes_leave(sett
     fed, lanes = [], []
     original = rollout_torch._LaneCache.feed
 
-    def feed(self, chunk, mask):
+    def feed(self, ids, chunk, mask):
         fed.append(int(mask.sum()))
         lanes.append(len(chunk))
-        return original(self, chunk, mask)
+        return original(self, ids, chunk, mask)
 
     monkeypatch.setattr(rollout_torch._LaneCache, "feed", feed)
     batch = sampler.collect(
@@ -122,6 +125,63 @@ def test_every_token_enters_the_cache_at_most_once_and_finished_lanes_leave(sett
     # All tokens but the last one of each trajectory: nothing is computed twice across turns.
     assert sum(fed) == int((batch.lengths - 1).sum())
     assert lanes[0] == 24 and lanes[-1] < 24
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_dropping_closed_lanes_changes_no_sample(greedy, setting, monkeypatch):
+    world, policy, sampler = setting
+    cache, found = rollout_torch._LaneCache, []
+    original, feed = cache.__init__, cache.feed
+    for drops in (True, False):
+        rows = []
+
+        def begin(self, *arguments, drops=drops):
+            original(self, *arguments)
+            self.drops_closed = drops
+
+        def count(self, ids, chunk, mask, rows=rows):
+            rows.append(len(chunk))
+            return feed(self, ids, chunk, mask)
+
+        monkeypatch.setattr(cache, "__init__", begin)
+        monkeypatch.setattr(cache, "feed", count)
+        generator = torch.Generator().manual_seed(1)
+        batch = sampler.collect(policy, world.questions("train")[:24], generator, greedy=greedy).trajectories
+        found.append((batch, generator.get_state(), sum(rows)))
+    (dropped, state, fewer), (whole, expected, all_rows) = found
+    assert fewer < all_rows, "there was something to drop"
+    assert torch.equal(state, expected)
+    for name, value in dropped.state_dict().items():
+        if name != "behaviour_logprobs":
+            assert torch.equal(value, getattr(whole, name)), name
+    torch.testing.assert_close(dropped.behaviour_logprobs, whole.behaviour_logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_gpt2", "tiny_llama"])
+def test_states_of_frozen_layers_are_kept_on_request(name, setting):
+    world, _, sampler = setting
+    torch.manual_seed(0)
+    family = configs.validate(configs.compose([f"policy={name}"])).policy
+    policy = build_policy(
+        dataclasses.replace(family, kv_heads=4 if name == "tiny_gpt2" else 2), world.tokenizer
+    )
+    freeze_below(policy, 1)
+
+    def collect():
+        generator = torch.Generator().manual_seed(1)
+        return sampler.collect(policy, world.questions("train")[:24], generator).trajectories
+
+    assert collect().below is None
+    sampler = copy.copy(sampler)
+    sampler.keeps_states = True
+    batch = collect()
+    expected = states_below(body_of(policy), batch)
+    read = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None] - 1
+    torch.testing.assert_close(batch.below[read], expected[read], atol=1e-4, rtol=1e-4)
+    assert expected[read].abs().max() > 0.1 and (batch.n_turns > 1).any()
+    with torch.no_grad():
+        again = score(policy, batch).logprobs
+    torch.testing.assert_close(again, batch.behaviour_logprobs, atol=1e-4, rtol=0)
 
 
 def agent_tokens(batch) -> list[list[int]]:

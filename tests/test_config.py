@@ -438,3 +438,23 @@ def test_warm_start_changes_with_what_makes_it(override):
 
 def test_runs_may_share_the_warm_start_of_another_seed():
     assert start_dir("seed=2", "warm_start_seed=1") == start_dir()
+
+
+# ---- engines ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+@pytest.mark.parametrize("preset", configs.options("preset"))
+def test_every_preset_survives_every_engine(preset, engine):
+    run = configs.validate(configs.compose([f"preset={preset}", f"rollout={engine}"]))
+    assert run.rollout.engine == engine
+
+
+def test_what_an_engine_does_not_know_is_forgotten_unless_it_was_typed():
+    chosen = ["preset=qwen", "rollout=torch"]
+    rollout = configs.compose(chosen)["rollout"]
+    assert rollout["max_tokens"] == 4596, "what both engines know is kept"
+    assert set(rollout) == {"engine", "temperature", "max_tokens", "batch_size"}
+    assert configs.compose(["preset=qwen"])["rollout"]["max_num_seqs"] == 256
+    with pytest.raises(ConfigError, match=r"rollout\.max_num_seqs: unknown key; allowed: engine, "):
+        configs.validate(configs.compose([*chosen, "rollout.max_num_seqs=3"]))

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from stppo import cli
 from stppo import config as configs
 from stppo.preflight import requirements
-from stppo.preflight.fit import preflight, text
+from stppo.preflight.fit import Machine, preflight, text
+from stppo.preflight.memory import GIB
 
 
 @pytest.fixture
@@ -182,3 +183,75 @@ def test_output_folder_need_not_exist_but_must_be_writable(tmp_path, monkeypatch
     monkeypatch.setattr(requirements.tempfile, "TemporaryFile", refuse)
     found = requirements.writable(tmp_path / "a")
     assert found.ok is False and str(tmp_path) in found.remedy
+
+
+# ---- causes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [None, "13.0"])
+def test_a_gpu_that_is_missing_names_the_setting_that_wants_it(monkeypatch, build):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    wants = configs.validate(configs.compose(["preset=laptop", "training.optimizer=adam8bit"]))
+    found = requirements._gpu_row(wants, False)
+    assert found.ok is False and found.needed == "one, for training.optimizer=adam8bit"
+    assert found.remedy.startswith("without a GPU set training.optimizer=adam;")
+    assert "CPU build" in found.remedy if build is None else "nvidia-smi" in found.remedy
+    both = configs.validate(
+        configs.compose(["preset=laptop", "training.optimizer=adam8bit", "training.device=cuda"])
+    )
+    assert "set training.device=cpu training.optimizer=adam;" in requirements._gpu_row(both, False).remedy
+    assert requirements._gpu_row(configs.validate(configs.compose(["preset=laptop"])), False).ok
+
+
+def on_a_machine_of(monkeypatch, host_gib, *overrides):
+    machine = Machine("none", None, host_gib * GIB, host_gib * GIB, 1e15)
+    monkeypatch.setattr(Machine, "found", classmethod(lambda *_: machine))
+    return preflight(["preset=laptop", *overrides])
+
+
+def gib(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"GiB": 1.0, "MiB": 2**-10}[unit]
+
+
+def test_host_memory_is_short_where_the_numbers_say_so(monkeypatch):
+    large = ["policy=small", "policy.max_positions=512", "rollout.max_tokens=512"]
+    needed = gib(row(on_a_machine_of(monkeypatch, 1000, *large).rows, "host memory").needed)
+    enough, short = (on_a_machine_of(monkeypatch, needed + more, *large) for more in (0.2, -0.5))
+    assert row(enough.rows, "host memory").ok and enough.ok and not enough.knobs
+    found = row(short.rows, "host memory")
+    assert found.ok is False and gib(found.found) < gib(found.needed)
+    assert "see the knobs below" in found.remedy and "the largest part is" in found.remedy
+    assert short.knobs and all("adam8bit" not in knob.override for knob in short.knobs), "there is no GPU"
+    for knob in short.knobs:
+        if knob.fits and "=" in knob.override and " " not in knob.override:
+            assert row(
+                on_a_machine_of(monkeypatch, needed - 0.5, *large, knob.override).rows, "host memory"
+            ).ok
+            break
+    else:
+        raise AssertionError("no knob that fits was tried")
+
+
+def test_frozen_layers_are_a_knob_of_pretrained_policies(monkeypatch, weights):
+    config = Qwen2Config(
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        vocab_size=50,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(weights)
+    report = on_a_machine_of(monkeypatch, 1.02, f"policy.pretrained={weights}", "rollout.max_tokens=512")
+    (knob,) = (knob for knob in report.knobs if "trainable_layers" in knob.override)
+    before = {phase.name: phase.total for phase in report.estimate.phases}
+    assert knob.override == "policy.trainable_layers=2"
+    assert all(knob.phases[name] < 0.7 * before[name] for name in ("critic", "update"))
+
+
+def test_a_model_that_was_not_fetched_names_the_command(monkeypatch, tmp_path):
+    monkeypatch.setenv("STPPO_CACHE_DIR", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="run `stppo fetch smollm2` once"):
+        preflight(["preset=laptop", "policy=smollm2"])

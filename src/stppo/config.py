@@ -68,6 +68,7 @@ def compose(overrides: list[str] | None = None) -> Config:
             composed = hydra_compose("config", overrides=[*overrides, *_search_path(own)])
         plain = OmegaConf.to_container(composed, resolve=True)
         _refuse_foreign_name(plain, overrides, own)
+        _forget_other_engines(plain, overrides)
         return _without_inherited_presentation(plain)
     except PermissionError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}; make it readable") from error
@@ -92,6 +93,21 @@ def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None)
         return
     if (file := own / "algorithm" / f"{chosen}.yaml").exists():
         raise ConfigError(f"{file}: its runs would be recorded as {name}; write `name: {chosen}` in it")
+
+
+def _forget_other_engines(config: Config, overrides: list[str]) -> None:
+    """Drop from the roll-out what a preset or a world sets for another engine than the one that was chosen; what was
+    typed stays, and is refused by name later."""
+    rollout = config.get("rollout")
+    if not isinstance(rollout, dict):
+        return
+    files = [config_files.read(file) for file in config_files.option_files("rollout")]
+    own = {key for file in files if file.get("engine") == rollout.get("engine") for key in file}
+    others = {key for file in files for key in file} - own
+    typed = {override.partition("=")[0].lstrip("+~") for override in overrides}
+    if own:
+        for key in [key for key in rollout if key in others and f"rollout.{key}" not in typed]:
+            del rollout[key]
 
 
 def _search_path(own: Path | None) -> list[str]:

@@ -177,8 +177,8 @@ UPDATE_COLUMNS: dict[str, str] = {
     "advantage_max": "largest absolute advantage over agent tokens, as the loss sees it",
     "ctn_penalty": "value of the clipping-triggered KL penalty; 0 without it",
     "kl_reference": "mean of r - 1 - log r with r = warm start / policy (k3 estimator), nats per token, over the "
-    "agent tokens that the behaviour policy sampled: estimates KL(policy || warm start) only on-policy; NaN when "
-    "not computed",
+    "agent tokens that the behaviour policy sampled: estimates KL(policy || warm start) only on-policy; NaN where it is not "
+    "scored: pretrained policies without kl_coefficient",
     "entropy": "mean entropy of the policy's next-token distribution at agent tokens, nats",
     "advantage_raw_std": "standard deviation of the iteration's advantages before whitening and pooling",
     "critic_loss": "half the mean squared error of the critic; NaN without critic",

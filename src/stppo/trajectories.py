@@ -160,6 +160,8 @@ class Trajectories:
     policy_updates      (B,)   int64, optimiser updates that the behaviour policy had seen
     sentence_ends       (B, T) bool, True on agent tokens that end a sentence; the last token of a turn ends one in
                         any case, and entries off the mask are not read. Left out: each turn is one sentence
+    below               (B, T, H) float, states at each token that a policy's frozen layers give (`stppo.agent.frozen`); those
+                        of a row's last token and behind it are not read. None where they were not kept
 
     Raises ValueError, naming field and row, for anything that contradicts this: a row without agent tokens
     has no turns, and a token at position 0 has no context to be sampled from.
@@ -173,6 +175,7 @@ class Trajectories:
     group_ids: Tensor
     policy_updates: Tensor
     sentence_ends: Tensor | None = None
+    below: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.sentence_ends is None:
@@ -187,6 +190,10 @@ class Trajectories:
                 raise ValueError(f"{name}: expected shape {expected}, got {tuple(value.shape)}")
             if not _KINDS[kind](value.dtype):
                 raise ValueError(f"{name}: expected {kind} values, got {value.dtype}")
+        if self.below is not None and tuple(self.below.shape[:-1]) != (n_rows, width):
+            raise ValueError(
+                f"below: expected shape {(n_rows, width)} and a width, got {tuple(self.below.shape)}"
+            )
         column = torch.arange(width, device=self.tokens.device)
         self._refuse(self.lengths.lt(1) | self.lengths.gt(width), f"lengths: must lie in 1..{width}")
         outside = self.agent_mask & (column >= self.lengths[:, None])
@@ -253,7 +260,9 @@ class Trajectories:
         return Trajectories(**{name: value.to(device) for name, value in self.state_dict().items()})
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Every tensor by its name; `below` only where it was kept."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> Trajectories:
@@ -286,10 +295,10 @@ _KINDS = {
 
 
 def _trim(value: Tensor, width: int) -> Tensor:
-    return value[:, :width] if value.ndim == 2 else value
+    return value[:, :width] if value.ndim > 1 else value
 
 
 def _pad(value: Tensor, width: int) -> Tensor:
     if value.ndim == 1:
         return value
-    return torch.nn.functional.pad(value, (0, width - value.shape[1]))
+    return torch.nn.functional.pad(value, (*[0] * (2 * value.ndim - 4), 0, width - value.shape[1]))

@@ -1,5 +1,6 @@
 """LoRA by peft: what is trained, saved, merged, sampled with, and which policy is the reference."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,12 +11,14 @@ from transformers import AutoModelForCausalLM
 from stppo import config as configs
 from stppo.agent.compute import body_of, head_of
 from stppo.agent.critic import Critic
-from stppo.agent.policy import LoraSettings, load_policy, save_policy, score
+from stppo.agent.frozen import freeze_below, states_below
+from stppo.agent.policy import LoraSettings, load_policy, load_tokenizer, save_policy, score
 from stppo.agent.weights import named_weights
 from stppo.training.checkpoint import newest
 from stppo.training.gradients import Passes, PolicyPass, WatchedNorm
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import made_for
+from stppo.trajectories import Trajectories
 from tests.conftest import TINY
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
@@ -193,6 +196,46 @@ def test_target_modules_that_do_not_exist_are_named(start):
 
     with pytest.raises(ValueError, match=r"policy\.lora\.target_modules=\['nothing'\]"):
         with_lora(load_policy(start), LoraSettings(target_modules=["nothing"]))
+
+
+def test_adapters_are_put_on_the_upper_layers_alone(start):
+    """Beside policy.trainable_layers: one pass through the frozen layers serves policy, critic and reference."""
+    from stppo.agent.lora import with_lora
+
+    policy = load_policy(start).double()
+    whole = load_policy(start).double()
+    freeze_below(policy, 1)
+    critic = Critic(policy, LoraSettings(rank=4)).double()
+    policy = with_lora(policy, LoraSettings(rank=4, target_modules=["q_proj", "down_proj"])).double()
+    for model in (policy, critic.body):
+        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        assert names and all("lora_" in name for name in names)
+    assert all(".layers.1." in n for n, p in policy.named_parameters() if p.requires_grad)
+    assert sum(p.numel() for p in critic.body.parameters()) < 0.6 * body_of(whole).num_parameters()
+    tokens = torch.randint(len(load_tokenizer(start)), (3, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(3, 20, dtype=torch.bool)
+    mask[:, 5:9] = mask[:, 14:19] = True
+    zeros, n = torch.zeros(3, 20), torch.arange(3)
+    batch = Trajectories(tokens, torch.full((3,), 20), mask, zeros, zeros, n, n)
+    kept = dataclasses.replace(batch, below=states_below(body_of(policy), batch))
+    with torch.no_grad():
+        expected = score(whole, batch).logprobs
+        torch.testing.assert_close(score(policy, kept).logprobs, expected, rtol=0, atol=1e-10)
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3)
+        found = [score(policy, this).logprobs for this in (batch, kept)]
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
+        assert (found[0] - expected).abs().max() > 1e-3
+        merged = policy.merge_and_unload()
+        del body_of(merged).frozen_layers
+        torch.testing.assert_close(score(merged, batch).logprobs, found[0], rtol=0, atol=1e-9)
+    torch.nn.init.normal_(critic.head.weight)
+    critic(kept).sum().backward()
+    with pytest.raises(ValueError, match=r"target_modules=\['nothing'\]"):
+        fresh = load_policy(start)
+        freeze_below(fresh, 1)
+        with_lora(fresh, LoraSettings(target_modules=["nothing"]))
 
 
 def test_named_layers_alone_get_adapters(start):

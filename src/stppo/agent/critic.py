@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stppo.agent.compute import body_of, device_of
+from stppo.agent.frozen import is_divided, own_upper_part
 from stppo.agent.policy import LoraSettings, agent_states, scatter
 from stppo.trajectories import Trajectories
 
@@ -18,12 +19,14 @@ class Critic(nn.Module):
     so the first values are 0 rather than noise.
 
     policy: a plain one. lora: train adapters on the copy instead of the copy itself, which is then kept frozen:
-    the critic must not move with the policy, so it shares nothing with it.
+    the critic must not move with the policy, so it shares nothing with it but layers that are frozen in both
+    (`stppo.agent.frozen`).
     """
 
     def __init__(self, policy: PreTrainedModel, lora: LoraSettings | None = None) -> None:
         super().__init__()
-        self.body = copy.deepcopy(body_of(policy))
+        body = body_of(policy)
+        self.body = own_upper_part(body) if is_divided(body) else copy.deepcopy(body)
         if lora is not None:
             from stppo.agent.lora import with_lora
 

@@ -24,6 +24,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from stppo.agent.compiled import MAX_VOCABULARY, is_compiled, scores_of, states_at
 from stppo.agent.compute import body_of, computing, device_of, head_of, logits_of, recompute
+from stppo.agent.frozen import is_divided, parts_of, states_above
+from stppo.agent.known_models import located
 from stppo.agent.weights import named_weights, without_adapters
 from stppo.trajectories import Trajectories
 
@@ -63,6 +65,8 @@ class PolicyConfig:
     that reload weights between steps silently keep stale output weights when they are tied.
     `gpt2` has learned positions (no more than `max_positions`), no grouped keys (kv_heads equals heads), no dropout.
     attention: the kernel; roll-outs in PyTorch need sdpa. lora: train adapters, not the weights themselves.
+    trainable_layers: of pretrained weights the top layers that are trained, with the norm behind them and an output layer
+    that is not tied (see `stppo.agent.frozen`); with lora, the layers that adapters are put on. None: all, embeddings too.
     """
 
     name: str
@@ -77,8 +81,14 @@ class PolicyConfig:
     tie_word_embeddings: bool = False
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     lora: LoraSettings | None = None
+    trainable_layers: int | None = Field(None, gt=0)
 
     def __post_init__(self) -> None:
+        if self.trainable_layers is not None and self.pretrained is None:
+            raise ValueError(
+                f"policy.trainable_layers={self.trainable_layers} would leave random layers as they are: set "
+                "policy.pretrained, or trainable_layers to null"
+            )
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"policy.heads={self.heads} must divide hidden_size={self.hidden_size} and be a multiple of "
@@ -129,6 +139,7 @@ def load_policy(
     Of a folder nothing is executed: no code of its own, no pickle, no kernel from the hub. Raises FileNotFoundError with
     the remedy where weights are missing, surplus, gated or damaged, ImportError for a kernel that is not installed.
     """
+    path = located(path)
     try:
         policy, found = AutoModelForCausalLM.from_pretrained(
             path,
@@ -157,7 +168,7 @@ def load_shape(path: str | Path, **options: bool) -> PreTrainedConfig:
     Such a file may name code of its own (`auto_map`) or a kernel of the hub (`_attn_implementation`); what attends is
     policy.attention. Raises OSError or ValueError as transformers does.
     """
-    shape = AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
+    shape = AutoConfig.from_pretrained(located(path), trust_remote_code=False, **options)
     shape._attn_implementation = None
     return shape
 
@@ -192,6 +203,7 @@ def load_tokenizer(path: str | Path | None) -> PreTrainedTokenizerBase:
         raise ValueError(
             "this world has no tokenizer of its own: set policy.pretrained to a model, which brings one"
         )
+    path = located(path)
     try:
         return PreTrainedTokenizerFast.from_pretrained(path)
     except UNREADABLE as error:
@@ -301,14 +313,23 @@ def agent_states(body: nn.Module, batch: Trajectories, n_chunks: int) -> tuple[T
     if is_compiled(body):  # it packs rows, so there is no padding to avoid by chunks
         return states_at(body, batch.tokens, batch.agent_mask)
     width, device = batch.tokens.shape[1], device_of(body)
+    frozen, trained = parts_of(body) if is_divided(body) else (None, body)
     states, positions = [], []
     for rows in length_sorted_chunks(batch.lengths, n_chunks):
         longest = int(batch.lengths[rows].max())
         tokens = batch.tokens[rows, : longest - 1].to(device)
-        with computing(body):
-            hidden = body(input_ids=tokens, use_cache=False).last_hidden_state
         row, column = batch.agent_mask[rows, 1:longest].nonzero(as_tuple=True)
-        states.append(hidden[row.to(device), column.to(device)])
+        place = row.to(device), column.to(device)
+        with computing(trained):
+            if frozen is None:
+                states.append(trained(input_ids=tokens, use_cache=False).last_hidden_state[place])
+            else:
+                if batch.below is not None:
+                    below = batch.below[rows, : longest - 1].to(device)
+                else:
+                    with torch.no_grad():
+                        below = frozen(input_ids=tokens, use_cache=False).last_hidden_state
+                states.append(states_above(trained, below, *place))
         positions.append(rows[row] * width + column + 1)
     return torch.cat(states), torch.cat(positions)
 

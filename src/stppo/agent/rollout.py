@@ -147,7 +147,13 @@ class TurnEnd:
 
 
 class Sampler(ABC):
-    """Plays questions with a policy in an environment: `collect`."""
+    """Plays questions with a policy in an environment: `collect`.
+
+    keeps_states: whether `collect` also gives the states of the policy's frozen layers (`Trajectories.below`), where it has
+    some and the engine computes them; who trains on a roll-out asks for them.
+    """
+
+    keeps_states = False
 
     def __init__(
         self,
@@ -195,7 +201,8 @@ class Sampler(ABC):
 class Board:
     """Trajectories while they are played, one lane (row) each, on the CPU.
 
-    tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths: (n,); episodes: n. Raises ValueError where the room is too
+    tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths: (n,); episodes: n; below: (n, max_tokens, H)
+    states of frozen layers, or None. Raises ValueError where the room is too
     small for the longest prompt and a turn.
     """
 
@@ -214,6 +221,7 @@ class Board:
         self.agent_mask = torch.zeros(n, limit, dtype=torch.bool)
         self.sentence_ends = torch.zeros_like(self.agent_mask)
         self.logprobs = torch.zeros(n, limit)
+        self.below: Tensor | None = None
         self.lengths = torch.tensor([len(prompt) for prompt in prompts])
         for lane, prompt in enumerate(prompts):
             self.tokens[lane, : len(prompt)] = torch.tensor(prompt)
@@ -279,6 +287,7 @@ class Board:
             group_ids=torch.tensor(group_ids),
             policy_updates=torch.full((n,), policy_updates),
             sentence_ends=self.sentence_ends[:, :width],
+            below=None if self.below is None else self.below[:, :width],
         )
 
 

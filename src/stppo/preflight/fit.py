@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stppo import config as configs
+from stppo.agent.known_models import KNOWN
 from stppo.files import repository_path
 from stppo.preflight import requirements
 from stppo.preflight.memory import (
@@ -52,6 +53,10 @@ class Machine:
             free, total = torch.cuda.mem_get_info()
             return cls(torch.cuda.get_device_name(), total, free, host, disk)
         return cls("none", None, host, host, disk)
+
+    def room(self, made: "Estimate") -> float:
+        """What the phases of a run may take: the GPU's memory, or what the host's other parts leave."""
+        return self.gpu if self.gpu is not None else self.host - sum(made.host.values())
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def preflight(
     machine = Machine.found(folder, gpu_gib)
     vocabulary = None if world.tokenizer is None else len(world.tokenizer)
     name = run.policy.pretrained
-    download = name is not None and not Path(name).is_dir()
+    download = name is not None and name not in KNOWN and not Path(name).is_dir()
     made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name, download)
     rows = [
         *requirements.software(run, gpu_gib is not None),
@@ -142,13 +147,14 @@ def preflight(
         requirements.writable(folder),
         *_fits(run, made, machine),
     ]
-    largest = made.peak.total > (machine.gpu or machine.host)
-    knobs = list(_knobs(run, objective, vocabulary, made, machine)) if largest else []
+    knobs = []
+    if made.peak.total > machine.room(made):
+        knobs = list(_knobs(run, objective, vocabulary, made, machine))
     return Report(rows, made, knobs, machine)
 
 
 def _fits(run: RunConfig, made: Estimate, machine: Machine) -> Iterator[Row]:
-    memory = machine.gpu or machine.host
+    memory = machine.room(made)
     kind = "GPU" if machine.gpu else "host (no GPU)"
     for phase in made.phases:
         yield Row(
@@ -176,13 +182,17 @@ def _fits(run: RunConfig, made: Estimate, machine: Machine) -> Iterator[Row]:
             "rollout.dtype=bfloat16, or lower rollout.max_tokens",
         )
     host = sum(made.host.values())
+    needed, parts = host, made.host
+    if machine.gpu is None:
+        needed, parts = host + made.peak.total, made.host | made.peak.parts
+    shrink = "policy.lora='{rank: 16}'" + (" or training.optimizer=adam8bit" if machine.gpu else "")
+    remedy = f"{shrink} shrink the checkpoint; " if machine.gpu else "see the knobs below; "
     yield Row(
-        "host memory",
+        "host memory" if machine.gpu else "host memory, with all that is beside the largest phase",
         _gib(machine.host),
-        _gib(host if machine.gpu else host + made.peak.total),
-        host <= machine.host,
-        "policy.lora='{rank: 16}' or training.optimizer=adam8bit shrink the checkpoint; "
-        + _largest(made.host),
+        _gib(needed),
+        needed <= machine.host,
+        remedy + _largest(parts),
     )
     disk = sum(made.disk.values())
     yield Row(
@@ -198,16 +208,17 @@ def _knobs(
     run: RunConfig, objective: Any, vocabulary: int | None, made: Estimate, machine: Machine
 ) -> Iterator[Knob]:
     """Settings that lower a phase that does not fit, cheapest first, each tried alone."""
-    memory = machine.gpu or machine.host
-    too_large = {phase.name: phase.total for phase in made.phases if phase.total > memory}
-    for override, changed, other in _variants(run, objective, made):
+    too_large = {phase.name: phase.total for phase in made.phases if phase.total > machine.room(made)}
+    for override, changed, other in _variants(run, objective, made, machine.gpu is not None):
         tried = estimate(changed, other, vocabulary, machine.gpu, machine.gpu_name)
         phases = {phase.name: phase.total for phase in tried.phases if phase.name in too_large}
         if any(too_large[name] - size > 0.01 * GIB for name, size in phases.items()):
-            yield Knob(override, phases, tried.peak.total <= memory)
+            yield Knob(override, phases, tried.peak.total <= machine.room(tried))
 
 
-def _variants(run: RunConfig, objective: Any, made: Estimate) -> Iterator[tuple[str, RunConfig, Any]]:
+def _variants(
+    run: RunConfig, objective: Any, made: Estimate, on_gpu: bool
+) -> Iterator[tuple[str, RunConfig, Any]]:
     """(override, run with it, objective with it); those that change no result come first."""
     training, rollout, policy = run.training, run.rollout, run.policy
 
@@ -238,13 +249,17 @@ def _variants(run: RunConfig, objective: Any, made: Estimate) -> Iterator[tuple[
         yield f"rollout.batch_size={lanes}", run.model_copy(update={"rollout": changed}), objective
     if training.precision == "float32":
         yield "training.precision=bfloat16", trained(precision="bfloat16"), objective
-    if training.optimizer == "adam":
+    if training.optimizer == "adam" and on_gpu:
         yield "training.optimizer=adam8bit", trained(optimizer="adam8bit"), objective
     n = training.trajectories_per_iteration // 2
     if n > 1 and n % training.minibatches == 0 and n % objective.credit.group_size == 0:
         yield f"training.trajectories_per_iteration={n}", trained(trajectories_per_iteration=n), objective
     if training.kl_coefficient:
         yield "training.kl_coefficient=0", trained(kl_coefficient=0.0), objective
+    if policy.pretrained and policy.trainable_layers is None and made.shape.layers > 2:
+        top = made.shape.layers // 3
+        changed = replace(policy, trainable_layers=top)
+        yield f"policy.trainable_layers={top}", run.model_copy(update={"policy": changed}), objective
     if policy.lora is None:
         from stppo.agent.policy import LoraSettings
 

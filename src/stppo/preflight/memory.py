@@ -6,6 +6,7 @@ is taken to be as long as the config allows.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from stppo.preflight.shapes import Shape
 from stppo.settings import RunConfig
@@ -19,7 +20,9 @@ FRAGMENTATION = 0.04  # of what PyTorch allocates, lost between blocks
 ASLEEP = 1.5 * GIB  # what a sleeping vLLM keeps: CUDA graphs, workspaces
 ENGINE_STEP = 2.0 * GIB  # vLLM's own activations and logits in one step
 PROCESS = 5.0 * GIB  # host: Python, PyTorch, CUDA, vLLM, `datasets`
+PLAIN_PROCESS = 1.0 * GIB  # host: Python and PyTorch alone
 QUESTIONS = 2.0 * GIB  # host: the questions of all benchmarks with their paragraphs
+READ_FILE = 8  # host: bytes of questions in memory for one byte of their file
 HUB_DATA = 8.0 * GIB  # disk: the benchmarks' files and what `datasets` makes of them
 QUEUE_TOKEN = 40  # host: bytes that queued batches hold for one token
 
@@ -64,9 +67,31 @@ class Algorithm:
 
 def trained_parameters(run: RunConfig, shape: Shape, critic: bool = False) -> int:
     """How many numbers the optimizer of the policy (or of the critic) changes."""
-    lora = run.policy.lora
+    lora, top = run.policy.lora, trained_layers(run, shape)
     own = shape.body if critic else shape.parameters
-    return (own if lora is None else lora.rank * shape.lora_inputs) + (shape.hidden + 1 if critic else 0)
+    if top < shape.layers:
+        own = top * shape.layer + shape.norm + (0 if critic or shape.tied else _output_layer(shape))
+    adapters = 0 if lora is None else lora.rank * shape.lora_inputs * top // shape.layers
+    return (own if lora is None else adapters) + (shape.hidden + 1 if critic else 0)
+
+
+def trained_layers(run: RunConfig, shape: Shape) -> int:
+    """Layers that passes with gradients go through."""
+    return min(run.policy.trainable_layers or shape.layers, shape.layers)
+
+
+def is_divided(run: RunConfig, shape: Shape) -> bool:
+    """Whether policy, reference and critic share frozen layers, of which a batch keeps the states."""
+    return trained_layers(run, shape) < shape.layers
+
+
+def has_reference(run: RunConfig) -> bool:
+    """Whether the warm start is scored (`stppo.training.models.scores_reference`)."""
+    return run.training.kl_coefficient > 0 or run.policy.pretrained is None
+
+
+def _output_layer(shape: Shape) -> int:
+    return shape.vocabulary * shape.hidden
 
 
 def optimizer_bytes(name: str) -> float:
@@ -78,16 +103,24 @@ def resting(run: RunConfig, shape: Shape, algorithm: Algorithm) -> dict[str, flo
     """What stays in the GPU's memory from the first update on, gradients not among it."""
     training = run.training
     frozen = 2 if training.precision == "bfloat16" else 4
-    trained = trained_parameters(run, shape)
-    parts = {"policy": 4 * trained if run.policy.lora is None else frozen * shape.parameters + 4 * trained}
-    if run.policy.lora is None:
+    trained, divided = trained_parameters(run, shape), is_divided(run, shape)
+    plain = run.policy.lora is None
+    parts = {"policy": 4 * shape.parameters if plain else frozen * shape.parameters + 4 * trained}
+    if plain and has_reference(run):
         parts["reference"] = frozen * shape.linear + 4 * (shape.parameters - shape.linear)
+        if divided:
+            parts["reference"] = 4 * trained
     parts[f"policy: {training.optimizer}"] = optimizer_bytes(training.optimizer) * trained
     if algorithm.critic:
         values = trained_parameters(run, shape, critic=True)
         kind = "adam8bit" if training.optimizer == "adam8bit" else "adam"
-        parts["critic"] = 4 * values + (0 if run.policy.lora is None else frozen * shape.body)
+        own = trained_layers(run, shape) * shape.layer + shape.norm if divided else shape.body
+        parts["critic"] = 4 * values + (0 if plain else frozen * own)
         parts[f"critic: {kind}"] = optimizer_bytes(kind) * values
+    if divided:
+        batches = training.staleness_iterations + 2  # the queue, and the one that is trained on
+        tokens = training.trajectories_per_iteration * longest(run, shape)
+        parts["states of frozen layers"] = 4 * shape.hidden * tokens * batches
     return parts
 
 
@@ -149,7 +182,7 @@ def phases_of(run: RunConfig, shape: Shape, algorithm: Algorithm, gpu: float | N
     layer = (12 if half else 16) * shape.hidden + (8 if half else 16) * shape.intermediate
     scoring = {
         "activations": scored * layer,
-        "logits": LOGIT_BYTES * _logits(shape, scored) + copied_head,
+        "logits": LOGIT_BYTES * _logits(run, shape, scored) + copied_head,
         "bfloat16 copies of weights": copies,
     }
     back = {
@@ -157,11 +190,13 @@ def phases_of(run: RunConfig, shape: Shape, algorithm: Algorithm, gpu: float | N
         "bfloat16 copies of weights": copies,
     }
     trained = trained_parameters(run, shape)
-    head = 8 * shape.vocabulary * shape.hidden if run.policy.lora is None else 0
+    head = 8 * _output_layer(shape) if run.policy.lora is None else 0
+    if is_divided(run, shape) and shape.tied:
+        head = 0  # it stays as it is
     buffers = 4 * trained * (algorithm.watched + 1 if several else 1)
     update = back | {
         "gradient": 4 * trained,
-        "logits": LOGIT_BYTES * _logits(shape, tokens) + copied_head,
+        "logits": LOGIT_BYTES * _logits(run, shape, tokens) + copied_head,
         "gradient of the output layer": head,
         "gradients for watched norms": buffers,
     }
@@ -175,18 +210,22 @@ def phases_of(run: RunConfig, shape: Shape, algorithm: Algorithm, gpu: float | N
     return [Phase(name, _with_overhead(kept | parts, gpu is not None)) for name, parts in phases.items()]
 
 
-def _logits(shape: Shape, tokens: int) -> int:
-    """Logits computed at once: of agent tokens, here all of them, in pieces."""
-    return min(tokens, max(1, LOGITS_AT_ONCE // shape.vocabulary)) * shape.vocabulary
+def _logits(run: RunConfig, shape: Shape, tokens: int) -> int:
+    """Logits computed at once: of agent tokens, as many as the world allows, in pieces."""
+    row = longest(run, shape)
+    turns, most = (run.world.get(name) for name in ("turn_budget", "max_turn_tokens"))
+    agent = min(row, (turns + 1) * most) if turns and most else row
+    agents = -(-tokens * agent // row)
+    return min(agents, max(1, LOGITS_AT_ONCE // shape.vocabulary)) * shape.vocabulary
 
 
 def _activations(run: RunConfig, shape: Shape) -> float:
     """Bytes for one token of a pass with gradients."""
-    layer = saved_by_layer(run, shape)
+    layer, layers = saved_by_layer(run, shape), trained_layers(run, shape)
     if not run.training.gradient_checkpointing:
-        return (shape.layers - 1 + TRANSIENT) * layer
+        return (layers - 1 + TRANSIENT) * layer
     stream = 2 if run.policy.lora is not None and run.training.precision == "bfloat16" else 4
-    return shape.layers * stream * shape.hidden + TRANSIENT * layer
+    return layers * stream * shape.hidden + TRANSIENT * layer
 
 
 def _with_overhead(parts: dict[str, float], on_gpu: bool) -> dict[str, float]:
@@ -235,9 +274,12 @@ def host_parts(run: RunConfig, shape: Shape, algorithm: Algorithm) -> dict[str, 
     training, world = run.training, run.world
     real = "BenchmarkWorld" in world["_target_"]
     vllm = run.rollout.engine == "vllm"
+    local = _record_files(world)
+    large = vllm or training.device != "cpu" or (real and local is None)
+    questions = QUESTIONS if local is None else READ_FILE * sum(file.stat().st_size for file in local)
     parts = {
-        "process": PROCESS if vllm or real else PROCESS / 5,
-        "questions": QUESTIONS if real else 0.0,
+        "process": PROCESS if large else PLAIN_PROCESS,
+        "questions": questions if real else 0.0,
         "queue": (training.staleness_iterations + 1)
         * training.trajectories_per_iteration
         * longest(run, shape)
@@ -249,6 +291,16 @@ def host_parts(run: RunConfig, shape: Shape, algorithm: Algorithm) -> dict[str, 
     if vllm and run.rollout.sleep_level == 1:
         parts["vLLM's weights, asleep"] = engine_room(run, shape, 0).weights
     return {name: size for name, size in parts.items() if size}
+
+
+def _record_files(world: dict) -> list[Path] | None:
+    """The files of questions that a world names, None where some are not here."""
+    named = world.get("records")
+    places = [named] if isinstance(named, str) else list((named or {}).values())
+    if not places or not all(isinstance(place, str) and Path(place).exists() for place in places):
+        return None
+    found = [[Path(p)] if Path(p).is_file() else list(Path(p).rglob("*")) for p in places]
+    return [file for files in found for file in files if file.is_file()]
 
 
 def disk_parts(run: RunConfig, shape: Shape, algorithm: Algorithm, to_download: bool) -> dict[str, float]:

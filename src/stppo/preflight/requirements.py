@@ -18,6 +18,7 @@ import requests
 import torch
 from safetensors import safe_open
 
+from stppo.agent.known_models import KNOWN, is_fetched, located, models_folder
 from stppo.agent.policy import load_tokenizer
 from stppo.retrieval.client import RetrievalClient
 from stppo.retrieval.documents import scan_corpus
@@ -88,15 +89,25 @@ def _gpu_row(run: RunConfig, given: bool) -> Row:
     build = f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     if torch.cuda.is_available():
         return Row("GPU", f"{torch.cuda.get_device_name()}; {build}", "one", True)
-    needed = run.training.device == "cuda" or run.training.optimizer == "adam8bit"
+    causes = []
+    if run.training.device == "cuda":
+        causes.append(("training.device=cuda", "training.device=cpu"))
+    if run.training.optimizer == "adam8bit":
+        causes.append(("training.optimizer=adam8bit", "training.optimizer=adam"))
+    if run.policy.attention == "flash_attention_2":
+        causes.append(("policy.attention=flash_attention_2", "policy.attention=sdpa"))
+    wanted = " and ".join(setting for setting, _ in causes)
     remedy = (
-        "this torch is a CPU build: pip install --force-reinstall torch==2.13.0 without a CPU index"
+        f"this torch ({torch.__version__}) is a CPU build; where there is a GPU, install the one of PyPI"
         if torch.version.cuda is None
         else f"nvidia-smi must show a GPU and a driver that knows CUDA {torch.version.cuda}"
     )
-    if run.training.device == "cpu" and not needed:
+    if causes:
+        remedy = f"without a GPU set {' '.join(other for _, other in causes)}; {remedy}"
+    if run.training.device == "cpu" and not causes:
         return Row("GPU", f"none; {build}", "none", True)
-    return Row("GPU", f"none; {build}", "one", False if needed and not given else None, remedy)
+    needed = f"one, for {wanted}" if causes else "one"
+    return Row("GPU", f"none; {build}", needed, False if causes and not given else None, remedy)
 
 
 def _package(name: str, wanted_by: str, remedy: str) -> Row:
@@ -148,6 +159,13 @@ def model(run: RunConfig) -> Iterator[Row]:
     name = run.policy.pretrained
     if name is None:
         return
+    if name in KNOWN:
+        yield checked(
+            f"model {name}", "fetched", lambda: str(located(name)), f"run `stppo fetch {name}` once"
+        )
+        if not is_fetched(models_folder() / name):
+            return
+        name = str(located(name))
     place = Path(name)
     if not place.is_dir():
         found, row = _on_the_hub(

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 from transformers.pytorch_utils import Conv1D
 
+from stppo.agent.frozen import layers_of
+from stppo.agent.known_models import KNOWN
 from stppo.agent.policy import UNREADABLE, LoraSettings, PolicyConfig, load_shape
 
 # The published configs of Qwen2.5, base and Instruct: hidden size, layers, heads, key-value heads, intermediate size,
@@ -26,7 +28,8 @@ class Shape:
     """Sizes of a causal LM; parameters are counts.
 
     body: all but an output layer of its own. linear: weights of the linear layers inside the body. lora_inputs: sum of
-    (inputs + outputs) over the layers that adapters are put on, so that a rank r trains r times as many.
+    (inputs + outputs) over the layers that adapters are put on, so that a rank r trains r times as many. layer, norm: of
+    one layer, and of the norm behind the last one.
     """
 
     hidden: int
@@ -41,6 +44,8 @@ class Shape:
     body: int
     linear: int
     lora_inputs: int
+    layer: int
+    norm: int
 
     def kv_values(self) -> int:
         """Numbers that the KV cache holds for one token."""
@@ -95,6 +100,8 @@ def policy_config(policy: PolicyConfig, vocabulary: int | None) -> PreTrainedCon
             max_position_embeddings=policy.max_positions,
             tie_word_embeddings=policy.tie_word_embeddings,
         )
+    if name in KNOWN:
+        return load_shape(name)
     if not Path(name).is_dir() and (known := known_config(name)) is not None:
         return known
     try:
@@ -129,6 +136,8 @@ def shape_of(config: PreTrainedConfig, lora: LoraSettings | None = None) -> Shap
         body=_count(body),
         linear=sum(m.weight.numel() for m in linear.values()),
         lora_inputs=sum(sum(m.weight.shape) for m in adapted),
+        layer=_count(layers_of(body)[0]),
+        norm=_count(body.ln_f if hasattr(body, "ln_f") else body.norm),
     )
 
 

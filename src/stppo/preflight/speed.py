@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stppo.preflight.memory import Algorithm, longest, observation_tokens
+from stppo.preflight.memory import Algorithm, longest, observation_tokens, trained_layers
 from stppo.preflight.shapes import Shape
 from stppo.settings import RunConfig
 
@@ -83,10 +83,11 @@ def estimate_speed(
     def passes(flops: float, with_head: bool = True) -> float:
         """`flops` per weight and token over all trajectories; attention's own add 4 T H a layer and two. The output
         layer is passed by the agent's tokens alone, in float32."""
+        depth = trained_layers(run, shape) / shape.layers  # frozen layers are passed by the roll-out alone
         attention = 2 * length * shape.hidden * shape.layers
         slower = 1 if training.precision == "float32" else 1 / FLOAT32
         head = slower * agent * shape.vocabulary * shape.hidden if with_head else 0
-        return flops * n * ((shape.linear + attention) * length + head) / (MFU_TRAINING * peak)
+        return flops * n * (depth * (shape.linear + attention) * length + head) / (MFU_TRAINING * peak)
 
     back = 4 if run.policy.lora is None else 2  # frozen weights need no gradient of their own
     again = 2 if training.gradient_checkpointing else 0

@@ -1,6 +1,7 @@
 """The models of a run, each where and how it computes: policy, reference, critic."""
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from stppo.agent.compiled import choose_kernels
 from stppo.agent.compute import body_of, place, resolve_device
 from stppo.agent.critic import Critic
+from stppo.agent.frozen import freeze_below, frozen_copy, is_divided, states_below
 from stppo.agent.policy import load_policy, score
 from stppo.settings import RunConfig
 from stppo.training.gradients import Passes, join
@@ -21,15 +23,25 @@ from stppo.trajectories import Trajectories
 @dataclass
 class Models:
     """policy; reference: the warm start, frozen, or under LoRA the policy itself, whose adapters are then switched off
-    while it scores; critic: None where nothing reads its values. kernels: what computes them, "compiled" or "eager"."""
+    while it scores, and None where it is not scored (`scores_reference`); critic: None where nothing reads its values.
+    kernels: what computes them, "compiled" or "eager"."""
 
     policy: PreTrainedModel
-    reference: PreTrainedModel
+    reference: PreTrainedModel | None
     critic: Critic | None
     kernels: str = "eager"
 
-    def reference_logprobs(self, batch: Trajectories, passes: Passes, temperature: float) -> Tensor:
-        """(B, T) log-probs of the agent tokens under the reference, without graph."""
+    def with_states(self, batch: Trajectories) -> Trajectories:
+        """The batch with the states of the policy's frozen layers, where it has such layers and they were not kept."""
+        body = body_of(self.policy)
+        if not is_divided(body) or batch.below is not None:
+            return batch
+        return dataclasses.replace(batch, below=states_below(body, batch))
+
+    def reference_logprobs(self, batch: Trajectories, passes: Passes, temperature: float) -> Tensor | None:
+        """(B, T) log-probs of the agent tokens under the reference, without graph; None where it is not scored."""
+        if self.reference is None:
+            return None
         off = self.policy.disable_adapter if self.reference is self.policy else contextlib.nullcontext
         parts = passes.cut(batch)
         chunks = passes.chunks_of(parts)
@@ -40,26 +52,41 @@ class Models:
         return join(scored, batch.tokens)
 
 
+def scores_reference(settings: RunConfig) -> bool:
+    """Whether a run scores the warm start. Its KL is always recorded for policies from scratch, where it costs next to
+    nothing; a pretrained one is scored, and kept in memory, only where the loss reads it."""
+    return settings.training.kl_coefficient > 0 or settings.policy.pretrained is None
+
+
 def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, critic: bool) -> Models:
     """Models of a run from the policy that a warm start's folder holds.
 
     Weights that are trained are float32 in every precision. With training.precision=bfloat16 what stays frozen beside
     adapters is bfloat16, and of the reference the linear layers, so that its log-probs begin as the policy's very own.
-    Raises ValueError where the device is not there.
+    With policy.trainable_layers policy, reference and critic share the layers below.
+    Raises ValueError where the device is not there, or the policy has too few layers.
     """
     training, lora = settings.training, settings.policy.lora
+    divided, wanted = settings.policy.trainable_layers, scores_reference(settings)
     device = resolve_device(training.device)
     frozen = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
     if lora is not None:
         policy.to(frozen)
     place(policy, device, training.precision, training.gradient_checkpointing)
-    kernels = choose_kernels(policy, training.kernels if lora is None else "eager")
+    if divided is not None:
+        freeze_below(policy, divided)
+    plain = lora is None and divided is None
+    kernels = choose_kernels(policy, training.kernels if plain else "eager")
     values = Critic(policy, lora) if critic else None
     if lora is not None:
         from stppo.agent.lora import with_lora
 
         policy = with_lora(policy, lora)
-        return Models(policy, policy, values, kernels)
+        return Models(policy, policy if wanted else None, values, kernels)
+    if not wanted:
+        return Models(policy, None, values, kernels)
+    if divided is not None:
+        return Models(policy, frozen_copy(policy), values, kernels)
     reference = load_policy(warm_start, settings.policy.attention).requires_grad_(False)
     if training.precision == "bfloat16":
         for layer in body_of(reference).modules():

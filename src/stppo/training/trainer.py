@@ -61,6 +61,7 @@ from stppo.training.optimizers import make_optimizer
 from stppo.training.updates import CriticUpdates, PolicyUpdates
 from stppo.training.warm_start import evaluation_questions, load_warm_start, made_for
 from stppo.trajectories import Trajectories
+from stppo.waiting import saying
 from stppo.world.protocol import Question
 
 log = logging.getLogger(__name__)
@@ -124,14 +125,16 @@ class Trainer:
         if training.divisors.from_run is not None:
             self.divisors = ReplayedDivisors(training, self.objective, self.settings.seed)
         self._check_values()
-        self.world = build(config["world"], "world")
-        self.train_questions = self.world.questions("train")
-        self.evaluation_questions = evaluation_questions(self.world, self.settings.evaluation.questions)
+        with saying("building the world: its questions and passages are read"):
+            self.world = build(config["world"], "world")
+            self.train_questions = self.world.questions("train")
+            self.evaluation_questions = evaluation_questions(self.world, self.settings.evaluation.questions)
 
         torch.manual_seed(self.settings.seed)
         self.generator = torch.Generator().manual_seed(self.settings.seed)
         warm_start_dir = Path(warm_start_dir)
-        policy, self.warm_start, weights = load_warm_start(warm_start_dir, self.settings.policy.attention)
+        with saying(f"reading the weights of {warm_start_dir}"):
+            policy, self.warm_start, weights = load_warm_start(warm_start_dir, self.settings.policy.attention)
         if self.warm_start.get("made_for") != made_for(config):
             raise ValueError(
                 f"warm start {warm_start_dir} was made for another world or policy; make one for this config with "
@@ -142,7 +145,8 @@ class Trainer:
             tokenizer = load_tokenizer(warm_start_dir)
         check_vocabulary(policy, tokenizer)
         learns_values = self.objective.credit.needs_critic and training.values == "critic"
-        self.models = make_models(policy, warm_start_dir, self.settings, learns_values)
+        with saying("placing policy, reference and critic"):
+            self.models = make_models(policy, warm_start_dir, self.settings, learns_values)
         self.policy, self.critic = self.models.policy, self.models.critic
         self.reference = self.models.reference
         self.kernels = [self.models.kernels]
@@ -183,9 +187,9 @@ class Trainer:
     def sampler(self) -> Sampler:
         """Made at first use: vLLM takes minutes to start, which a checkpoint that does not fit need not cost."""
         training, rollout = self.settings.training, self.settings.rollout
-        return make_rollout(
-            self.world.environment, self.tokenizer, rollout, self.policy, training.micro_batch_tokens
-        )
+        budget = training.micro_batch_tokens
+        with saying(f"starting the engine that samples ({rollout.engine})"):
+            return make_rollout(self.world.environment, self.tokenizer, rollout, self.policy, budget)
 
     @functools.cached_property
     def evaluator(self) -> Sampler:
@@ -244,9 +248,11 @@ class Trainer:
         training = self.settings.training
         try:
             if self._evaluation_is_due():
-                self._evaluate()
-            while self._queue_is_short():
-                self.queue.append(self._sample())
+                with saying(f"evaluating the start on {len(self.evaluation_questions)} questions"):
+                    self._evaluate()
+            with saying("sampling the first batches"):
+                while self._queue_is_short():
+                    self.queue.append(self._sample())
             with tqdm(
                 total=training.iterations,
                 initial=self.iteration,
@@ -279,10 +285,10 @@ class Trainer:
         training = self.settings.training
         self.is_whole = False
         queued = self.queue.popleft()
-        batch = queued.trajectories
         shared = dict(queued.metrics)
         began = time.perf_counter()
-        values = self._values(queued)
+        batch = self.models.with_states(queued.trajectories)
+        values = self._values(queued, batch)
         reference = self.models.reference_logprobs(batch, self.passes, self.settings.rollout.temperature)
         credit = self.objective.credit(batch, values)
         shared["advantage_raw_std"] = float(credit.raw_std)
@@ -319,7 +325,11 @@ class Trainer:
             self.update += 1
             row["update"] = self.update
             self.policy_updates.step(
-                row, batch.select(rows), credit.advantages[rows], reference[rows], weights
+                row,
+                batch.select(rows),
+                credit.advantages[rows],
+                None if reference is None else reference[rows],
+                weights,
             )
             self.loggers.update_row(row)
             if training.target_kl is not None and row["kl_behaviour_k3"] > training.target_kl:
@@ -375,7 +385,7 @@ class Trainer:
         began = time.perf_counter()
         try:
             self._free_memory()
-            rollout = self.sampler.collect(self.policy, *self._draw_questions(), policy_updates=self.update)
+            rollout = self._collect()
             metrics = rollout_metrics(rollout, time.perf_counter() - began)
             began = time.perf_counter()
             truth = self._true_values(rollout)
@@ -385,6 +395,14 @@ class Trainer:
             raise
         metrics["seconds_scoring"] = time.perf_counter() - began
         return QueuedBatch(rollout.trajectories, metrics, self.iteration, truth, rollout.weights)
+
+    def _collect(self) -> Rollout:
+        """A roll-out that will be trained on."""
+        self.sampler.keeps_states = True  # of frozen layers: they are needed again
+        try:
+            return self.sampler.collect(self.policy, *self._draw_questions(), policy_updates=self.update)
+        finally:
+            self.sampler.keeps_states = False
 
     def _draw_questions(self) -> tuple[list[Question], torch.Generator, list[int]]:
         """Questions of a batch, drawn without replacement, epoch-wise, and their group ids."""
@@ -432,10 +450,10 @@ class Trainer:
         generator = generator_for("true values", self.settings.seed, iteration)
         return true_values(self.sampler, self.policy, rollout, n, generator, n_turns)
 
-    def _values(self, queued: QueuedBatch) -> Tensor | None:
-        """(B, T) values that the credit reads; None where it reads none."""
+    def _values(self, queued: QueuedBatch, batch: Trajectories) -> Tensor | None:
+        """(B, T) values that the credit reads, of the queued batch as it is trained on; None where it reads none."""
         if self.critic is not None:
-            return self.critic_updates.values(queued.trajectories)
+            return self.critic_updates.values(batch)
         return None if queued.truth is None else queued.truth.per_token(queued.trajectories)
 
     # ---- evaluation and records -----------------------------------------------------------------

