@@ -7,7 +7,8 @@ learn first. The rule, in the order in which it is applied; `Asked.dropped` coun
    aliases), its passage the step's supporting paragraph. `#1` in it is replaced by the answer of step 1. A step in the
    form `subject >> relation` is put into words by `TEMPLATES`.
    2Wiki: every triple (subject, relation, object) of `evidences` is a question by `TEMPLATES`, its answer the object, its
-   passage the paragraph of the context whose title is the subject.
+   passage the paragraph of the context whose title is the subject, or the only one whose title is the subject with a
+   bracket behind it ("Fog (film)"), which then stands in the question.
 2. Left out: a step that refers to no earlier one, a relation without a template, a passage that the record does not hold,
    an answer of which normalisation leaves nothing, and one whose words do not stand in its passage.
 3. Over all records of one reading: a question that was asked before (up to SQuAD's normalisation) is left out, and its
@@ -92,6 +93,7 @@ NOT_THERE = "answer not in its passage"
 REPEATED = "asked before"
 
 _ARROW = re.compile(r"\s*>>\s*")
+_BRACKET = re.compile(r" \([^()]*\)$")
 _EARLIER = re.compile(r"#(\d+)")
 
 
@@ -192,6 +194,9 @@ def _triples(record: Record) -> Iterator[_Part]:
     if isinstance(triples, Mapping):
         triples = zip(triples["fact"], triples["relation"], triples["entity"], strict=True)
     for subject, relation, entity in triples:
-        sentences = context.get(subject)
-        passage = None if sentences is None else (subject, " ".join(sentences))
-        yield f"{subject} >> {relation}", (str(entity or "").strip(),), passage
+        titles = [t for t in context if t == subject] or [
+            t for t in context if _BRACKET.sub("", t) == subject
+        ]
+        title = titles[0] if len(titles) == 1 else None
+        passage = None if title is None else (title, " ".join(context[title]))
+        yield f"{title or subject} >> {relation}", (str(entity or "").strip(),), passage
