@@ -27,7 +27,7 @@ def test_cost_grows_with_what_a_run_does():
     )
 
 
-def test_a_preset_that_measured_its_iterations_is_planned_by_that():
+def test_a_preset_that_says_what_an_iteration_costs_is_planned_by_that():
     (token, _) = plan("smollm")
     config = configs.compose(["preset=smollm"])
     per_iteration = config["pipeline"]["core_seconds_per_iteration"]

@@ -25,7 +25,7 @@ class PlannedGroup:
 
 def seconds(config: Config) -> float:
     """Rough seconds of one core that a run takes; another policy or world than tiny and synthetic differs, unless its
-    preset says what an iteration was measured to cost, evaluations included (`pipeline.core_seconds_per_iteration`)."""
+    preset says what an iteration costs, evaluations included (`pipeline.core_seconds_per_iteration`)."""
     measured = (config.get("pipeline") or {}).get("core_seconds_per_iteration")
     if measured is not None:
         return config["training"]["iterations"] * measured
