@@ -25,3 +25,11 @@ def test_cost_grows_with_what_a_run_does():
     assert cost("algorithm=grpo", "training.values=monte_carlo") == cost("algorithm=grpo"), (
         "no critic, no values"
     )
+
+
+def test_a_preset_that_says_what_an_iteration_costs_is_planned_by_that():
+    (token, _) = plan("smollm")
+    config = configs.compose(["preset=smollm"])
+    per_iteration = config["pipeline"]["core_seconds_per_iteration"]
+    assert token.hours == per_iteration * config["training"]["iterations"] / 3600
+    assert 0.2 < token.hours < 1

@@ -337,7 +337,7 @@ def test_files_without_records_are_refused(tmp_path, name, content, problem):
 
 
 def test_an_unknown_benchmark_and_an_empty_folder_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="benchmark must be one of nq, .*medqa, got 'squad'"):
+    with pytest.raises(ValueError, match="benchmark must be one of nq, .*2wiki_single_hop, got 'squad'"):
         read_records("squad", tmp_path)
     with pytest.raises(ValueError, match=f"^{tmp_path}: cannot be read"):
         read_records("nq", tmp_path)

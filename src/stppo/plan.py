@@ -24,7 +24,11 @@ class PlannedGroup:
 
 
 def seconds(config: Config) -> float:
-    """Rough seconds of one core that a run takes; another policy or world than tiny and synthetic differs."""
+    """Rough seconds of one core that a run takes; another policy or world than tiny and synthetic differs, unless its
+    preset says what an iteration costs, evaluations included (`pipeline.core_seconds_per_iteration`)."""
+    measured = (config.get("pipeline") or {}).get("core_seconds_per_iteration")
+    if measured is not None:
+        return config["training"]["iterations"] * measured
     training, evaluation = config["training"], config["evaluation"]
     objective = config["algorithm"]["objective"]
     scale = training["trajectories_per_iteration"] / 128

@@ -55,7 +55,13 @@ class ReadingConfig(Section):
 
 class WarmStartConfig(Section):
     """Supervised start: reading, then noisy scripted demonstrations of searching, stopped when sampled success reaches
-    the target; with max_steps=0 the pretrained weights as they are."""
+    the target; with max_steps=0 the pretrained weights as they are.
+
+    only_successes: demonstrations that fail, or are longer than a trajectory may be, are left out.
+    trained_weights: "all", or those of the "policy" that training trains (adapters, top layers).
+    first_questions: ask so many first, and `evaluate_questions` only where their success is within two standard errors of
+    the target; null: always all.
+    """
 
     reading: ReadingConfig
     target_success: float = Field(ge=0, lt=1)
@@ -64,6 +70,9 @@ class WarmStartConfig(Section):
     evaluate_questions: int = Field(gt=0)
     final_samples: int = Field(gt=0)
     demonstrations: int = Field(gt=0)
+    only_successes: bool
+    trained_weights: Literal["all", "policy"]
+    first_questions: int | None = Field(gt=0)
     batch_size: int = Field(gt=0)
     learning_rate: float = Field(gt=0, lt=_MOST)
     noise: dict[str, float]

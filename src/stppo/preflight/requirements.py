@@ -23,7 +23,8 @@ from stppo.agent.policy import load_tokenizer
 from stppo.retrieval.client import RetrievalClient
 from stppo.retrieval.documents import scan_corpus
 from stppo.settings import RunConfig
-from stppo.world.datasets import HUB, Reading, locate, read_questions
+from stppo.world.benchmark_world import CONTEXTS
+from stppo.world.datasets import Reading, hub_sets, locate, read_questions
 
 _HUB_SECONDS, _IMPORT_SECONDS = 5, 120
 _PROBE = "who wrote the odyssey"
@@ -238,12 +239,12 @@ def data(world: Any, config: dict) -> Iterator[Row]:
     tested, trained = _names(world.benchmark), _names(world.train)
     remote: dict[str, list[str]] = {}
     for name in dict.fromkeys([*tested, *trained]):
-        place = world.records.get(name) if isinstance(world.records, dict) else world.records
+        place = world.place(name)
         if place is not None and Path(place).exists():
             uses = [use for use, names in (("test", tested), ("train", trained)) if name in names]
             yield checked(f"records {name}", f"{place}", lambda n=name, p=place, u=uses: _records(n, p, u))
         else:
-            remote.setdefault(str(place or HUB[name][0].name).partition(":")[0], []).append(name)
+            remote.setdefault(str(place or hub_sets(name)[0].name).partition(":")[0], []).append(name)
     for name, benchmarks in remote.items():
         command = f"hf download {name} --repo-type dataset --local-dir DIR"
         setting = f"world.records={{{', '.join(f'{b}: DIR' for b in benchmarks)}}}"
@@ -263,6 +264,8 @@ def _records(benchmark: str, place: str, uses: list[str]) -> str:
 
 
 def _retriever(world: Any) -> Row:
+    if world.corpus == CONTEXTS:
+        return Row("corpus", "the records' own passages", "readable", True)
     if world.corpus is not None:
         return checked(
             "corpus",

@@ -2,12 +2,15 @@
 
 Reading: look-ups in made-up documents, which the world invents anew for each step, so that nothing but copying from
 the document helps. Searching: imitation of noisy scripted demonstrations; alone it teaches the protocol but hardly any
-copying. Every run starts from here, as the paper's agents start from a pretrained model: RL then has something to
-improve, and something to lose.
+copying. A pretrained policy can read; a few dozen steps on demonstrations that succeed teach it the protocol. Every run
+starts from here, as the paper's agents start from a pretrained model: RL then has something to improve, and something
+to lose.
 """
 
 import hashlib
 import itertools
+import logging
+import math
 import random
 import time
 from collections import deque
@@ -35,7 +38,7 @@ from stppo.config import Config, build, data_section, fingerprint, validate, war
 from stppo.files import write_json
 from stppo.foreign import parse_json
 from stppo.ownership import FolderLock
-from stppo.settings import RunConfig
+from stppo.settings import RunConfig, WarmStartConfig
 from stppo.training.failures import warm_start_stopped
 from stppo.training.gradients import Passes
 from stppo.training.metrics import evaluate
@@ -46,7 +49,10 @@ from stppo.world.encoding import DialogueEncoder
 from stppo.world.environment import Episode
 from stppo.world.knowledge import SyntheticWorld
 from stppo.world.protocol import Question
+from stppo.world.rewards import score as score_reply
 from stppo.world.scripted import DemonstrationNoise, World, play
+
+log = logging.getLogger(__name__)
 
 WARM_START_FILE = "warm_start.json"
 
@@ -97,8 +103,8 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True, again: bool
     """Train and save a warm start in `out_dir` (weights, tokenizer, `warm_start.json`); returns the record.
 
     With max_steps=0 nothing is trained: pretrained weights are measured and saved as they are. Else all weights are
-    trained, whatever `policy.lora` says. The record holds sampled success S0 (from `final_samples` trajectories on the
-    evaluation questions), greedy success, steps of both stages, what was measured on the way, and seconds. Raises
+    trained, whatever `policy.lora` says, or with trained_weights=policy those that training trains; adapters are merged
+    into what is saved. The record holds sampled success S0 (from `final_samples` trajectories on the evaluation questions), greedy success, steps of both stages, what was measured on the way, and seconds. Raises
     ValueError where a stage does not reach its target within its `max_steps`, and where `out_dir` holds a warm start
     for another world or policy; RunStopped where memory runs out. Where another process makes one there, it is waited
     for. again=False: a finished one is left as it is.
@@ -141,18 +147,28 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
         questions = world.questions("train")
         noise = DemonstrationNoise(**settings.noise)
         demonstrations = [rng.choice(questions) for _ in range(settings.demonstrations)]
-        data = demonstration_batch(play(world, demonstrations, rng, noise), encoder)
+        episodes = play(world, demonstrations, rng, noise)
+        data = (
+            _successes(episodes, encoder, run)
+            if settings.only_successes
+            else demonstration_batch(episodes, encoder)
+        )
 
     policy = build_policy(run.policy, tokenizer)
     check_vocabulary(policy, tokenizer)
+    size = sum(p.numel() for p in policy.parameters())
     place(policy, resolve_device(training.device), training.precision, training.gradient_checkpointing)
-    choose_kernels(policy, training.kernels)
+    policy = _with_trained(policy, run)
     sampler = make_rollout(world.environment, tokenizer, run.rollout, policy).for_evaluation()
     history = []
     try:
         # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
         evaluated = evaluation_questions(world, run.evaluation.questions)
         Board(sampler, evaluated)  # whether they fit shows before anything is trained
+        if data is not None and world.tokenizer is None:  # real questions are of any length
+            asked = world.questions("train")
+            for start in range(0, len(asked), 1024):
+                Board(sampler, asked[start : start + 1024])
         if data is not None and _reading_steps(run, world):
             history += _read(policy, world, encoder, run, progress)
         if data is not None:
@@ -172,7 +188,7 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
         "reading_steps": last.get("reading", 0),
         "steps": last.get("searching", 0),
         "seconds": round(time.perf_counter() - began, 1),
-        "parameters": sum(p.numel() for p in policy.parameters()),
+        "parameters": size,
         "history": history,
     }
     (out_dir / WARM_START_FILE).unlink(missing_ok=True)
@@ -224,7 +240,7 @@ def _imitate(
 ) -> list[dict]:
     """Supervised steps until sampled success reaches the target; returns what was measured on the way."""
     settings, held_out = run.warm_start, world.questions("validation")
-    optimizer = make_optimizer("adam", list(policy.parameters()), settings.learning_rate)
+    optimizer = make_optimizer("adam", _trained(policy), settings.learning_rate)
     history = []
     with tqdm(
         total=settings.max_steps, desc="warm start: searching", disable=not progress, mininterval=1
@@ -234,16 +250,90 @@ def _imitate(
             loss, _ = _supervised_step(policy, optimizer, batch, run)
             bar.update()
             if step % settings.evaluate_every == 0:
-                some = [rng.choice(held_out) for _ in range(settings.evaluate_questions)]
-                row, _ = evaluate(sampler, policy, some, greedy=False, seed=step)
-                history.append({"stage": "searching", "step": step, "loss": loss, "success": row["success"]})
-                bar.set_postfix(loss=f"{loss:.3f}", success=f"{row['success']:.3f}")
-                if row["success"] >= settings.target_success:
+                row, all_asked = _measured(sampler, policy, held_out, settings, rng, step)
+                history.append({"stage": "searching", "step": step, "loss": loss, **row})
+                bar.set_postfix(
+                    loss=f"{loss:.3f}",
+                    format=f"{row['valid_format_rate']:.2f}",
+                    success=f"{row['success']:.3f}",
+                )
+                if all_asked and row["success"] >= settings.target_success:
                     return history
     raise ValueError(
         f"warm start: sampled success {history[-1]['success']:.3f} after warm_start.max_steps="
         f"{settings.max_steps} is below warm_start.target_success={settings.target_success}; raise one or lower the other"
     )
+
+
+def _measured(
+    sampler: Sampler,
+    policy: PreTrainedModel,
+    held_out: list[Question],
+    settings: WarmStartConfig,
+    rng: random.Random,
+    step: int,
+) -> tuple[dict[str, float], bool]:
+    """Sampled success, F1 and valid format on some held-out questions, and whether all that are wanted were asked."""
+    first = settings.first_questions
+    for n in [settings.evaluate_questions] if first is None else [first, settings.evaluate_questions]:
+        some = [rng.choice(held_out) for _ in range(n)]
+        row, _ = evaluate(sampler, policy, some, greedy=False, seed=step)
+        found = {
+            name: row[name] for name in ("n_questions", "success", "f1", "valid_format_rate") if name in row
+        }
+        if n == first and _far_below(settings.target_success, row["success"], n):
+            return found, False
+    return found, True
+
+
+def _far_below(target: float, success: float, n: int) -> bool:
+    """Whether the success of n questions is more than two standard errors below what a policy at the target would have."""
+    return success < target - 2 * math.sqrt(target * (1 - target) / n)
+
+
+def _successes(episodes: list[Episode], encoder: DialogueEncoder, run: RunConfig) -> Trajectories:
+    """The episodes whose answer is right and that fit into a trajectory; ValueError where none is left."""
+    right = [e for e in episodes if score_reply(e.question, e.answer) == 1]
+    if not right:
+        raise ValueError(
+            f"warm start: none of {len(episodes)} demonstrations succeeded, so there is nothing to imitate; lower "
+            "warm_start.noise, or see what the retriever finds with `stppo play`"
+        )
+    data = demonstration_batch(right, encoder)
+    fitting = (data.lengths <= run.rollout.max_tokens).nonzero().flatten()
+    if not len(fitting):
+        raise ValueError(
+            f"warm start: the shortest demonstration has {int(data.lengths.min())} tokens, above "
+            f"rollout.max_tokens={run.rollout.max_tokens}: raise it"
+        )
+    log.info(
+        "warm start: %d of %d demonstrations succeeded, %d of them fit into rollout.max_tokens=%d",
+        len(right),
+        len(episodes),
+        len(fitting),
+        run.rollout.max_tokens,
+    )
+    return data.select(fitting)
+
+
+def _with_trained(policy: PreTrainedModel, run: RunConfig) -> PreTrainedModel:
+    """The policy with what is to be trained requiring gradients, computed as training will compute it."""
+    top = getattr(run.policy, "trainable_layers", None)
+    if run.warm_start.trained_weights == "all" or (run.policy.lora is None and top is None):
+        choose_kernels(policy, run.training.kernels)
+        return policy
+    if run.policy.lora is None:
+        from stppo.agent.frozen import freeze_below
+
+        freeze_below(policy, top)
+        return policy
+    from stppo.agent.lora import with_lora
+
+    return with_lora(policy, run.policy.lora)
+
+
+def _trained(policy: PreTrainedModel) -> list[torch.nn.Parameter]:
+    return [p for p in policy.parameters() if p.requires_grad]
 
 
 def _supervised_step(

@@ -13,7 +13,8 @@ from stppo.checks import one_of, whole_number
 from stppo.foreign import parse_json
 from stppo.retrieval.documents import read_jsonl
 from stppo.world.protocol import Question
-from stppo.world.records import BENCHMARKS, SCHEMAS, NoGoldAnswer, Unanswerable, question_from
+from stppo.world.records import BENCHMARKS, SCHEMAS, NoGoldAnswer, Unanswerable, context_of
+from stppo.world.single_hop import SINGLE_HOP, Asked
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -108,8 +109,10 @@ class Records:
 
 def check_place(benchmark: str, place: str | Path | None) -> None:
     """ValueError for an unknown benchmark, FileNotFoundError for a place that is neither local nor a name on the hub."""
-    if benchmark not in SCHEMAS:
-        raise ValueError(f"benchmark must be one of {', '.join(BENCHMARKS)}, got {benchmark!r}")
+    if benchmark not in SCHEMAS and benchmark not in SINGLE_HOP:
+        raise ValueError(
+            f"benchmark must be one of {', '.join((*BENCHMARKS, *SINGLE_HOP))}, got {benchmark!r}"
+        )
     if place is None or Path(place).exists():
         return
     name = str(place)
@@ -117,6 +120,14 @@ def check_place(benchmark: str, place: str | Path | None) -> None:
         raise FileNotFoundError(
             f"records: no file {name} (a name on the hub has the form OWNER/NAME or OWNER/NAME:CONFIG)"
         )
+
+
+def hub_sets(benchmark: str) -> tuple[HubSet, ...]:
+    """The sets of the hub that hold a benchmark, its default first. What is derived from a benchmark's records takes the
+    original ones, which hold every field."""
+    if benchmark in SINGLE_HOP:
+        return HUB[SINGLE_HOP[benchmark]][::-1]
+    return HUB[benchmark]
 
 
 def locate(benchmark: str, place: str | Path | None = None) -> Records:
@@ -128,13 +139,13 @@ def locate(benchmark: str, place: str | Path | None = None) -> Records:
     check_place(benchmark, place)
     path, config, known = str(place or ""), None, None
     if not place:
-        known = HUB[benchmark][0]
+        known = hub_sets(benchmark)[0]
         path, config = known.name, known.config
     elif Path(path).is_file():
         return Records(benchmark, path)
     elif not Path(path).is_dir():
         path, _, config = path.partition(":")
-        known = next((hub for hub in HUB[benchmark] if hub.name == path), None)
+        known = next((hub for hub in hub_sets(benchmark) if hub.name == path), None)
         config = config or (known.config if known else None)
     with _explained(benchmark, path):
         config, splits = _splits(benchmark, path, config)
@@ -142,7 +153,8 @@ def locate(benchmark: str, place: str | Path | None = None) -> Records:
         test = known.test
     else:
         held_out = ["test", "dev", "validation"]
-        preferred = held_out[::-1] if benchmark in _UNPUBLISHED_TEST else held_out
+        own = SINGLE_HOP.get(benchmark, benchmark)
+        preferred = held_out[::-1] if own in _UNPUBLISHED_TEST else held_out
         test = next((name for name in preferred if name in splits), splits[0])
     return Records(benchmark, path, config, "train" if "train" in splits else test, test)
 
@@ -158,7 +170,8 @@ def _splits(benchmark: str, path: str, config: str | None) -> tuple[str | None, 
         return None, ["all"]
     if config is None:
         names = get_dataset_config_names(path)
-        config = benchmark if benchmark in names else names[0]
+        own = SINGLE_HOP.get(benchmark, benchmark)
+        config = own if own in names else names[0]
     return config, get_dataset_split_names(path, config)
 
 
@@ -179,10 +192,13 @@ def read_records(
 
 def read_questions(records: Records, split: str, reading: Reading) -> list[Question]:
     """`read_records` of what `locate` found."""
-    questions, left_out = [], Counter()
+    asked, left_out = Asked(), Counter()
+    add = asked.parts if records.benchmark in SINGLE_HOP else asked.whole
+    count = 0
     for number, record in _read(records, split, reading):
         try:
-            questions.append(question_from(record, records.benchmark, number))
+            add(record, records.benchmark, number)
+            count += 1
         except Unanswerable as error:
             left_out["marked as unanswerable"] += 1
             if reading.unanswerable == "error":
@@ -197,11 +213,37 @@ def read_questions(records: Records, split: str, reading: Reading) -> list[Quest
                 ) from error
         except ValueError as error:
             raise ValueError(f"{records.path} record {number}: {error}") from error
-    for reason, count in left_out.items():
-        log.warning("%s: left out %d of %d records, %s", records.path, count, count + len(questions), reason)
+    for reason, n in left_out.items():
+        log.warning("%s: left out %d of %d records, %s", records.path, n, n + count, reason)
+    questions = asked.questions
+    if records.benchmark in SINGLE_HOP:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(asked.dropped.items())) or "none"
+        log.info(
+            "%s: %d records gave %d single-hop questions; left out: %s",
+            records.path,
+            count,
+            len(questions),
+            reasons,
+        )
     if not questions:
         raise ValueError(f"{records.path}: no records" + (f" but {dict(left_out)}" if left_out else ""))
     return questions
+
+
+def read_passages(records: Records, split: str, reading: Reading) -> dict[tuple[str, str], None]:
+    """The (title, text) of all paragraphs that come with the records which `read_questions` reads, each once, in order.
+
+    ValueError names the record whose paragraphs cannot be read.
+    """
+    passages: dict[tuple[str, str], None] = {}
+    for number, record in _read(records, split, reading):
+        try:
+            passages.update(dict.fromkeys(context_of(record)))
+        except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{records.path} record {number}: its paragraphs cannot be read ({type(error).__name__}: {error})"
+            ) from error
+    return passages
 
 
 def _read(records: Records, split: str, reading: Reading) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -37,6 +37,16 @@ SEARCH_R1_CORRECTION = (
     "\nThat turn could not be read. To search, write one query between <search> and </search>; "
     "to finish, write the final answer between <answer> and </answer>. Please try again.\n"
 )
+# For small models and contexts: what the tags do, in a quarter of the words.
+SHORT_PROMPT = (
+    "Look it up: <search> query </search>, then reply: <answer> short answer </answer>.\n"
+    "Question: {question}\n"
+)
+SHORT_CORRECTION = "\nUse <search> query </search> or <answer> short answer </answer>.\n"
+PROMPTS = {
+    "search_r1": {"prompt_template": SEARCH_R1_PROMPT, "correction": SEARCH_R1_CORRECTION},
+    "short": {"prompt_template": SHORT_PROMPT, "correction": SHORT_CORRECTION},
+}
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,9 @@ def _strings(value: Any) -> list[str]:
     return [str(v).strip() for v in dates if v is not None and str(v).strip()]
 
 
-def _pairs(value: Any, *keys: str) -> list[tuple]:
-    """Pairs, a list of dicts or (as in Arrow) a dict of lists as (title, x) pairs; x is under the first key there is."""
+def pairs(value: Any, *keys: str) -> list[tuple]:
+    """Pairs, a list of dicts, (as in Arrow) a dict of lists, or JSON of these, as (title, x) pairs; x is under the first
+    key there is."""
     if isinstance(value, str):
         value = parse_json(value)
     if isinstance(value, Mapping):
@@ -90,10 +91,10 @@ def _supporting(context: Any, facts: Any) -> Paragraphs:
     """The paragraphs of `context` whose title a supporting fact names."""
     if context is None or facts is None:
         return ()
-    gold = {title for title, _ in _pairs(facts, "sent_id")}
+    gold = {title for title, _ in pairs(facts, "sent_id")}
     return tuple(
         (title, " ".join(sentences))
-        for title, sentences in _pairs(context, "sentences", "content")
+        for title, sentences in pairs(context, "sentences", "content")
         if title in gold
     )
 
@@ -105,12 +106,36 @@ def _metadata(record: Record) -> Record:
     return found
 
 
+def flashrag_or_own(record: Record, field: str, as_json: bool = False) -> Any:
+    """A field of the record or, in FlashRAG's schema, of its metadata; as_json: parsed where it is a string. KeyError
+    where neither has it."""
+    value = record.get(field)
+    value = _metadata(record)[field] if value is None else value
+    return parse_json(value) if as_json and isinstance(value, str) else value
+
+
+def context_of(record: Record) -> Paragraphs:
+    """All paragraphs that come with a record, gold and others; () where it has none (FlashRAG's MuSiQue has the gold
+    ones alone). Errors as the readers raise them for a record that is not what it seems."""
+    if own := record.get("paragraphs"):
+        return tuple((p["title"], p["paragraph_text"]) for p in own)
+    if (context := record.get("context") or _metadata(record).get("context")) is not None:
+        return tuple(
+            (title, " ".join(sentences)) for title, sentences in pairs(context, "sentences", "content")
+        )
+    return _supports(_metadata(record))
+
+
+def _supports(metadata: Record) -> Paragraphs:
+    """The supporting paragraphs of MuSiQue's steps, as FlashRAG keeps them."""
+    found = (step.get("support_paragraph") for step in metadata.get("question_decomposition") or ())
+    return tuple(dict.fromkeys((p["title"], p["paragraph_text"]) for p in found if p))
+
+
 def _flashrag(record: Record) -> _Parts:
     metadata = _metadata(record)
     paragraphs = _supporting(metadata.get("context"), metadata.get("supporting_facts"))
-    steps = metadata.get("question_decomposition") or ()
-    found = (step.get("support_paragraph") for step in steps)  # MuSiQue
-    paragraphs += tuple(dict.fromkeys((p["title"], p["paragraph_text"]) for p in found if p))
+    paragraphs += _supports(metadata)
     return _Parts(_unquoted(record["question"]), _strings(record["golden_answers"]), paragraphs)
 
 
