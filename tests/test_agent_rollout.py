@@ -178,7 +178,7 @@ def test_states_of_frozen_layers_are_kept_on_request(name, setting):
     expected = states_below(body_of(policy), batch)
     read = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None] - 1
     torch.testing.assert_close(batch.below[read], expected[read], atol=1e-4, rtol=1e-4)
-    assert expected[read].abs().max() > 0.1 and (batch.n_turns > 1).any()
+    assert expected[read].abs().max() > 0.05 and (batch.n_turns > 1).any()
     with torch.no_grad():
         again = score(policy, batch).logprobs
     torch.testing.assert_close(again, batch.behaviour_logprobs, atol=1e-4, rtol=0)
