@@ -14,7 +14,7 @@ from stppo.agent.frozen import freeze_below, frozen_copy, layers_of, parts_of, s
 from stppo.agent.policy import PolicyConfig, build_policy, load_policy, score
 from stppo.config import ConfigError
 from stppo.training.checkpoint import newest, trained
-from stppo.training.gradients import Passes, PolicyPass
+from stppo.training.gradients import Passes, PolicyPass, WatchedNorm
 from stppo.trajectories import Trajectories
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
@@ -63,9 +63,8 @@ def gradients(policy, batch, budget=None, chunks=2) -> tuple[dict, torch.Tensor,
     policy.zero_grad()
     scored = PolicyPass(policy, batch, Passes(budget, chunks), 0.7, entropy_gradient=True)
     logprobs = scored.scores.logprobs
-    norm = scored.backward(
-        logprobs.square().sum() + scored.scores.entropy.sum(), {"watched": logprobs.exp().sum()}
-    )["watched"]
+    watched = WatchedNorm(logprobs.exp().sum(), scored.parameters)
+    norm = scored.backward(logprobs.square().sum() + scored.scores.entropy.sum(), {"watched": watched})["watched"]
     found = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     return found, logprobs.detach(), norm
 

@@ -354,7 +354,7 @@ def test_monte_carlo_values_replace_the_critic(tmp_path, f1_start, with_critic):
     queued, plain = trainer._sample(), other._sample()
     assert torch.equal(queued.trajectories.tokens, plain.trajectories.tokens)
     assert torch.equal(trainer.generator.get_state(), other.generator.get_state()), "a stream of its own"
-    assert torch.equal(trainer._values(queued), queued.truth.per_token(queued.trajectories))
+    assert torch.equal(trainer._values(queued, queued.trajectories), queued.truth.per_token(queued.trajectories))
     trainer.train()
     updates, evaluations = tables(tmp_path)
     columns = ["critic_loss", "critic_explained_variance", "critic_value_rmse", "true_value_std"]
@@ -396,7 +396,7 @@ def test_the_critic_is_measured_on_the_batch_and_policy_it_is_used_for(tmp_path,
     trainer = Trainer(config, tmp_path, f1_start, progress=False)
     seen = []
     original = trainer._values
-    trainer._values = lambda queued: seen.append((queued, original(queued))) or seen[-1][1]
+    trainer._values = lambda queued, batch: seen.append((queued, original(queued, batch))) or seen[-1][1]
     trainer.train()
     (_, first), (queued, values) = seen
     assert (first == 0).all() and (values[queued.trajectories.agent_mask] != 0).all()
