@@ -165,12 +165,12 @@ def learning(metrics: Metrics, regime: str, names: Sequence[str]) -> str:
     final = compare_arms(metrics, regime, chosen, "final", 3)
     area = compare_arms(metrics, regime, chosen, "area", 3)
     ends = f"{labels[0]} ends at {two(final.one)}, {labels[1]} at {two(final.other)}"
-    if all(mostly):
+    if all(n == len(arm) for n, arm in zip(learned, arms, strict=True)):  # else it would be of some runs alone
         kept = compare_arms(metrics, regime, chosen, "gain_kept", 3)
         told = keeps(labels, kept)
         if kept.clear or final.few:
             return sentence(kept.say(told, told))
-    elif any(mostly):
+    elif any(mostly) and not all(mostly):
         share = compare_arms(metrics, regime, chosen, "learned", 3)
         winner = mostly.index(True)
         loser = 1 - winner
