@@ -36,7 +36,24 @@ OVERRIDES = [
     "training.learning_rate=1e-5",
     "training.critic_learning_rate=1e-5",
 ]
-WORDS = ["river", "city", "north", "was", "born", "king", "album", "film", "1987", "county", "football", "season", "award", "wrote", "company", "married"]
+WORDS = [
+    "river",
+    "city",
+    "north",
+    "was",
+    "born",
+    "king",
+    "album",
+    "film",
+    "1987",
+    "county",
+    "football",
+    "season",
+    "award",
+    "wrote",
+    "company",
+    "married",
+]
 
 
 class Library:

@@ -64,7 +64,9 @@ def gradients(policy, batch, budget=None, chunks=2) -> tuple[dict, torch.Tensor,
     scored = PolicyPass(policy, batch, Passes(budget, chunks), 0.7, entropy_gradient=True)
     logprobs = scored.scores.logprobs
     watched = WatchedNorm(logprobs.exp().sum(), scored.parameters)
-    norm = scored.backward(logprobs.square().sum() + scored.scores.entropy.sum(), {"watched": watched})["watched"]
+    norm = scored.backward(logprobs.square().sum() + scored.scores.entropy.sum(), {"watched": watched})[
+        "watched"
+    ]
     found = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     return found, logprobs.detach(), norm
 

@@ -354,7 +354,9 @@ def test_monte_carlo_values_replace_the_critic(tmp_path, f1_start, with_critic):
     queued, plain = trainer._sample(), other._sample()
     assert torch.equal(queued.trajectories.tokens, plain.trajectories.tokens)
     assert torch.equal(trainer.generator.get_state(), other.generator.get_state()), "a stream of its own"
-    assert torch.equal(trainer._values(queued, queued.trajectories), queued.truth.per_token(queued.trajectories))
+    assert torch.equal(
+        trainer._values(queued, queued.trajectories), queued.truth.per_token(queued.trajectories)
+    )
     trainer.train()
     updates, evaluations = tables(tmp_path)
     columns = ["critic_loss", "critic_explained_variance", "critic_value_rmse", "true_value_std"]

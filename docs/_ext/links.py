@@ -27,7 +27,9 @@ def _rewrite(app, docname: str, source: list[str]) -> None:
         if file.parent == NOTEBOOKS and (PAGES / file.name).exists():
             return f"[{text}]({os.path.relpath(PAGES / file.name, page.parent)}{anchor})"
         if file.is_relative_to(DOCS):
-            return f"[{text}]({os.path.relpath(file, page.parent)}{anchor})" if origin == NOTEBOOKS else found[0]
+            return (
+                f"[{text}]({os.path.relpath(file, page.parent)}{anchor})" if origin == NOTEBOOKS else found[0]
+            )
         if file.is_file():
             return f"[{text}](path:{os.path.relpath(file, page.parent)})"
         if not file.is_dir():

@@ -165,7 +165,9 @@ def learning(metrics: Metrics, regime: str, names: Sequence[str]) -> str:
     final = compare_arms(metrics, regime, chosen, "final", 3)
     area = compare_arms(metrics, regime, chosen, "area", 3)
     ends = f"{labels[0]} ends at {two(final.one)}, {labels[1]} at {two(final.other)}"
-    if all(n == len(arm) for n, arm in zip(learned, arms, strict=True)):  # else it would be of some runs alone
+    if all(
+        n == len(arm) for n, arm in zip(learned, arms, strict=True)
+    ):  # else it would be of some runs alone
         kept = compare_arms(metrics, regime, chosen, "gain_kept", 3)
         told = keeps(labels, kept)
         if kept.clear or final.few:
