@@ -23,7 +23,7 @@ from stppo.objectives import (
 from stppo.objectives.clipping import Bounds
 from stppo.oracle.exact import Oracle
 
-NORMS = ("exact", "logprob", "logit")  # of the clipping bias
+NORMS = ("exact", "last_block", "logprob", "logit")  # of the clipping bias; a table of logits is one block
 UNCLIPPED = Clip(epsilon_low=math.inf, epsilon_high=math.inf)
 TABLE_LIMIT = 100_000_000  # numbers in the (N, P) table of gradients
 BATCH_LIMIT = 2_000_000  # batches that `batch_moments` goes through
