@@ -8,7 +8,9 @@ import pandas as pd
 import pytest
 
 REFERENCE = Path(__file__).parents[1] / "results/reference"
-RECORDS = sorted(file.parent for file in REFERENCE.glob("*/metrics/summary.csv") if "first_study" not in str(file))
+RECORDS = sorted(
+    file.parent for file in REFERENCE.glob("*/metrics/summary.csv") if "first_study" not in str(file)
+)
 
 
 def last_tenth(curve: list[float]) -> float:
@@ -40,7 +42,10 @@ def test_outcomes_of_all_runs(folder):
     summary = pd.read_csv(folder / "summary.csv").set_index(["regime", "algorithm", "seed"])
     rows = pd.read_parquet(folder / "evaluations.parquet").sort_values("iteration")
     runs = json.loads((folder / "runs.json").read_text())
-    records = {(r["regime"], r["algorithm"], r["seed"]): r for r in (runs if isinstance(runs, list) else runs["runs"])}
+    records = {
+        (r["regime"], r["algorithm"], r["seed"]): r
+        for r in (runs if isinstance(runs, list) else runs["runs"])
+    }
     assert set(records) == set(summary.index)
     curves = {key: of for key, of in rows.groupby(["regime", "algorithm", "seed", "temperature"])["success"]}
     for key, record in records.items():
