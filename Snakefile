@@ -165,8 +165,12 @@ def notebook_content(name):
     return [content_of(notebook), code_hash([*imports, *TARGETS]), configs.fingerprint(settings)]
 
 
-PLUG_INS, BENCHMARKS = "25-plug-ins", "24-benchmarks"
-CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS, PLUG_INS, BENCHMARKS]}
+PLUG_INS, BENCHMARKS, LANGUAGE_MODEL = "25-plug-ins", "24-benchmarks", "26-language-model"
+CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS, PLUG_INS, BENCHMARKS, LANGUAGE_MODEL]}
+# Pages that a preset asks for beside those of every preset.
+OWN_PAGES = PIPELINE.get("pages") or []
+if unknown := sorted(set(OWN_PAGES) - {LANGUAGE_MODEL}):
+    raise WorkflowError(f"pipeline.pages: {unknown[0]!r} is no page of its own; allowed: {LANGUAGE_MODEL}")
 
 
 wildcard_constraints:
@@ -189,7 +193,7 @@ onstart:
 rule all:
     input:
         f"{RESULTS}/report.html",
-        expand(f"{RESULTS}/{{name}}.html", name=PAGES),
+        expand(f"{RESULTS}/{{name}}.html", name=[*PAGES, *OWN_PAGES]),
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
 
 
@@ -384,6 +388,24 @@ rule figures:
             for name in NOTEBOOKS
         )
         + "failed=0; for job in $jobs; do wait $job || failed=1; done; exit $failed"
+
+
+# What a language model learned, and what it writes: of preset=smollm, whose runs it plays.
+rule language_model:
+    input:
+        METRICS,
+        expand(f"{RESULTS}/runs/{{run}}/run.json", run=TRAINED),
+    output:
+        f"{RESULTS}/{LANGUAGE_MODEL}.ipynb",
+    params:
+        content=CONTENT[LANGUAGE_MODEL],
+    log:
+        f"{RESULTS}/logs/{LANGUAGE_MODEL}.log",
+    resources:
+        **TRAIN_RESOURCES,
+    shell:
+        "{RUN} papermill notebooks/{LANGUAGE_MODEL}.ipynb {output} {PAPERMILL} -p results_dir {RESULTS}"
+        " -p output_dir {RESULTS}/language_model > {log} 2>&1"
 
 
 def relinked(page):
