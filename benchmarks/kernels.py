@@ -16,18 +16,19 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from run import Table, markdown, ratios, spread
+from run import QUIET, Table, markdown, provenance, ratios, spread
 
 from stppo import config as configs
 from stppo.agent.compiled import SOURCE
 from stppo.agent.compiler import compiled_library
+from stppo.agent.compute import last_block
 from stppo.agent.policy import score
-from stppo.provenance import hardware, versions
-from stppo.training.gradients import PolicyPass
+from stppo.training.gradients import PolicyPass, WatchedNorm
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import ensure_warm_start
 
 KERNELS = ("eager", "auto")
+NORMS = ("off", "last block", "exact")
 Way = Callable[[], object]
 
 
@@ -45,16 +46,15 @@ def by_turns(ways: dict[str, Way], repeats: int) -> dict[str, list[float]]:
 
 def make_trainers(overrides: list[str], start: Path, scratch: Path, algorithm: str) -> dict[str, Trainer]:
     """One trainer with each kind of kernels, equal otherwise, with a full queue."""
-    quiet = ["evaluation.every=100000", "training.iterations=100000", "training.checkpoint_every=100000"]
     found = {}
     for kernels in KERNELS:
         config = configs.compose(
-            [*overrides, *quiet, f"algorithm={algorithm}", f"training.kernels={kernels}"]
+            [*overrides, *QUIET, f"algorithm={algorithm}", f"training.kernels={kernels}"]
         )
         trainer = Trainer(config, scratch / f"{algorithm}-{kernels}", start, progress=False)
         if kernels == "auto" and trainer.models.kernels != "compiled":
             raise SystemExit("there is no compiled code here; the log says why")
-        for _ in range(trainer.settings.training.staleness_iterations + 1):
+        while trainer._queue_is_short():
             trainer.queue.append(trainer._sample())
         found[kernels] = trainer
     return found
@@ -147,40 +147,40 @@ def _timed(method: Callable, into: dict[str, float], part: str) -> Callable:
 
 
 class Norms:
-    """Passes for the loss on minibatches of the oldest batch, with or without the exact norm of the clipping bias."""
+    """Passes for the loss on minibatches of the oldest batch, with or without a norm of the clipping bias's gradient."""
 
     def __init__(self, trainer: Trainer) -> None:
         queued = trainer.queue[0]
         self.trainer, self.batch, self.clipped = trainer, queued.trajectories, []
-        self.advantages = trainer.objective.credit(self.batch, trainer._values(queued)).advantages
+        self.advantages = trainer.objective.credit(self.batch, trainer._values(queued, self.batch)).advantages
 
     def draw(self) -> None:
         size = len(self.batch) // self.trainer.settings.training.minibatches
         self.rows = torch.randperm(len(self.batch), generator=self.trainer.generator)[:size]
 
-    def both_ways(self, norm: bool) -> None:
+    def pass_with(self, norm: str) -> None:
         part = self.batch.select(self.rows)
         scored = PolicyPass(self.trainer.policy, part, self.trainer.passes)
         advantages = self.advantages[self.rows, : part.tokens.shape[1]]
         found = self.trainer.objective(scored.scores.logprobs, part, advantages)
         self.clipped.append(found.diagnostics["clip_fraction"])
-        scored.backward(found.ppo_loss, {"norm": found.bias_surrogate} if norm else {})
+        over = {"exact": scored.parameters, "last block": last_block(self.trainer.policy)}.get(norm)
+        scored.backward(found.ppo_loss, {"norm": WatchedNorm(found.bias_surrogate, over)} if over else {})
         self.trainer.policy.zero_grad()
 
 
 def bias_norms(trainers: dict[str, Trainer], repeats: int) -> Table:
-    """What the exact norm adds to a pass for the loss."""
+    """What the norm over all weights, and that over the last block's alone, add to a pass for the loss."""
     norms = {name: Norms(trainer) for name, trainer in trainers.items()}
     ways: dict[str, Way] = {}
     for name, one in norms.items():
         ways[f"draw {name}"] = one.draw
-        ways[f"off {name}"] = functools.partial(one.both_ways, False)
-        ways[f"exact {name}"] = functools.partial(one.both_ways, True)
+        ways |= {f"{norm} {name}": functools.partial(one.pass_with, norm) for norm in NORMS}
     times = by_turns(ways, repeats)
     return [
         {"‖C‖": name, "clip fraction": spread(one.clipped, 2)}
-        | {f"{way}, ms": spread([1e3 * s for s in times[f"{way} {name}"]], 1) for way in ("off", "exact")}
-        | {"exact against off": ratios(times[f"exact {name}"], times[f"off {name}"])}
+        | {f"{norm}, ms": spread([1e3 * s for s in times[f"{norm} {name}"]], 1) for norm in NORMS}
+        | {f"{norm} against off": ratios(times[f"{norm} {name}"], times[f"off {name}"]) for norm in NORMS[1:]}
         for name, one in norms.items()
     ]
 
@@ -206,8 +206,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--warm-start", type=Path, help="default: the preset's own, made if missing")
     parser.add_argument("--json", type=Path, help="also write tables, hardware and versions here")
+    parser.add_argument("--quick", action="store_true", help="one repeat of everything: does it run at all?")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. preset=smoke")
     arguments = parser.parse_args()
+    few, many = (1, 1) if arguments.quick else (6, 20)
     overrides = ["preset=laptop", "seed=0", *arguments.overrides]
     start = arguments.warm_start or ensure_warm_start(configs.compose(overrides))
     tables: dict[str, Table] = {}
@@ -221,11 +223,11 @@ def main() -> None:
         for algorithm in ("token_ppo", "st_ppo"):
             trainers = make_trainers(overrides, start, Path(folder), algorithm)
             if algorithm == "token_ppo":
-                show("A minibatch", passes(trainers, repeats=20))
-            show(f"An iteration of {algorithm}", iterations(trainers, repeats=6))
-            show(f"‖C‖ of {algorithm}", bias_norms(trainers, repeats=20))
+                show("A minibatch", passes(trainers, many))
+            show(f"An iteration of {algorithm}", iterations(trainers, few))
+            show(f"‖C‖ of {algorithm}", bias_norms(trainers, many))
     if arguments.json:
-        content = {"hardware": hardware(), "versions": versions(), "tables": tables}
+        content = {**provenance(), "tables": tables}
         arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 

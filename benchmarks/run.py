@@ -17,16 +17,16 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.utils.logging import disable_progress_bar
 
 from stppo import config as configs
-from stppo.agent.policy import score
+from stppo.agent.compiled import choose_kernels
 from stppo.agent.rollout_torch import TorchRollout
-from stppo.objectives import estimated_bias_norms
-from stppo.provenance import hardware, versions
-from stppo.training.gradients import global_norm, gradient_of
+from stppo.provenance import git_state, hardware, versions
+from stppo.training.gradients import PolicyPass
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import ensure_warm_start, load_warm_start
 from stppo.world.environment import Episode
@@ -34,6 +34,18 @@ from stppo.world.protocol import Question
 
 ALGORITHMS = ("token_ppo", "st_ppo", "grpo", "so_grpo")
 Table = list[dict[str, str]]
+QUIET = ["evaluation.every=100000", "training.iterations=100000", "training.checkpoint_every=100000"]
+
+
+def provenance() -> dict[str, object]:
+    """Where and when something was measured; a load above the threads used here has disturbed it."""
+    return {
+        "hardware": hardware(),
+        "versions": versions(),
+        "git_commit": git_state()["git_commit"],
+        "date": time.strftime("%Y-%m-%d"),
+        "load_average": os.getloadavg()[0],
+    }
 
 
 def spread(values: list[float], digits: int = 3) -> str:
@@ -53,12 +65,11 @@ def markdown(title: str, rows: Table) -> str:
 
 def make_trainers(overrides: list[str], start: Path, scratch: Path) -> dict[str, Trainer]:
     """Trainers of regime A with a full queue; evaluation and checkpoints are left out of the times."""
-    quiet = ["evaluation.every=100000", "training.iterations=100000", "training.checkpoint_every=100000"]
     trainers = {}
     for name in ALGORITHMS:
-        config = configs.compose([*overrides, *quiet, "training=off_policy", f"algorithm={name}"])
+        config = configs.compose([*overrides, *QUIET, "training=off_policy", f"algorithm={name}"])
         trainers[name] = trainer = Trainer(config, scratch / name, start, progress=False)
-        for _ in range(trainer.settings.training.staleness_iterations + 1):
+        while trainer._queue_is_short():
             trainer.queue.append(trainer._sample())
     return trainers
 
@@ -136,20 +147,23 @@ def generate_turns(
     return agent_tokens, episodes
 
 
-def rollouts(sampler: TorchRollout, policy, questions: list[Question], repeats: int) -> Table:
+def rollouts(sampler: TorchRollout, start: Path, questions: list[Question], repeats: int) -> Table:
     few = questions[:32]
+    policy, compiled = load_warm_start(start)[0].eval(), load_warm_start(start)[0].eval()
+    choose_kernels(compiled, "auto")
     generator = torch.Generator().manual_seed(0)
     ours = sampler.collect(policy, few, generator, greedy=True).episodes
     theirs = generate_turns(sampler, policy, few, greedy=True)[1]
     same = sum(a.turns == b.turns for a, b in zip(ours, theirs, strict=True))
     print(f"\nUnder greedy decoding both play {same} of {len(few)} questions with the same turns.")
 
-    def collect(asked: list[Question]) -> int:
-        return int(sampler.collect(policy, asked, generator).trajectories.agent_mask.sum())
+    def collect(player, asked: list[Question]) -> int:
+        return int(sampler.collect(player, asked, generator).trajectories.agent_mask.sum())
 
     ways: dict[str, Callable[[], int]] = {
-        f"roll-out, {len(questions)} together": lambda: collect(questions),
-        "roll-out, one by one": lambda: sum(collect([question]) for question in few),
+        f"roll-out, {len(questions)} together, compiled": lambda: collect(compiled, questions),
+        f"roll-out, {len(questions)} together, eager": lambda: collect(policy, questions),
+        "roll-out, one by one, compiled": lambda: sum(collect(compiled, [question]) for question in few),
         f"generate, {len(questions)} together": lambda: generate_turns(sampler, policy, questions)[0],
         "generate, one by one": lambda: sum(generate_turns(sampler, policy, [q])[0] for q in few),
     }
@@ -164,47 +178,60 @@ def rollouts(sampler: TorchRollout, policy, questions: list[Question], repeats: 
     return [{"way": w, "agent tokens / s": s, "the first is faster by": r} for w, s, r in rows]
 
 
-def bias_norms(trainer: Trainer, repeats: int) -> Table:
-    """One policy update, with and without the norm, on minibatches of the oldest batch in the queue."""
+def exponent(sizes: list[float], seconds: list[list[float]]) -> str:
+    """Slope of log(seconds) on log(size), one fit a repeat: 1 is proportional. seconds: by size, then repeat."""
+    fits = [np.polyfit(np.log(sizes), np.log(found), 1)[0] for found in zip(*seconds, strict=True)]
+    return spread([float(fit) for fit in fits], 2)
+
+
+def growth(overrides: list[str], start: Path, scratch: Path, repeats: int) -> Table:
+    """CPU seconds of an iteration with more trajectories, and with more epochs; sizes take turns."""
+    rows = []
+    for key, sizes in (("trajectories_per_iteration", (32, 64, 128, 256)), ("epochs", (1, 2, 4, 8))):
+        trainers = []
+        for size in sizes:
+            sized = [
+                *overrides,
+                *QUIET,
+                "training=off_policy",
+                "algorithm=token_ppo",
+                f"training.{key}={size}",
+            ]
+            trainers.append(Trainer(configs.compose(sized), scratch / f"{key}{size}", start, progress=False))
+            while trainers[-1]._queue_is_short():
+                trainers[-1].queue.append(trainers[-1]._sample())
+        times: list[list[float]] = [[] for _ in sizes]
+        for repeat in range(repeats + 1):
+            for found, trainer in zip(times, trainers, strict=True):
+                began = time.process_time()
+                trainer._iterate()
+                if repeat:  # the first one warms up
+                    found.append(time.process_time() - began)
+        cells = {f"size {n}": spread(found, 2) for n, found in enumerate(times, start=1)}
+        rows.append(
+            {"of": key, "sizes": ", ".join(map(str, sizes)), **cells, "exponent": exponent(sizes, times)}
+        )
+    return rows
+
+
+def lengths(trainer: Trainer, repeats: int) -> Table:
+    """Forward and backward pass of the shortest to the longest quarter of a batch: cost against tokens and turns."""
     batch = trainer.queue[0].trajectories
-    training = trainer.settings.training
-    with torch.no_grad():
-        values = trainer.critic(batch) if trainer.critic is not None else None
-    advantages = trainer.objective.credit(batch, values).advantages
-    still = torch.optim.Adam(trainer.parameters, lr=0.0)  # a step that costs but leaves the policy alone
-
-    def update(rows: torch.Tensor, kind: str) -> float:
-        part = batch.select(rows)
-        scores = score(trainer.policy, part, n_chunks=training.length_chunks)
-        width = part.tokens.shape[1]
-        surrogate = trainer.objective(scores.logprobs, part, advantages[rows, :width])
-        norm = float("nan")
-        if kind == "exact":
-            norm = global_norm(gradient_of(surrogate.bias_surrogate, trainer.parameters))
-        elif kind != "off":
-            found = estimated_bias_norms(surrogate, scores.logprobs, scores.squared_prob_sum)
-            norm = found[f"clipping_bias_norm_{kind}"]
-        still.zero_grad()
-        surrogate.loss.backward()
-        still.step()
-        return norm
-
-    kinds = ("off", "exact", "logprob", "logit")
-    times = {kind: [] for kind in kinds}
-    norms = {kind: [] for kind in kinds}
-    size = training.trajectories_per_iteration // training.minibatches
+    quarters = [batch.select(rows) for rows in batch.lengths.argsort().chunk(4)]
+    times: list[list[float]] = [[] for _ in quarters]
     for repeat in range(repeats + 1):
-        rows = torch.randperm(len(batch.lengths), generator=trainer.generator)[:size]
-        for kind in kinds:
-            began = time.perf_counter()
-            norm = update(rows, kind)
+        for part, found in zip(quarters, times, strict=True):
+            began = time.process_time()
+            scored = PolicyPass(trainer.policy, part, trainer.passes)
+            scored.backward(scored.scores.logprobs.sum(), {})
+            trainer.policy.zero_grad()
             if repeat:
-                times[kind].append(time.perf_counter() - began)
-                norms[kind].append(norm)
+                found.append(time.process_time() - began)
+    tokens = [float(part.lengths.double().mean()) for part in quarters]
     return [
-        {"‖C‖": kind, "seconds per update": spread(found), "against off": ratios(found, times["off"])}
-        | {"its value": "" if kind == "off" else spread(norms[kind])}
-        for kind, found in times.items()
+        {"quarter": str(n), "turns": f"{part.n_turns.double().mean():.1f}", "tokens": f"{size:.0f}"}
+        | {"milliseconds": spread([1e3 * s for s in found], 1), "exponent in tokens": exponent(tokens, times)}
+        for n, (part, size, found) in enumerate(zip(quarters, tokens, times, strict=True), start=1)
     ]
 
 
@@ -219,8 +246,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--warm-start", type=Path, help="default: the preset's own, made if missing")
     parser.add_argument("--json", type=Path, help="also write tables, hardware and versions here")
+    parser.add_argument("--quick", action="store_true", help="one repeat of everything: does it run at all?")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. preset=smoke")
     arguments = parser.parse_args()
+    repeats, many = (1, 1) if arguments.quick else (5, 20)
     disable_progress_bar()
     overrides = ["preset=laptop", "seed=0", *arguments.overrides]
     start = arguments.warm_start or ensure_warm_start(configs.compose(overrides))
@@ -232,18 +261,16 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         trainers = make_trainers(overrides, start, Path(folder))
-        show("Seconds per iteration", iterations(trainers, repeats=5))
-        for name in ("token_ppo", "st_ppo"):
-            clipped = trainers[name].update_rows[-1]["clip_fraction"]
-            show(f"One update of {name}, clip fraction {clipped:.2f}", bias_norms(trainers[name], repeats=20))
+        show("Seconds per iteration", iterations(trainers, repeats))
+        show("Cost against size, CPU seconds", growth(overrides, start, Path(folder), repeats))
+        show("Cost against length", lengths(trainers["token_ppo"], many))
         sampler, asked = trainers["st_ppo"].sampler, trainers["st_ppo"].train_questions[:128]
-        policy = load_warm_start(start)[0].eval()
-        show("Roll-out against transformers.generate", rollouts(sampler, policy, asked, repeats=5))
+        show("Roll-out against transformers.generate", rollouts(sampler, start, asked, repeats))
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
             peak = fresh.submit(peak_memory, overrides, start, Path(folder)).result()
         show("Memory", [{"process": "training st_ppo", "peak resident MiB": f"{peak:.0f}"}])
     if arguments.json:
-        content = {"hardware": hardware(), "versions": versions(), "tables": tables}
+        content = {**provenance(), "tables": tables}
         arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -1,0 +1,58 @@
+"""The scripts of benchmarks/ run from end to end at their smallest; what they measure is nobody's business here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stppo.agent.compiled import SOURCE
+from stppo.agent.compiler import CannotCompile, compiled_library
+from tests.conftest import TINY
+
+ROOT = Path(__file__).parents[1]
+
+
+def measured(script: str, tmp_path: Path, *arguments: str) -> dict:
+    """Tables that a script writes with `--quick --json`, by title."""
+    found = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "benchmarks" / script,
+            "--quick",
+            "--json",
+            tmp_path / "out.json",
+            *arguments,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    return json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["tables"]
+
+
+@pytest.mark.slow
+def test_speed_and_memory(barely_trained, tmp_path):
+    tables = measured("run.py", tmp_path, "--warm-start", str(barely_trained), *TINY)
+    assert len(tables["Seconds per iteration"]) == 4
+    assert {row["of"] for row in tables["Cost against size, CPU seconds"]} == {
+        "trajectories_per_iteration",
+        "epochs",
+    }
+    assert float(tables["Memory"][0]["peak resident MiB"]) > 0
+
+
+@pytest.mark.slow
+def test_compiled_against_eager(barely_trained, tmp_path):
+    try:
+        compiled_library(SOURCE)
+    except CannotCompile as reason:
+        pytest.skip(str(reason))
+    tables = measured("kernels.py", tmp_path, "--warm-start", str(barely_trained), *TINY)
+    norms = tables["‖C‖ of st_ppo"]
+    assert [row["‖C‖"] for row in norms] == ["eager", "auto"]
+    assert all("last block against off" in row and "exact against off" in row for row in norms)
