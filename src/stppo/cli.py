@@ -140,12 +140,19 @@ def train_planned_command(
     only: Annotated[
         str | None, typer.Option(help="Only runs whose REGIME/ALGORITHM/seedN contains this.")
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also runs that the preset's record (pipeline.recorded) holds.")
+    ] = False,
 ) -> None:
     """Train every run of a preset's pipeline without notebooks; the same command goes on after an interruption.
+
+    Runs whose metrics are committed already are left out, where the preset names the folder of its record.
 
     Example: `stppo train-planned preset=search --jobs 2`
     """
     from stppo.config import planned_runs
+    from stppo.files import repository_path
+    from stppo.results.runs import missing_runs
     from stppo.training.campaign import train_planned
 
     chosen = overrides or []
@@ -156,6 +163,14 @@ def train_planned_command(
         raise ValueError(
             f"--only {only}: no run of preset={preset} has this in its name; see `stppo plan preset={preset}`"
         )
+    record = runs[0].config["pipeline"].get("recorded")
+    if record and not again and (repository_path(record) / "metrics").is_dir():
+        keys = [(run.regime, run.algorithm, run.seed) for run in runs]
+        missing = set(missing_runs(f"{record}/metrics", keys))
+        typer.echo(
+            f"{len(runs) - len(missing)} of {len(runs)} runs are in {record}/metrics; --again trains them too"
+        )
+        runs = [run for run, key in zip(runs, keys, strict=True) if key in missing]
     if failed := train_planned(preset, runs, jobs, _progress()):
         raise ValueError(
             f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from stppo.config import PlannedRun, warm_start_dir
+from stppo.config import Config, PlannedRun, warm_start_dir
 from stppo.files import repository_path
 from stppo.ownership import announce_parent
 
@@ -109,11 +110,22 @@ def _start(config: dict) -> Done:
     try:
         if (path / WARM_START_FILE).is_file():
             return Done(name, 0.0, "there already")
+        if (kept := _recorded_start(config, path.name)) is not None:
+            shutil.copytree(kept, path)
+            return Done(name, 0.0, f"that of {kept.parent}, which the recorded runs began from")
         record = warm_start(config, path, progress=False, again=False)
     except Exception as error:  # one job's failure is reported; the others go on
         return Done(name, time.perf_counter() - began, "", _line(error))
     text = f"sampled {record['success_sampled']:.2f}, greedy {record['success_greedy']:.2f}"
     return Done(name, time.perf_counter() - began, text)
+
+
+def _recorded_start(config: Config, name: str) -> Path | None:
+    """The warm start that the preset's recorded runs of this world began from, where it was kept: made again on another
+    kind of processor it has other weights, and the runs of a world are compared because they begin alike."""
+    folder = (config.get("pipeline") or {}).get("recorded")
+    kept = folder and repository_path(folder) / "warm_start" / name
+    return kept if kept and kept.is_dir() else None
 
 
 def _train(name: str, config: dict, folder: Path, start: Path) -> Done:
