@@ -1,0 +1,58 @@
+"""`stppo train-planned`: what a record holds is not trained again, and what is left begins where the record began."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stppo import cli
+from stppo.config_files import VARIABLE
+from tests.conftest import TINY
+
+PRESET = """# @package _global_
+defaults:
+  - override /world: synthetic_small
+preset: mini
+warm_start: {target_success: 0.0, max_steps: 20, evaluate_every: 20, evaluate_questions: 16, final_samples: 16}
+pipeline:
+  recorded: record
+  regimes:
+    OFF_POLICY: {training: off_policy, algorithms: [grpo, so_grpo], seeds: [0]}
+"""
+
+
+@pytest.mark.slow
+def test_recorded_runs_are_left_out_and_their_warm_start_is_taken(tmp_path, monkeypatch):
+    (tmp_path / "own/preset").mkdir(parents=True)
+    (tmp_path / "own/preset/mini.yaml").write_text(PRESET)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "own"))
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str) -> str:
+        done = CliRunner().invoke(cli.app, list(arguments))
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    train = ("train-planned", "preset=mini", *TINY[1:], "--jobs", "1")
+    assert "runs are in" not in command(*train), "there is no record yet"
+    runs = Path("results/mini/runs/OFF_POLICY")
+    made_here = {
+        name: json.loads((runs / name / "seed0/run.json").read_text()) for name in ("grpo", "so_grpo")
+    }
+    assert {record["status"] for record in made_here.values()} == {"completed"}
+
+    command("collect", "record/metrics", str(runs / "grpo/seed0"))
+    shutil.move("results/mini/warm_start", "record/warm_start")
+    shutil.rmtree("results")
+    (start,) = Path("record/warm_start").iterdir()
+    (start / "mark").touch()
+    assert "1 of 2 runs are in record/metrics" in command(*train)
+    assert [folder.name for folder in runs.iterdir()] == ["so_grpo"]
+    assert (Path("results/mini/warm_start") / start.name / "mark").is_file()
+    again = json.loads((runs / "so_grpo/seed0/run.json").read_text())
+    assert again["warm_start"] == made_here["so_grpo"]["warm_start"]
+
+    assert "2 of 2" not in command(*train, "--again")
+    assert sorted(folder.name for folder in runs.iterdir()) == ["grpo", "so_grpo"]
