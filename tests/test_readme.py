@@ -1,91 +1,158 @@
-"""The README's numbers, recomputed from the committed metrics with pandas alone; its length and its links."""
+"""What README and the study's page say, recomputed from the committed metrics with pandas alone; lengths and links."""
 
 import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-METRICS = ROOT / "results/reference/laptop/metrics"
+STUDY = ROOT / "results/reference/study"
+PAGE = (STUDY / "README.md").read_text(encoding="utf-8")
+TEXTS = pytest.mark.parametrize(
+    "text", [" ".join(README.split()), " ".join(PAGE.split())], ids=["README", "page"]
+)
 
 
-def finals() -> pd.DataFrame:
-    """Mean over runs of the last tenth of each run's evaluations: columns sampled and greedy, by algorithm."""
-    rows = pd.read_parquet(METRICS / "evaluations.parquet").sort_values("iteration")
-    kind = rows["temperature"].map({1.0: "sampled", 0.0: "greedy"})
-    curves = rows.groupby(["algorithm", "seed", kind])["success"]
-    ends = curves.apply(lambda curve: curve.iloc[-math.ceil(len(curve) / 10) :].mean())
-    return ends.groupby(["algorithm", "temperature"]).mean().unstack()
+def said(value: float) -> str:
+    """A number below 1 as the pages have it."""
+    return f"{value:.2f}"[1:]
 
 
-def table() -> dict[str, list[str]]:
-    """Rows of the README's table of results: algorithm -> (sampled, greedy)."""
-    rows = re.findall(r"^\| [^|]+ \(`(\w+)`\) \| (\.\d\d) \| (\.\d\d) \|", README, re.MULTILINE)
-    return {name: numbers for name, *numbers in rows}
+@pytest.fixture(scope="module")
+def runs() -> dict[str, pd.DataFrame]:
+    """Runs of the main setting by algorithm, a row a world: the package's summary, and final successes from the curves."""
+    summary = pd.read_csv(STUDY / "metrics/summary.csv").query("regime == 'OFF_POLICY'").set_index("seed")
+    rows = pd.read_parquet(STUDY / "metrics/evaluations.parquet").query("regime == 'OFF_POLICY'")
+    rows = rows.assign(kind=rows["temperature"].map({1.0: "sampled", 0.0: "greedy"})).sort_values("iteration")
+    curves = rows.groupby(["algorithm", "seed", "kind"])["success"]
+    ends = curves.apply(lambda curve: curve.iloc[-math.ceil(len(curve) / 10) :].mean()).unstack()
+    return {name: part.join(ends.loc[name]) for name, part in summary.groupby("algorithm")}
 
 
-def test_table_is_what_the_metrics_say():
-    found, shown = finals(), table()
-    runs = pd.read_csv(METRICS / "summary.csv")
-    assert set(shown) == set(found.index), "every algorithm that was trained, and no other"
-    for name, numbers in shown.items():
-        assert numbers == [f"{value:.2f}"[1:] for value in found.loc[name, ["sampled", "greedy"]]], name
-    assert "means of three worlds" in README
-    assert set(runs.groupby("algorithm")["world_seed"].nunique()) == {3}
+def counts(part: pd.DataFrame, *outcomes: str) -> int:
+    return int(part["outcome"].isin(outcomes).sum())
+
+
+def test_table_of_the_study(runs):
+    shown = {
+        name: cells
+        for name, *cells in re.findall(r"^\| [^|]+ \(`(\w+)`\) \|" + r" ([.\d]+) \|" * 7, PAGE, re.M)
+    }
+    assert set(shown) == set(runs), "every algorithm that was trained, and no other"
+    for name, part in runs.items():
+        outcomes = (
+            counts(part, "learned"),
+            counts(part, "crashed and recovered"),
+            counts(part, "collapsed"),
+            counts(part, "did not learn", "lost its start"),
+        )
+        expected = [len(part), said(part["sampled"].mean()), said(part["greedy"].mean()), *outcomes]
+        assert shown[name] == [str(cell) for cell in expected], name
+        assert sum(outcomes) == len(part)
 
 
 def test_number_of_runs_is_said():
-    assert f"{len(pd.read_csv(METRICS / 'summary.csv'))} runs" in " ".join(README.split())
-
-
-def test_sentences_hold():
-    """What the README says in words, each number as it stands there."""
-    runs = pd.read_csv(METRICS / "summary.csv")
-    of = {name: rows.set_index("world_seed") for name, rows in runs.groupby("algorithm")}
-    text = " ".join(README.split())
-
-    def said(value: float) -> str:
-        return f"{value:.2f}"[1:]
-
-    final = {name: said(rows["final"].mean()) for name, rows in of.items()}
-    starts = [said(value) for value in of["st_ppo"]["start"].sort_values(ascending=False)]
-    assert f"From {starts[0]}, {starts[1]} and {starts[2]}, ST-PPO ended at {final['st_ppo']}" in text
-    outcomes = {name: list(rows["outcome"]) for name, rows in of.items()}
-    assert set(outcomes["st_ppo"] + outcomes["turn_ppo"]) == {"learned"}, "none crashed"
-    assert sorted(outcomes["token_ppo"]) == ["collapsed", "crashed and recovered", "lost its start"]
-    assert (
-        outcomes["s_ppo"] == ["collapsed"] * 3
-        and f"collapsed in all three worlds, to {final['s_ppo']}" in text
+    n = len(pd.read_csv(STUDY / "metrics/summary.csv"))
+    assert f"{n} runs so far" in " ".join(README.split()) and f"{n} of its 606 runs are recorded" in " ".join(
+        PAGE.split()
     )
-    assert outcomes["kl_stop"] == ["crashed and recovered"] * 3
-    assert f"crashed and recovered in all three worlds and ended at {final['kl_stop']}" in text
-    mild = pd.read_csv(METRICS.parents[1] / "mild/metrics/summary.csv").groupby("algorithm")["final"].mean()
+
+
+@TEXTS
+def test_who_learns_and_who_collapses(runs, text):
+    token, st = runs["token_ppo"], runs["st_ppo"]
+    assert len(token) == len(st) == 16
+    assert (
+        f"From {said(st['start'].mean())} before training, **ST-PPO ended at {said(st['sampled'].mean())} and "
+        in text
+    )
+    assert f"token PPO at {said(token['sampled'].mean())}** (16 worlds each)" in text
+    assert f"ST-PPO learned without a crash in {counts(st, 'learned')} worlds" in text
+    never = counts(token, "did not learn", "lost its start")
+    recovered = counts(token, "crashed and recovered")
+    assert (
+        f"{counts(token, 'collapsed')} collapsed, {recovered} crashed and recovered, {never} never learned"
+        in text
+    )
+
+
+@TEXTS
+def test_it_is_the_turn_ratio(runs, text):
+    turn, s = runs["turn_ppo"], runs["s_ppo"]
+    n = f"in {counts(turn, 'learned')} of {len(turn)} worlds"
+    assert (
+        f"Turn-PPO, with that alone, ended at {said(turn['sampled'].mean())} and learned without a crash {n}"
+        in text
+    )
+    assert (
+        f"ended at {said(s['sampled'].mean())}: it collapsed in {counts(s, 'collapsed')} of {len(s)}, against"
+        in text
+    )
+    assert s["sampled"].mean() < runs["token_ppo"]["sampled"].mean() + 0.05 < turn["sampled"].mean()
+
+
+@TEXTS
+def test_what_the_divisor_adds_to_turn_ratios(runs, text):
+    both = runs["st_ppo"].join(runs["turn_ppo"]["final"], rsuffix="_turn", how="inner")
+    apart = (both["final"] - both["final_turn"]).to_numpy()
+    drawn = np.random.default_rng(0).choice(apart, (20000, len(apart))).mean(axis=1)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    assert low < 0 < high, "else the sentence is another one"
+    ends = "−" * (low < 0) + said(abs(low)), said(high)
+    more = f"{said(abs(apart.mean()))} {'higher' if apart.mean() > 0 else 'lower'} than Turn-PPO"
+    assert f"in the {len(both)} worlds that both ran in, ST-PPO ended {more}" in text
+    assert "(95 % interval of the difference: {} to {})".format(*ends) in text
+
+
+@TEXTS
+def test_without_a_critic_and_plain_remedies(runs, text):
+    end = {name: said(part["sampled"].mean()) for name, part in runs.items()}
+    one_ratio = "GSPO, which has one ratio a trajectory, at"
+    assert f"GRPO ended at {end['grpo']}, SO-GRPO at {end['so_grpo']}, {one_ratio} {end['gspo']}" in text
+    stop = runs["kl_stop"]
+    share = round(100 * stop["updates"].mean() / runs["token_ppo"]["updates"].mean())
+    assert f"(KL stop) ended at {end['kl_stop']}, with {share} % of the updates" in text
+    crashed = counts(stop, "crashed and recovered", "collapsed")
+    assert f"crashed in {crashed} of {len(stop)} worlds" in text
+    mild = pd.read_csv(STUDY.parent / "mild/metrics/summary.csv").groupby("algorithm")["final"].mean()
     numbers = [said(mild[name]) for name in ("kl_stop", "st_ppo", "token_ppo")]
     assert "as well as ST-PPO, {} and {} (token PPO: {})".format(*numbers) in text
-    for sentence in (
-        "GRPO ended at {grpo}, SO-GRPO at {so_grpo}, GSPO at {gspo}",
-        "ST-PPO ended at {st_ppo}, Turn-PPO at {turn_ppo}, token PPO at {token_ppo}.",
-        "With a gradient clip it ended at {grad_clip}",
-    ):
-        assert sentence.format(**final) in text
+
+
+@TEXTS
+def test_who_clips_more(runs, text):
+    st, token = (said(runs[name]["clip_fraction_mean"].mean()) for name in ("st_ppo", "token_ppo"))
+    assert f"ST-PPO clips more tokens than token PPO ({st} against {token})" in text and st > token
+
+
+def test_largest_gradients(runs):
+    largest = {name: runs[name]["gradient_norm_max"].median() for name in ("token_ppo", "st_ppo")}
+    told = f"is {largest['token_ppo']:.0f} (median over worlds), ST-PPO's {largest['st_ppo']:.1f}"
+    assert told in " ".join(PAGE.split())
+
+
+def test_picture_is_named_by_what_it_found():
+    title = (STUDY / "figures/learning.txt").read_text(encoding="utf-8").splitlines()[0]
+    assert f"![{title}](results/reference/study/figures/learning.png)" in README
 
 
 def test_readme_is_one_screen():
     assert len(README.split()) < 800
 
 
-@pytest.mark.parametrize("place", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_every_link_leads_somewhere(place):
+def links(text: str) -> list[str]:
+    return sorted(set(re.findall(r"\]\(([^)#:]+)\)", text)))
+
+
+@pytest.mark.parametrize("place", links(README))
+def test_every_link_of_the_readme_leads_somewhere(place):
     assert (ROOT / place).exists()
 
 
-def test_the_search_shows_runs_that_climb_and_collapse():
-    assert "climbs to .8 and then collapses" in " ".join(README.split())
-    rows = pd.read_parquet(METRICS.parents[1] / "search/metrics/evaluations.parquet")
-    rows = rows[(rows["temperature"] == 1) & (rows["algorithm"] == "token_ppo")].sort_values("iteration")
-    curves = [run["success"].rolling(3).mean().dropna() for _, run in rows.groupby(["regime", "seed"])]
-    collapsed = [curve for curve in curves if curve.max() > 0.75 and curve.iloc[-1] < curve.max() / 2]
-    assert len(collapsed) >= 2
+@pytest.mark.parametrize("place", links(PAGE))
+def test_every_link_of_the_page_leads_somewhere(place):
+    assert (STUDY / place).exists()

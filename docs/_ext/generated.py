@@ -118,11 +118,11 @@ def _rivals() -> str:
 
 def _front() -> str:
     """The picture of the first page, with its title as the alternative text; nothing where there is none."""
-    picture = DOCS.parent / "results/reference/laptop/figures/learning.png"
+    picture = DOCS.parent / "results/reference/study/figures/learning.png"
     if not picture.is_file():
         return HEAD
     title = picture.with_suffix(".txt").read_text(encoding="utf-8").strip().splitlines()[0]
-    return f"{HEAD}![{title}](../results/reference/laptop/figures/{picture.name})\n\n*{title}*\n"
+    return f"{HEAD}![{title}](../results/reference/study/figures/{picture.name})\n\n*{title}*\n"
 
 
 def _api() -> dict[str, str]:
