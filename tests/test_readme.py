@@ -102,7 +102,7 @@ def test_what_the_divisor_adds_to_turn_ratios(runs, text):
     drawn = np.random.default_rng(0).choice(apart, (20000, len(apart))).mean(axis=1)
     low, high = np.quantile(drawn, [0.025, 0.975])
     assert low < 0 < high, "else the sentence is another one"
-    ends = "−" * (low < 0) + said(abs(low)), said(high)
+    ends = "−" + said(abs(low)), said(high)
     more = f"{said(abs(apart.mean()))} {'higher' if apart.mean() > 0 else 'lower'} than Turn-PPO"
     assert f"in the {len(both)} worlds that both ran in, ST-PPO ended {more}" in text
     assert "(95 % interval of the difference: {} to {})".format(*ends) in text
