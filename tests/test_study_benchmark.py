@@ -1,8 +1,12 @@
+import importlib
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from stppo.config import ConfigError
+from stppo.results.runs import Metrics
 from stppo.study import benchmark
 from stppo.study.benchmark import BASELINE, REGIME, best_of
 from stppo.study.benchmark_figures import leaderboard_figure, tolerance_figure
@@ -28,6 +32,14 @@ def runs(levels, numbers=range(40), **changes):
             )
             made.append((record | {"world_seed": int(point["world"])} | changes, updates, evaluations))
     return gather(made)
+
+
+def both(one, other):
+    """The runs of two sets of metrics as one."""
+    frames = {
+        name: pd.concat([getattr(one, name), getattr(other, name)]) for name in ("iterations", "evaluations")
+    }
+    return Metrics([*one.runs, *other.runs], **frames)
 
 
 # ---- points ---------------------------------------------------------------------------------------
@@ -119,9 +131,68 @@ def test_confirmation_waits_for_all_points():
         benchmark.confirmation(BASELINE, runs({BASELINE: 0.5}, numbers=[0]))
 
 
+def test_nulls_are_those_whose_yaml_says_so():
+    board = benchmark.leaderboard(runs({BASELINE: 0.4, "kl_stop": 0.6, "turn_ppo": 0.7})).set_index("method")
+    assert board["null"].to_dict() == {BASELINE: False, "kl_stop": True, "turn_ppo": False}
+    assert board.loc["turn_ppo", "above_null"] > 0.9
+
+
+def test_a_method_without_all_points_comes_last():
+    whole, part = runs({BASELINE: 0.3}), runs({"turn_ppo": 0.9}, numbers=range(39))
+    board = benchmark.leaderboard(both(whole, part))
+    assert list(board["method"]) == [BASELINE, "turn_ppo"] and list(board["complete"]) == [True, False]
+
+
+# ---- runs made again ------------------------------------------------------------------------------
+def test_the_cheapest_runs_are_made_again_at_their_points():
+    metrics = runs({BASELINE: 0.4, "turn_ppo": 0.6})
+    drawn = benchmark.cheapest(metrics, 2, seed=0)
+    assert len({run.name for run in drawn}) == 2
+    assert all(run.overrides == benchmark.planned(run.algorithm, [run.seed])[0].overrides for run in drawn)
+    assert {run.name for run in drawn} == {run.name for run in benchmark.cheapest(metrics, 2, seed=0)}
+
+
+def test_a_run_that_differs_is_named_on_the_same_processor_alone():
+    recorded, other = runs({BASELINE: 0.4}, numbers=[3]), runs({BASELINE: 0.6}, numbers=[3])
+    assert benchmark.differs(recorded, runs({BASELINE: 0.4}, numbers=[3])) == []
+    assert "token_ppo at point 3: its evaluations" in benchmark.differs(recorded, other)[0]
+    elsewhere = runs({BASELINE: 0.6}, numbers=[3], hardware={"cpu": "another"})
+    assert benchmark.differs(recorded, elsewhere) == []
+
+
 # ---- pictures -------------------------------------------------------------------------------------
 def test_every_method_is_in_both_pictures():
     metrics = runs({BASELINE: 0.4, "turn_ppo": 0.7, "grpo": 0.3}, numbers=range(12))
     board, curves = leaderboard_figure(metrics), tolerance_figure(metrics)
     assert set(board.data["method"]) == set(curves.data["algorithm"]) == {BASELINE, "turn_ppo", "grpo"}
     assert "Turn-PPO" in board.title and "token PPO" in board.title
+
+
+# ---- the site's page ------------------------------------------------------------------------------
+@pytest.fixture
+def page(monkeypatch, tmp_path):
+    """What the site's generator writes of these metrics; None: of no recorded run."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs/_ext")
+    generated = importlib.import_module("generated")
+    monkeypatch.setattr(generated, "OUT", tmp_path)
+
+    def write(metrics):
+        folder = tmp_path if metrics else tmp_path / "none"
+        monkeypatch.setattr(benchmark, "metrics_folder", lambda: folder)
+        monkeypatch.setattr("stppo.results.runs.load_metrics", lambda _: metrics)
+        return generated._leaderboard()
+
+    return write
+
+
+def test_the_page_says_that_nothing_is_recorded(page):
+    assert "No run is recorded yet" in page(None)
+
+
+def test_the_page_ranks_whole_methods_and_counts_the_others(page, tmp_path):
+    whole, part = runs({BASELINE: 0.3, "kl_stop": 0.6}), runs({"turn_ppo": 0.9}, numbers=range(7))
+    text = page(both(whole, part))
+    ranked = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| token")]
+    assert ranked == ["token PPO, KL stop (`kl_stop`), plain", "token PPO (`token_ppo`)"]
+    assert "not all 40 points are run yet: Turn-PPO (7)" in text
+    assert (tmp_path / "leaderboard.png").is_file()

@@ -116,6 +116,45 @@ def _rivals() -> str:
     return HEAD + "\n".join(lines) + "\n"
 
 
+def _leaderboard() -> str:
+    """Ranking of the methods that were run at every point, from the committed runs; the others with their counts."""
+    from stppo.results.runs import load_metrics
+    from stppo.study import benchmark
+    from stppo.study.benchmark_figures import leaderboard_figure, tolerance_figure
+
+    if not benchmark.metrics_folder().is_dir():
+        text = f"No run is recorded yet. {len(benchmark.points())} runs of a method make a row of this page."
+        return f"{HEAD}**{text}**\n"
+    metrics = load_metrics(benchmark.metrics_folder())
+    table = benchmark.leaderboard(metrics)
+    whole, part = table[table["complete"]], table[~table["complete"]]
+    text = HEAD
+    if len(whole):
+        for plot in (leaderboard_figure(metrics), tolerance_figure(metrics)):
+            plot.save(OUT)
+            text += f"![{plot.title}](../reference/generated/{plot.name}.png)\n\n*{plot.caption}*\n\n"
+        text += "| method | best of 1 | best of 5 | best of 20 | greedy, best of 5 | learned | above token PPO | core minutes a run | confirmed |\n"
+        text += "| --- " * 9 + "|\n"
+    for _, row in whole.iterrows():
+        best = [
+            f"{row[f'best_of_{k}']:.2f} [{row[f'best_of_{k}_low']:.2f}, {row[f'best_of_{k}_high']:.2f}]"
+            for k in benchmark.BEST_OF
+        ]
+        fresh = metrics.arm(benchmark.CONFIRMATION, row["method"])["final"]
+        confirmed = f"{fresh.mean():.2f} in {len(fresh)} worlds" if len(fresh) else "not yet"
+        cells = [f"{row['label']} (`{row['method']}`)" + ", plain" * row["null"], *best]
+        cells += [f"{row['greedy_best_of_5']:.2f}", f"{row['learned']:.0%}"]
+        cells += [
+            "" if row["method"] == benchmark.BASELINE else f"{row.get('above_token_ppo', float('nan')):.0%}"
+        ]
+        cells += [f"{row['core_minutes']:.1f}", confirmed]
+        text += f"| {' | '.join(cells)} |\n"
+    if len(part):
+        names = ", ".join(f"{row['label']} ({row['points']})" for _, row in part.iterrows())
+        text += f"\nNot ranked, because not all {len(benchmark.points())} points are run yet: {names}.\n"
+    return text + f"\nMade with {'; '.join(sorted(set(table['versions'])))}.\n"
+
+
 def _front() -> str:
     """The picture of the first page, with its title as the alternative text; nothing where there is none."""
     picture = DOCS.parent / "results/reference/study/figures/learning.png"
@@ -152,6 +191,7 @@ def _write(app) -> None:
         "algorithms": _algorithms(),
         "rivals": _rivals(),
         "front": _front(),
+        "leaderboard": _leaderboard(),
         "metrics": _metrics(),
         "commands": _commands(),
         "configs": _configs(),

@@ -181,7 +181,7 @@ def train_planned_command(
 def bench(
     method: Annotated[
         str, typer.Argument(help="An algorithm's name, or its file: FOLDER/algorithm/my_method.yaml.")
-    ],
+    ] = "",
     at: Annotated[
         str | None, typer.Option("--points", help="Only these, such as 0-3,17 (default: all forty).")
     ] = None,
@@ -189,6 +189,10 @@ def bench(
     confirm: Annotated[
         bool, typer.Option("--confirm", help="Its best point on six fresh worlds, once all are run.")
     ] = False,
+    rerun: Annotated[
+        int, typer.Option(min=0, help="Make so many recorded runs again, drawn at random, and compare.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draw of --rerun.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the metrics and pictures.")] = Path(
         "results/benchmark"
     ),
@@ -210,6 +214,10 @@ def bench(
         use_config_dir(file.parent.parent)
         method = file.stem
     committed = benchmark.metrics_folder()
+    if rerun:
+        return _rerun(rerun, seed, jobs)
+    if not method:
+        raise ValueError("which method? An algorithm's name or its file; or --rerun N")
     if confirm:
         mine = [run_folder("benchmark", run) for run in benchmark.planned(method)]
         runs = benchmark.confirmation(
@@ -226,6 +234,28 @@ def bench(
     metrics = collect_runs(sources, out / "metrics")
     for plot in (leaderboard_figure(metrics), tolerance_figure(metrics)):
         typer.echo(f"{plot.title}\n{plot.save(out)[1]}")
+
+
+def _rerun(n: int, seed: int, jobs: int) -> None:
+    """Make recorded runs again and compare; ValueError says what is not as recorded."""
+    from stppo.results.runs import collect as collect_runs
+    from stppo.results.runs import load_metrics
+    from stppo.study import benchmark
+    from stppo.training.campaign import run_folder, train_planned
+
+    if not benchmark.metrics_folder().is_dir():
+        return typer.echo("no run of the benchmark is recorded yet, so there is none to make again")
+    recorded = load_metrics(benchmark.metrics_folder())
+    runs = benchmark.cheapest(recorded, n, seed)
+    folder = run_folder("benchmark_again", runs[0]).parents[3]
+    if failed := train_planned("benchmark_again", runs, jobs, _progress()):
+        raise ValueError(f"{failed[0].name}: {failed[0].error}")
+    folders = [run_folder("benchmark_again", run) for run in runs]
+    again = collect_runs(folders, folder / "metrics")
+    benchmark.check(again)
+    if lines := benchmark.differs(recorded, again):
+        raise ValueError("; ".join(lines))
+    typer.echo(f"{', '.join(run.name for run in runs)}: as recorded (draw {seed})")
 
 
 def _numbers(text: str) -> list[int]:

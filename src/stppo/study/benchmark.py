@@ -27,7 +27,8 @@ REGIME, CONFIRMATION = "BENCHMARK", "CONFIRMATION"
 FIRST_WORLD, N_WORLDS = 200, 20
 FRESH_WORLDS = tuple(range(300, 306))  # of the confirmation
 LOWEST_RATE, RATES = 8.75e-5, 16  # learning rates from 8.75e-5 to 1.4e-3
-BASELINE, NULLS = "token_ppo", ("kl_stop", "grad_clip")
+BASELINE = "token_ppo"
+PLAIN = "a plain null"  # the `source` of a method that is a remedy without a theory
 BEST_OF = (1, 5, 20)
 BANDWIDTH = 0.5  # of the tolerance curve's kernel, in natural logarithms of the intensity
 DRAWS, LEVEL = 2000, 0.95
@@ -148,9 +149,9 @@ def best_of(values: ArrayLike, k: int, weights: ArrayLike | None = None) -> NDAr
 
 
 def leaderboard(metrics: Metrics) -> pd.DataFrame:
-    """One row per method, best expected best of 5 first; every interval resamples worlds (`LEVEL`).
+    """One row per method, those with all points first, then by expected best of 5; every interval resamples worlds (`LEVEL`).
 
-    Columns: method, label, points, null (whether it is a plain remedy); `best_of_K` sampled for K in `BEST_OF` with `_low`
+    Columns: method, label, points, complete (whether these are all), null (whether it is a plain remedy); `best_of_K` sampled for K in `BEST_OF` with `_low`
     and `_high`; greedy_best_of_5; learned (share of runs), gain_kept (mean of those that learned);
     above_token_ppo (share of points at which it ends above token PPO, ties half, with its interval), above_null (likewise,
     over the best null); updates and core_minutes (means a run); versions (what its runs were made with).
@@ -159,7 +160,7 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
     runs = metrics.summary[metrics.summary["regime"] == REGIME]
     tables = {name: part.set_index("seed").sort_index() for name, part in runs.groupby("algorithm")}
     scores = {name: best_of(table["final"], 5) for name, table in tables.items()}
-    nulls = [name for name in NULLS if name in tables]
+    nulls = [name for name in tables if is_null(name)]
     null = max(nulls, key=scores.__getitem__) if nulls else None
     rows = []
     for name in in_order(tables):
@@ -168,7 +169,8 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
             "method": name,
             "label": metrics.look(name).label,
             "points": len(table),
-            "null": name in NULLS,
+            "complete": len(table) == len(points()),
+            "null": name in nulls,
         }
         for k in BEST_OF:
             draws = best_of(table["final"], k, _shares(table["world_seed"]))
@@ -185,7 +187,12 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
             if other in tables and other != name:
                 row |= _above(column, table, tables[other])
         rows.append(row)
-    return pd.DataFrame(rows).sort_values("best_of_5", ascending=False, ignore_index=True)
+    return pd.DataFrame(rows).sort_values(["complete", "best_of_5"], ascending=False, ignore_index=True)
+
+
+def is_null(method: str) -> bool:
+    """Whether its YAML calls it a plain null; not so for a method whose YAML is not here."""
+    return method in options("algorithm") and look(method).source == PLAIN
 
 
 def tolerance_curve(runs: pd.DataFrame, metrics: Metrics, at: Sequence[float]) -> NDArray[np.float64]:
@@ -225,6 +232,39 @@ def _versions(metrics: Metrics, method: str) -> str:
     names = ("stppo", "torch", "transformers")
     found = {", ".join(f"{name} {r['versions'].get(name, '?')}" for name in names) for r in runs}
     return "; ".join(sorted(found))
+
+
+def cheapest(metrics: Metrics, n: int, seed: int) -> list[PlannedRun]:
+    """n runs to make again, drawn at random from the quarter of the recorded ones that made the fewest updates."""
+    runs = metrics.summary[metrics.summary["regime"] == REGIME].sort_values("updates", kind="stable")
+    few = runs.head(max(n, len(runs) // 4)).sample(min(n, len(runs)), random_state=seed)
+    return [planned(row["algorithm"], [row["seed"]])[0] for _, row in few.iterrows()]
+
+
+def differs(recorded: Metrics, again: Metrics) -> list[str]:
+    """What runs that were made again have other than the recorded ones, a line a run; none where all is equal.
+
+    On the same kind of processor every success and every norm must be the recorded one. On another, rounding differs, and
+    training carries that as far apart as two seeds: there only the setting is compared (`check`).
+    """
+    lines = []
+    for record in again.runs:
+        key = tuple(record[name] for name in ("regime", "algorithm", "seed"))
+        old = next(
+            r for r in recorded.runs if tuple(r[name] for name in ("regime", "algorithm", "seed")) == key
+        )
+        name = f"{key[1]} at point {key[2]}"
+        if old["hardware"]["cpu"] != record["hardware"]["cpu"]:
+            continue
+        for table, columns in (
+            ("evaluations", ["iteration", "temperature", "success"]),
+            ("iterations", ["iteration", "gradient_norm", "clip_fraction"]),
+        ):
+            frames = [m.select(getattr(m, table), r)[columns] for m, r in ((recorded, old), (again, record))]
+            one, other = (frame.sort_values(columns[:-1]).to_numpy(float) for frame in frames)
+            if one.shape != other.shape or not np.allclose(one, other, rtol=1e-5, equal_nan=True):
+                lines.append(f"{name}: its {table} are not those recorded")
+    return lines
 
 
 def metrics_folder() -> Path:
