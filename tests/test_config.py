@@ -204,6 +204,14 @@ def test_an_endless_sweep_is_refused():
             configs.expand_sweep(sweep)
 
 
+def test_a_regime_that_a_preset_inherits_can_be_taken_out():
+    planned = configs.planned_runs("smollm_comparison")
+    assert {run.regime for run in planned} == {"COMPARISON"} and len(planned) == 21
+    base = configs.compose(["preset=smollm"])
+    changed = configs.compose(["preset=smollm_comparison"])
+    assert {key for key in base if base[key] != changed[key]} == {"preset", "training", "pipeline"}
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
