@@ -155,6 +155,16 @@ def _leaderboard() -> str:
     return text + f"\nMade with {'; '.join(sorted(set(table['versions'])))}.\n"
 
 
+def _study() -> str:
+    """The study's own page, with its picture first and links to files as Sphinx wants them."""
+    folder = DOCS.parent / "results/reference/study"
+    text = (folder / "README.md").read_text(encoding="utf-8").split("\n", 1)[1]
+    title = (folder / "figures/learning.txt").read_text(encoding="utf-8").splitlines()[0]
+    place = "../../results/reference/study"
+    text = re.sub(r"\]\(([^)#:]+)\)", rf"](path:{place}/\1)", text)
+    return f"{HEAD}![{title}]({place}/figures/learning.png)\n\n*{title}*\n{text}"
+
+
 def _front() -> str:
     """The picture of the first page, with its title as the alternative text; nothing where there is none."""
     picture = DOCS.parent / "results/reference/study/figures/learning.png"
@@ -192,6 +202,7 @@ def _write(app) -> None:
         "rivals": _rivals(),
         "front": _front(),
         "leaderboard": _leaderboard(),
+        "study": _study(),
         "metrics": _metrics(),
         "commands": _commands(),
         "configs": _configs(),
