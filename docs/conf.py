@@ -9,7 +9,14 @@ project = "stppo"
 author = "the stppo contributors"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml", "generated", "links"]
 # The generated ones are parts of other pages.
-exclude_patterns = ["_build", "_ext", "reference/generated/algorithms.md", "reference/generated/front.md"]
+exclude_patterns = [
+    "_build",
+    "_ext",
+    "reference/generated/algorithms.md",
+    "reference/generated/front.md",
+    "reference/generated/study.md",
+    "reference/generated/leaderboard.md",
+]
 html_theme = "furo"
 html_show_copyright = False
 html_title = "stppo"
