@@ -44,6 +44,8 @@ def small(model, records):
     shrunk = [
         "preset=smollm",
         f"policy.pretrained={model}",
+        "policy.trainable_layers=null",  # of two
+        "warm_start.trained_weights=all",
         "world.benchmark=musique_single_hop",
         "world.train=musique_single_hop",
         f"world.records={records}",
