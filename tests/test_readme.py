@@ -156,3 +156,44 @@ def test_every_link_of_the_readme_leads_somewhere(place):
 @pytest.mark.parametrize("place", links(PAGE))
 def test_every_link_of_the_page_leads_somewhere(place):
     assert (STUDY / place).exists()
+
+
+# ---- the language model's page ---------------------------------------------------------------------
+SMOLLM = ROOT / "results/reference/smollm"
+
+
+def test_table_of_the_language_model():
+    page = (SMOLLM / "README.md").read_text(encoding="utf-8")
+    rows = pd.read_parquet(SMOLLM / "metrics/evaluations.parquet")
+    shown = re.findall(r"^\| [^|]+ \(`(\w+)`\) \| (\w+) \|" + r" ([.\d]+) \|" * 4, page, re.M)
+    assert {(name, decoding) for name, decoding, *_ in shown} == {
+        (name, decoding) for name in set(rows["algorithm"]) for decoding in ("greedy", "sampled")
+    }
+    for name, decoding, *cells in shown:
+        curve = rows[(rows["algorithm"] == name) & (rows["temperature"] == float(decoding == "sampled"))]
+        curve = curve.set_index("iteration")
+        assert set(curve["n_questions"]) == {300}
+        assert cells == [
+            *(said(curve.loc[i, "success"]) for i in (0, 10, 20)),
+            said(curve.loc[20, "valid_format_rate"]),
+        ]
+
+
+def test_who_ends_higher_with_a_language_model():
+    page = " ".join((SMOLLM / "README.md").read_text(encoding="utf-8").split())
+    rows = pd.read_parquet(SMOLLM / "metrics/evaluations.parquet").set_index(
+        ["algorithm", "temperature", "iteration"]
+    )
+    st, token = rows.loc[("st_ppo", 0, 20), "success"], rows.loc[("token_ppo", 0, 20), "success"]
+    start = rows.loc[("token_ppo", 0, 0), "success"]
+    assert f"ended below token PPO here**: {said(st)} against {said(token)} greedy" in page and st < token
+    error = np.sqrt(start * (1 - start) / 300 + token * (1 - token) / 300)
+    assert f"fall from {said(start)} is within two standard errors" in page and 0 < start - token < 2 * error
+    assert rows.loc[("token_ppo", 1, 20), "success"] > rows.loc[("token_ppo", 1, 0), "success"]
+
+
+def test_the_run_that_named_the_rate():
+    page = " ".join((SMOLLM / "README.md").read_text(encoding="utf-8").split())
+    rows = pd.read_parquet(SMOLLM / "tuning/evaluations.parquet")
+    greedy = rows[rows["temperature"] == 0].sort_values("iteration")["success"]
+    assert f"whose greedy success went {', '.join(map(said, greedy))} over" in page
