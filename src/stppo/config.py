@@ -524,7 +524,9 @@ def _regimes(pipeline: Config) -> Iterable[tuple[str, Config]]:
         raise ConfigError(
             f"pipeline.regimes = {regimes!r}: must be a mapping {{NAME: {{algorithms: [...], seeds: [...]}}}}"
         )
-    regimes = {entry: plan for entry, plan in regimes.items() if plan is not None}  # null takes an inherited one out
+    regimes = {
+        entry: plan for entry, plan in regimes.items() if plan is not None
+    }  # null takes an inherited one out
     for entry, plan in regimes.items():
         key = f"pipeline.regimes.{entry}"
         if not isinstance(plan, dict):
