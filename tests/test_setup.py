@@ -1,6 +1,7 @@
 """What a newcomer installs and types: environment.yml, pyproject, Makefile, profile, citation, notebooks."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +16,8 @@ import rattler
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from stppo.plugins import HostError
 
 ROOT = Path(__file__).parents[1]
 CONDA_TO_PYPI = {"pytorch": "torch", "matplotlib-base": "matplotlib", "snakemake-minimal": "snakemake"}
@@ -275,6 +278,24 @@ def test_notebook_is_committed_clean_and_short(notebook):
             definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             if definition and notebook.stem != ONE_PAGE:
                 assert node.end_lineno - node.lineno < 10, f"{node.name} belongs in the package"
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_names_that_a_notebook_takes_from_the_package_are_there(notebook):
+    for cell in code_cells(notebook):
+        for node in ast.walk(ast.parse(cell["source"])):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "stppo":
+                try:
+                    module = importlib.import_module(node.module)
+                except HostError as error:  # verl and TRL are in an environment of their own
+                    pytest.skip(str(error))
+                missing = [
+                    name.name
+                    for name in node.names
+                    if not hasattr(module, name.name)
+                    and importlib.util.find_spec(f"{node.module}.{name.name}") is None
+                ]
+                assert not missing, f"{node.module} has no {missing}"
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
