@@ -169,6 +169,7 @@ def simulate(
         "kernels": ["eager"],
         "started": "2025-01-01T00:00:00+00:00",
         "wall_seconds": 60.0 + seed,
+        "cpu_seconds": 50.0 + seed,
         "peak_memory_mb": 900.0,
         "iterations": iterations,
         "updates": iterations * N_UPDATES,
@@ -330,6 +331,7 @@ def _simulate(
         "iterations": int(end),
         "updates": int(end) * N_UPDATES,
         "wall_seconds": 60.0,
+        "cpu_seconds": 50.0,
         "warm_start": {"success_sampled": START, "success_greedy": GREEDY_START, "n_sampled": 2048},
         "non_finite": {"what": "gradient", "update": int(end) * N_UPDATES} if stops else None,
     }

@@ -13,7 +13,9 @@ from stppo.config import planned_runs
 from tests.objectives_cases import mixed_batch
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name not in ("generated", "notebooks")]
+PAGES = [
+    page for page in sorted(DOCS.rglob("*.md")) if not {"_build", "generated", "notebooks"} & {*page.parts}
+]
 OWN = ("my_ppo", "harmonic", "wider_for_rare", "two_sided", "no_clip", "median", "few_effective")
 MADE = ("reference/generated/", "notebooks/")  # by the build
 

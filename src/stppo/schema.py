@@ -75,6 +75,7 @@ class RunRecord(TypedDict):
     kernels: list[str]
     started: str
     wall_seconds: float
+    cpu_seconds: float
     peak_memory_mb: float
     iterations: int
     updates: int
@@ -102,6 +103,7 @@ RUN_FIELDS: dict[str, str] = {
     "kernels": "what computed policy and critic: compiled or eager; both where the run went on under the other",
     "started": "start time, ISO 8601, UTC",
     "wall_seconds": "seconds of training in all, resumed parts added up",
+    "cpu_seconds": "CPU seconds of the training process, all threads, resumed parts added up",
     "peak_memory_mb": "largest resident memory of the process, MiB",
     "iterations": "iterations done",
     "updates": "optimiser updates done",

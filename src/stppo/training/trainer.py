@@ -178,7 +178,7 @@ class Trainer:
         self.update_rows: list[dict[str, float]] = []
         self.evaluation_rows: list[dict[str, float]] = []
         self.loggers: Logger = Loggers((), self.run_dir)  # those of the settings begin with `train`
-        self.seconds_before = 0.0
+        self.seconds_before = self.cpu_before = 0.0
         self.code_hash = code_of("stppo.training.trainer", *config_targets(config))
         self.identity = identity(config, self.divisors)
         self.fingerprint = fingerprint([self.identity, weights, self.code_hash])
@@ -212,7 +212,7 @@ class Trainer:
             raise FileExistsError(
                 f"{self.run_dir / POLICY_DIR}: a file is in the way of the weights; move it"
             )
-        self.began = time.perf_counter()
+        self.began, self.cpu_began = time.perf_counter(), time.process_time()
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.environment = environment()
         state = self._saved(resume)
@@ -501,6 +501,7 @@ class Trainer:
             "kernels": self.kernels,
             "started": self.started,
             "wall_seconds": round(self._elapsed(), 1),
+            "cpu_seconds": round(self._cpu_elapsed(), 1),
             "peak_memory_mb": round(peak_memory_mb(), 1),
             "iterations": self.iteration,
             "updates": self.update,
@@ -518,6 +519,9 @@ class Trainer:
 
     def _elapsed(self) -> float:
         return self.seconds_before + time.perf_counter() - self.began
+
+    def _cpu_elapsed(self) -> float:
+        return self.cpu_before + time.process_time() - self.cpu_began
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -543,6 +547,7 @@ class Trainer:
             "evaluation_rows": self.evaluation_rows,
             "started": self.started,
             "seconds": self._elapsed(),
+            "cpu_seconds": self._cpu_elapsed(),
         }
 
     def _saved(self, mode: str) -> dict[str, Any] | None:
@@ -585,5 +590,6 @@ class Trainer:
         )
         self.update_rows, self.evaluation_rows = state["update_rows"], state["evaluation_rows"]
         self.started, self.seconds_before = state["started"], state["seconds"]
+        self.cpu_before = state["cpu_seconds"]
         if self.iteration < self.settings.training.iterations:
             log.info("resumed after iteration %d", self.iteration)
