@@ -84,5 +84,8 @@ chaos: setup
 CHAOS_SECONDS ?= 1200
 
 bench: setup
-	python benchmarks/run.py
-	python benchmarks/kernels.py
+	mkdir -p results/speed
+	python benchmarks/run.py --json results/speed/run.json
+	python benchmarks/kernels.py --json results/speed/kernels.json
+	@if [ -x $(ENGINES)/bin/python ]; then $(ENGINES)/bin/python benchmarks/trl_side_by_side.py --json results/speed/trl.json; \
+	else echo 'Not compared with TRL: `make test-engines` makes the environment that has it.'; fi

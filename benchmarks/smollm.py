@@ -6,7 +6,6 @@ passages are made up, so that an iteration costs the same whatever the policy kn
 
 import json
 import random
-import resource
 import sys
 import time
 
@@ -18,6 +17,7 @@ from stppo.agent.rollout_torch import TorchRollout
 from stppo.retrieval.documents import Document
 from stppo.training.checkpoint import trained
 from stppo.training.gradients import Passes
+from stppo.training.metrics import peak_memory_mb
 from stppo.training.models import make_models
 from stppo.training.optimizers import make_optimizer
 from stppo.training.updates import CriticUpdates, PolicyUpdates
@@ -136,9 +136,6 @@ def main(overrides: list[str]) -> None:
                 updates.step(row, batch.select(rows), advantages[rows], old, None)
 
     timed("updates", epochs)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    if sys.platform == "darwin":
-        peak /= 2**10
     print(
         json.dumps(
             {
@@ -146,7 +143,7 @@ def main(overrides: list[str]) -> None:
                 "tokens": round(float(batch.lengths.float().mean()), 1),
                 "agent_tokens": round(float(batch.n_agent_tokens.float().mean()), 1),
                 "cpu_seconds": seconds | {"together": round(sum(seconds.values()), 1)},
-                "peak_gib": round(peak, 2),
+                "peak_gib": round(peak_memory_mb() / 1024, 2),
             }
         )
     )

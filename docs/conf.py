@@ -16,6 +16,7 @@ exclude_patterns = [
     "reference/generated/front.md",
     "reference/generated/study.md",
     "reference/generated/leaderboard.md",
+    "reference/generated/speed.md",
 ]
 html_theme = "furo"
 html_show_copyright = False

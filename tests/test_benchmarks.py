@@ -1,5 +1,6 @@
 """The scripts of benchmarks/ run from end to end at their smallest; what they measure is nobody's business here."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -56,3 +57,12 @@ def test_compiled_against_eager(barely_trained, tmp_path):
     norms = tables["‖C‖ of st_ppo"]
     assert [row["‖C‖"] for row in norms] == ["eager", "auto"]
     assert all("last block against off" in row and "exact against off" in row for row in norms)
+
+
+def test_every_aim_of_the_speed_page_is_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs/_ext"))
+    generated = importlib.import_module("generated")
+    page = generated._speed()
+    for what, *_ in generated.AIMS:
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {what} |"))
+        assert line.endswith(("| yes |", "| no |"))

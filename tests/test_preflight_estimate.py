@@ -268,6 +268,7 @@ def test_memory_of_an_update_is_near_the_estimate(checkpointing):
         "algorithm.objective.credit.group_size=4",
         f"rollout.max_tokens={width}",
         f"policy.max_positions={width}",
+        f"world.max_turn_tokens={width}",  # so that every token may be the agent's, as below
         "training.trajectories_per_iteration=4",
         "training.minibatches=1",
         "training.micro_batch_tokens=1024",

@@ -26,6 +26,13 @@ from tests.conftest import TINY
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
 
+def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
+    ask = "from stppo.training.metrics import peak_memory_mb; print(peak_memory_mb())"
+    big = f"import subprocess, sys; b'1' * (2 << 30); subprocess.run([sys.executable, '-c', {ask!r}], check=True)"
+    said = subprocess.run([sys.executable, "-c", big], capture_output=True, text=True, check=True).stdout
+    assert 50 < float(said) < 1500
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, barely_trained) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -165,6 +166,81 @@ def _study() -> str:
     return f"{HEAD}![{title}]({place}/figures/learning.png)\n\n*{title}*\n{text}"
 
 
+SPEED = DOCS.parent / "results/reference/speed"
+# What is aimed at: what is measured, the aim (at least, or at most), and the cell: file, table, row's name, column.
+AIMS = (
+    ("An update's passes against PyTorch's", ">=", 2.5, "kernels", "A minibatch", "auto", "eager takes"),
+    (
+        "Their speed as a share of a large matrix product's",
+        ">=",
+        0.3,
+        "kernels",
+        "A minibatch",
+        "auto",
+        "share of a large product's speed",
+    ),
+    (
+        "A roll-out against `generate`",
+        ">=",
+        3,
+        "run",
+        "Roll-out against",
+        "generate, 128",
+        "the first is faster by",
+    ),
+    (
+        "An iteration against TRL's",
+        ">=",
+        3.5,
+        "trl",
+        "GRPO against TRL",
+        "TRL, episodes together",
+        "against the first",
+    ),
+    (
+        "... one episode at a time",
+        ">=",
+        10,
+        "trl",
+        "GRPO against TRL",
+        "TRL, one episode",
+        "against the first",
+    ),
+    ("Exact clipping bias, token PPO", "<=", 1.3, "kernels", "‖C‖ of token_ppo", "auto", "exact against off"),
+    ("Exact clipping bias, ST-PPO", "<=", 1.3, "kernels", "‖C‖ of st_ppo", "auto", "exact against off"),
+    ("Memory of a training run, MiB", "<=", 1024, "run", "Memory", "training", "peak resident MiB"),
+)
+
+
+def _speed() -> str:
+    """What is aimed at and what was measured, then every table that `make bench` wrote, with where it was."""
+    found = {
+        name: json.loads((SPEED / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("run", "kernels", "trl")
+    }
+    text = HEAD + "| what | aim | measured | met |\n| --- | --- | --- | --- |\n"
+    for what, sense, aim, file, title, first, column in AIMS:
+        (table,) = (rows for name, rows in found[file]["tables"].items() if name.startswith(title))
+        (cell,) = (row[column] for row in table if next(iter(row.values())).startswith(first))
+        value = float(cell.split()[0])
+        met = value >= aim if sense == ">=" else value <= aim
+        text += f"| {what} | {'at least' if sense == '>=' else 'at most'} {aim:g} | {cell} | {'yes' if met else 'no'} |\n"
+    places = {
+        (f["hardware"]["cpu"], f["date"], f["git_commit"][:7], f["load_average"]) for f in found.values()
+    }
+    text += "\nMeasured with one thread on " + "; ".join(
+        f"{cpu}, {date}, commit {commit}, load {load:.1f} at the end"
+        for cpu, date, commit, load in sorted(places)
+    )
+    text += ". Each cell is a median with its range.\n"
+    for content in found.values():
+        for title, rows in content["tables"].items():
+            lines = [" | ".join(["", *row, ""]).strip() for row in (rows[0].keys(), ["---"] * len(rows[0]))]
+            lines += [" | ".join(["", *row.values(), ""]).strip() for row in rows]
+            text += f"\n### {title}\n\n" + "\n".join(lines) + "\n"
+    return text
+
+
 def _front() -> str:
     """The picture of the first page, with its title as the alternative text; nothing where there is none."""
     picture = DOCS.parent / "results/reference/study/figures/learning.png"
@@ -203,6 +279,7 @@ def _write(app) -> None:
         "front": _front(),
         "leaderboard": _leaderboard(),
         "study": _study(),
+        "speed": _speed(),
         "metrics": _metrics(),
         "commands": _commands(),
         "configs": _configs(),

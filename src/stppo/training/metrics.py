@@ -141,6 +141,11 @@ def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int = 3) 
 
 
 def peak_memory_mb() -> float:
-    """Largest resident memory of this process so far, MiB (Linux counts in KiB, macOS in bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1024 if os.uname().sysname == "Linux" else peak / 1024**2
+    """Largest resident memory of this process so far, MiB.
+
+    On Linux not `ru_maxrss`, which begins at the peak of the process that started this one (getrusage(2)).
+    """
+    if os.uname().sysname == "Linux":
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2  # macOS counts in bytes
