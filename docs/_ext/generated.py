@@ -121,7 +121,7 @@ def _leaderboard() -> str:
     """Ranking of the methods that were run at every point, from the committed runs; the others with their counts."""
     from stppo.results.runs import load_metrics
     from stppo.study import benchmark
-    from stppo.study.benchmark_figures import leaderboard_figure, tolerance_figure
+    from stppo.study.benchmark_figures import pictures
 
     if not benchmark.metrics_folder().is_dir():
         text = f"No run is recorded yet. {len(benchmark.points())} runs of a method make a row of this page."
@@ -131,7 +131,7 @@ def _leaderboard() -> str:
     whole, part = table[table["complete"]], table[~table["complete"]]
     text = HEAD
     if len(whole):
-        for plot in (leaderboard_figure(metrics), tolerance_figure(metrics)):
+        for plot in pictures(metrics):
             plot.save(OUT)
             text += f"![{plot.title}](../reference/generated/{plot.name}.png)\n\n*{plot.caption}*\n\n"
         text += "| method | best of 1 | best of 5 | best of 20 | greedy, best of 5 | learned | above token PPO | core minutes a run | confirmed |\n"

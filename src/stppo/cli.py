@@ -204,7 +204,7 @@ def bench(
     """
     from stppo.results.runs import collect as collect_runs
     from stppo.study import benchmark
-    from stppo.study.benchmark_figures import leaderboard_figure, tolerance_figure
+    from stppo.study.benchmark_figures import pictures
     from stppo.training.campaign import run_folder, train_planned
 
     if method.endswith((".yaml", ".yml")):
@@ -218,21 +218,24 @@ def bench(
         return _rerun(rerun, seed, jobs)
     if not method:
         raise ValueError("which method? An algorithm's name or its file; or --rerun N")
+    kept = [committed] if committed.is_dir() else []
     if confirm:
         mine = [run_folder("benchmark", run) for run in benchmark.planned(method)]
-        runs = benchmark.confirmation(
-            method, collect_runs([f for f in mine if f.exists()], out / "metrics" / method)
-        )
+        mine = benchmark.not_in(committed, [folder for folder in mine if folder.exists()])
+        planned = benchmark.confirmation(method, collect_runs([*kept, *mine], out / "metrics" / method))
     else:
-        runs = benchmark.planned(method, None if at is None else _numbers(at))
+        planned = benchmark.planned(method, None if at is None else _numbers(at))
+    folders = benchmark.not_in(committed, [run_folder("benchmark", run) for run in planned])
+    runs = [run for run in planned if run_folder("benchmark", run) in folders]
+    if len(runs) < len(planned):
+        typer.echo(f"{len(planned) - len(runs)} of {len(planned)} runs are recorded in {committed}")
     if failed := train_planned("benchmark", runs, jobs, _progress()):
         raise ValueError(
             f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}"
         )
-    folders = sorted(file.parent for file in run_folder("benchmark", runs[0]).parents[2].rglob("run.json"))
-    sources = [*([committed] if committed.is_dir() else []), *benchmark.not_in(committed, folders)]
-    metrics = collect_runs(sources, out / "metrics")
-    for plot in (leaderboard_figure(metrics), tolerance_figure(metrics)):
+    made = sorted(file.parent for file in run_folder("benchmark", planned[0]).parents[2].rglob("run.json"))
+    metrics = collect_runs([*kept, *benchmark.not_in(committed, made)], out / "metrics")
+    for plot in pictures(metrics):
         typer.echo(f"{plot.title}\n{plot.save(out)[1]}")
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's two pictures: what a method reaches with a tuning budget, and how far it can be pushed."""
+"""The benchmark's pictures: what a method reaches with a tuning budget, how far it can be pushed, and where it fails."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from stppo.study.benchmark import BASELINE, BEST_OF, REGIME, leaderboard, points
 
 MARKS = dict(zip(BEST_OF, ("|", "o", "D"), strict=True))
 COLUMNS = 4
+
+
+def pictures(metrics: Metrics) -> list[Plot]:
+    """All of them, in the order in which they are shown."""
+    return [leaderboard_figure(metrics), tolerance_figure(metrics), failures_figure(metrics)]
 
 
 def leaderboard_figure(metrics: Metrics) -> Plot:
@@ -110,3 +115,41 @@ def tolerance_figure(metrics: Metrics) -> Plot:
         "logarithm, of width 0.5. Grey: token PPO's."
     )
     return Plot("benchmark_tolerance", fig, pd.concat(rows, ignore_index=True), caption, title=title)
+
+
+def failures_figure(metrics: Metrics) -> Plot:
+    """Final success of every method at every point, points by intensity; a cross where it ends below where it began."""
+    runs = metrics.summary[metrics.summary["regime"] == REGIME]
+    methods = list(leaderboard(metrics)["method"])
+    table = points().set_index("point")
+    order = (table["learning_rate"] * table["epochs"]).sort_values(kind="stable").index
+    lost = runs["final"] < runs["start"]
+    data = runs.assign(lost=lost)[["algorithm", "seed", "start", "final", "lost"]]
+    wide = data.pivot(index="algorithm", columns="seed", values="final").reindex(index=methods, columns=order)
+    crosses = data.pivot(index="algorithm", columns="seed", values="lost").reindex(
+        index=methods, columns=order
+    )
+    counts = data.groupby("algorithm")["lost"].sum()[
+        [m for m in methods if wide.loc[m].notna().all()] or methods
+    ]
+    safest = counts.idxmin()
+    title = f"{metrics.look(safest).label} ends below its start at {counts[safest]} of {len(order)} settings"
+    if BASELINE in counts and safest != BASELINE:
+        title += f", token PPO at {counts[BASELINE]}"
+    question = "Where does each method fail? Final sampled success at each setting, from gentle to strong; × ends below its start."
+    with style():
+        fig = page(title, question, source_of(metrics, [REGIME], methods), 0.24 * len(methods) + 1.5)
+        ax = fig.subplots()
+        image = ax.imshow(wide.to_numpy(float), aspect="auto", cmap="YlGnBu", vmin=0, vmax=1)
+        rows, columns = np.nonzero(crosses.to_numpy() == True)  # noqa: E712 (missing runs are NaN)
+        ax.plot(columns, rows, "x", color="#C0392B", markersize=4, markeredgewidth=1.1, linestyle="none")
+        ax.set_yticks(range(len(methods)), [metrics.look(name).label for name in methods], fontsize=8.5)
+        shown = range(0, len(order), 3)
+        intensity = (table["learning_rate"] * table["epochs"])[order]
+        ax.set_xticks(shown, [f"{1e3 * intensity.iloc[i]:.2g}" for i in shown], fontsize=8)
+        ax.set_xlabel("learning rate × epochs, in thousandths")
+        ax.grid(visible=False)
+        ax.tick_params(length=0)
+        fig.colorbar(image, ax=ax, label="final success", shrink=0.8, pad=0.01)
+    caption = f"{question} Methods in the order of the leaderboard; empty cells are not run yet."
+    return Plot("benchmark_failures", fig, data.rename(columns={"seed": "point"}), caption, title=title)
