@@ -6,10 +6,13 @@ a process instead of once a run saves more time than a short run takes.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import multiprocessing
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -102,9 +105,19 @@ def _quiet() -> None:
     logging.getLogger().setLevel(logging.WARNING)
 
 
+def _return_memory() -> None:
+    """Give back what the job before has freed: glibc keeps it in pieces, and a process of ten runs grew to twice one's."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        if trim is not None:
+            trim(0)
+
+
 def _start(config: dict) -> Done:
     from stppo.training.warm_start import WARM_START_FILE, warm_start
 
+    _return_memory()
     path, began = warm_start_dir(config), time.perf_counter()
     name = f"warm start {path.name}"
     try:
@@ -131,6 +144,7 @@ def _recorded_start(config: Config, name: str) -> Path | None:
 def _train(name: str, config: dict, folder: Path, start: Path) -> Done:
     from stppo.training.trainer import Trainer
 
+    _return_memory()
     began = time.perf_counter()
     try:
         trainer = Trainer(config, folder, start, progress=False)
