@@ -225,14 +225,10 @@ def _speed() -> str:
         value = float(cell.split()[0])
         met = value >= aim if sense == ">=" else value <= aim
         text += f"| {what} | {'at least' if sense == '>=' else 'at most'} {aim:g} | {cell} | {'yes' if met else 'no'} |\n"
-    places = {
-        (f["hardware"]["cpu"], f["date"], f["git_commit"][:7], f["load_average"]) for f in found.values()
-    }
-    text += "\nMeasured with one thread on " + "; ".join(
-        f"{cpu}, {date}, commit {commit}, load {load:.1f} at the end"
-        for cpu, date, commit, load in sorted(places)
-    )
-    text += ". Each cell is a median with its range.\n"
+    places = {f"{f['hardware']['cpu']}, {f['date']}, commit {f['git_commit'][:7]}" for f in found.values()}
+    loads = ", ".join(f"{f['load_average']:.1f}" for f in found.values())
+    text += f"\nMeasured with one thread on {'; '.join(sorted(places))}; load of the machine at the end of each script {loads}. "
+    text += "Each cell is a median with its range.\n"
     for content in found.values():
         for title, rows in content["tables"].items():
             lines = [" | ".join(["", *row, ""]).strip() for row in (rows[0].keys(), ["---"] * len(rows[0]))]

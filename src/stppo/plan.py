@@ -6,10 +6,17 @@ from dataclasses import dataclass
 
 from stppo.config import Config, planned_runs
 
-# Seconds on one core of the machine of results/reference/benchmarks.md (policy tiny, world synthetic), per
+# Seconds on one core of the machine of results/reference/speed (policy tiny, world synthetic, compiled kernels), per
 # iteration of 128 trajectories: roll-out and scoring; a pass of the critic; a pass of the actor; the factor of
 # an exact clipping-bias norm; one evaluation of 256 questions; one trajectory of a Monte-Carlo continuation.
-ROLL_OUT, CRITIC_PASS, ACTOR_PASS, EXACT_NORM, EVALUATION, CONTINUATION = 0.33, 0.17, 0.2, 1.35, 0.4, 0.0017
+ROLL_OUT, CRITIC_PASS, ACTOR_PASS, EXACT_NORM, EVALUATION, CONTINUATION = (
+    0.14,
+    0.05,
+    0.058,
+    1.25,
+    0.25,
+    0.0008,
+)
 TURNS = 3.5  # of a trajectory, where continuations start
 
 
