@@ -154,10 +154,13 @@ def test_the_cheapest_runs_are_made_again_at_their_points():
 
 def test_a_run_that_differs_is_named_on_the_same_processor_alone():
     recorded, other = runs({BASELINE: 0.4}, numbers=[3]), runs({BASELINE: 0.6}, numbers=[3])
-    assert benchmark.differs(recorded, runs({BASELINE: 0.4}, numbers=[3])) == []
-    assert "token_ppo at point 3: its evaluations" in benchmark.differs(recorded, other)[0]
+    assert benchmark.differs(recorded, runs({BASELINE: 0.4}, numbers=[3])) == ([], [])
+    assert "token_ppo at point 3: its evaluations" in benchmark.differs(recorded, other)[0][0]
     elsewhere = runs({BASELINE: 0.6}, numbers=[3], hardware={"cpu": "another"})
-    assert benchmark.differs(recorded, elsewhere) == []
+    assert benchmark.differs(recorded, elsewhere)[0] == []
+    same_name = runs({BASELINE: 0.6}, numbers=[3], warm_start={"success_sampled": 0.171})
+    lines, why = benchmark.differs(recorded, same_name)
+    assert lines == [] and "its warm start came out as {'success_sampled': 0.171}" in why[0]
 
 
 # ---- pictures -------------------------------------------------------------------------------------
@@ -167,6 +170,19 @@ def test_every_method_is_in_every_picture():
     for named in (board.data["method"], curves.data["algorithm"], failures.data["algorithm"]):
         assert set(named) == {BASELINE, "turn_ppo", "grpo"}
     assert "Turn-PPO" in board.title and "token PPO" in board.title
+
+
+def test_the_confirmation_shows_where_a_setting_was_chosen_and_what_it_reached_elsewhere():
+    levels = [0.3] * 40
+    levels[17] = 0.9
+    chosen, fresh = runs({BASELINE: levels}), []
+    for world in benchmark.FRESH_WORLDS:
+        record, *tables = simulate(BASELINE, world, benchmark.CONFIRMATION, dynamics=Dynamics(0.7))
+        fresh.append((record | {"world_seed": world}, *tables))
+    plot = pictures(both(chosen, gather(fresh)))[-1]
+    assert plot.name == "benchmark_confirmation" and list(plot.data["world"]) == list(benchmark.FRESH_WORLDS)
+    assert plot.data["chosen"].min() == pytest.approx(0.9, abs=0.05)
+    assert plot.data["final"].mean() == pytest.approx(0.7, abs=0.05)
 
 
 # ---- the site's page ------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import json
+import math
 import pkgutil
 import re
 from pathlib import Path
@@ -134,8 +135,8 @@ def _leaderboard() -> str:
         for plot in pictures(metrics):
             plot.save(OUT)
             text += f"![{plot.title}](../reference/generated/{plot.name}.png)\n\n*{plot.caption}*\n\n"
-        text += "| method | best of 1 | best of 5 | best of 20 | greedy, best of 5 | learned | above token PPO | core minutes a run | confirmed |\n"
-        text += "| --- " * 9 + "|\n"
+        text += "| method | best of 1 | best of 5 | best of 20 | greedy, best of 5 | learned | above token PPO | above the best plain one | core minutes a run | confirmed |\n"
+        text += "| --- " * 10 + "|\n"
     for _, row in whole.iterrows():
         best = [
             f"{row[f'best_of_{k}']:.2f} [{row[f'best_of_{k}_low']:.2f}, {row[f'best_of_{k}_high']:.2f}]"
@@ -145,9 +146,8 @@ def _leaderboard() -> str:
         confirmed = f"{fresh.mean():.2f} in {len(fresh)} worlds" if len(fresh) else "not yet"
         cells = [f"{row['label']} (`{row['method']}`)" + ", plain" * row["null"], *best]
         cells += [f"{row['greedy_best_of_5']:.2f}", f"{row['learned']:.0%}"]
-        cells += [
-            "" if row["method"] == benchmark.BASELINE else f"{row.get('above_token_ppo', float('nan')):.0%}"
-        ]
+        for share in (row.get("above_token_ppo", math.nan), row.get("above_null", math.nan)):
+            cells.append("" if math.isnan(share) else f"{share:.0%}")
         cells += [f"{row['core_minutes']:.1f}", confirmed]
         text += f"| {' | '.join(cells)} |\n"
     if len(part):

@@ -92,9 +92,13 @@ def confirmation(method: str, metrics: Metrics) -> list[PlannedRun]:
         raise ValueError(
             f"{method} has no run at {len(missing)} points, the first {missing[0]}; run these first"
         )
-    best = int(runs.loc[runs["final"].idxmax(), "seed"])
-    setting, prior = points().set_index("point").loc[best], prior_of(method)
+    setting, prior = points().set_index("point").loc[best_point(runs)], prior_of(method)
     return [_run(method, CONFIRMATION, w, {**setting, "world": w}, prior) for w in FRESH_WORLDS]
+
+
+def best_point(runs: pd.DataFrame) -> int:
+    """The point at which one method ended highest, sampled. runs: its rows of `Metrics.summary`."""
+    return int(runs.loc[runs["final"].idxmax(), "seed"])
 
 
 def _run(method: str, regime: str, seed: int, point: Mapping[str, float], prior: Prior | None) -> PlannedRun:
@@ -149,10 +153,10 @@ def best_of(values: ArrayLike, k: int, weights: ArrayLike | None = None) -> NDAr
 
 
 def leaderboard(metrics: Metrics) -> pd.DataFrame:
-    """One row per method, those with all points first, then by expected best of 5; every interval resamples worlds (`LEVEL`).
+    """One row per method, those with all points first, then by the mean over points; every interval resamples worlds (`LEVEL`).
 
-    Columns: method, label, points, complete (whether these are all), null (whether it is a plain remedy); `best_of_K` sampled for K in `BEST_OF` with `_low`
-    and `_high`; greedy_best_of_5; learned (share of runs), gain_kept (mean of those that learned);
+    Columns: method, label, points, complete (whether these are all), null (whether it is a plain remedy); `best_of_K`
+    sampled for K in `BEST_OF` (of 1: the mean over points) with `_low` and `_high`; greedy_best_of_5; learned (share of runs), gain_kept (mean of those that learned);
     above_token_ppo (share of points at which it ends above token PPO, ties half, with its interval), above_null (likewise,
     over the best null); updates and core_minutes (means a run); versions (what its runs were made with).
     """
@@ -187,7 +191,7 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
             if other in tables and other != name:
                 row |= _above(column, table, tables[other])
         rows.append(row)
-    return pd.DataFrame(rows).sort_values(["complete", "best_of_5"], ascending=False, ignore_index=True)
+    return pd.DataFrame(rows).sort_values(["complete", "best_of_1"], ascending=False, ignore_index=True)
 
 
 def is_null(method: str) -> bool:
@@ -247,13 +251,15 @@ def cheapest(metrics: Metrics, n: int, seed: int) -> list[PlannedRun]:
     return [planned(row["algorithm"], [row["seed"]])[0] for _, row in few.iterrows()]
 
 
-def differs(recorded: Metrics, again: Metrics) -> list[str]:
-    """What runs that were made again have other than the recorded ones, a line a run; none where all is equal.
+def differs(recorded: Metrics, again: Metrics) -> tuple[list[str], list[str]]:
+    """What runs made again have other than the recorded ones, and why some were not compared; a line a run.
 
     On the same kind of processor every success and every norm must be the recorded one. On another, rounding differs, and
-    training carries that as far apart as two seeds: there only the setting is compared (`check`).
+    training carries that as far apart as two seeds. A processor's name does not tell its kind (virtual machines share
+    one), so the warm start, itself hundreds of updates, is asked too: where it came out otherwise, only the setting is
+    compared (`check`).
     """
-    lines = []
+    lines, elsewhere = [], []
     for record in again.runs:
         key = tuple(record[name] for name in ("regime", "algorithm", "seed"))
         old = next(
@@ -261,6 +267,10 @@ def differs(recorded: Metrics, again: Metrics) -> list[str]:
         )
         name = f"{key[1]} at point {key[2]}"
         if old["hardware"]["cpu"] != record["hardware"]["cpu"]:
+            elsewhere.append(f"{name}: recorded on another processor, {old['hardware']['cpu']}")
+            continue
+        if (began := record.get("warm_start")) != (then := old.get("warm_start")):
+            elsewhere.append(f"{name}: its warm start came out as {began}, recorded is {then}")
             continue
         for table, columns in (
             ("evaluations", ["iteration", "temperature", "success"]),
@@ -270,7 +280,7 @@ def differs(recorded: Metrics, again: Metrics) -> list[str]:
             one, other = (frame.sort_values(columns[:-1]).to_numpy(float) for frame in frames)
             if one.shape != other.shape or not np.allclose(one, other, rtol=1e-5, equal_nan=True):
                 lines.append(f"{name}: its {table} are not those recorded")
-    return lines
+    return lines, elsewhere
 
 
 def metrics_folder() -> Path:

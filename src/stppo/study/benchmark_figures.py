@@ -10,62 +10,94 @@ from stppo.algorithms import in_order
 from stppo.results.curves import GREY, page, plain, source_of
 from stppo.results.runs import Metrics
 from stppo.results.style import Plot, style
-from stppo.study.benchmark import BASELINE, BEST_OF, REGIME, leaderboard, points, tolerance_curve
+from stppo.study.benchmark import (
+    BASELINE,
+    BEST_OF,
+    CONFIRMATION,
+    REGIME,
+    best_point,
+    leaderboard,
+    points,
+    tolerance_curve,
+)
 
 MARKS = dict(zip(BEST_OF, ("|", "o", "D"), strict=True))
 COLUMNS = 4
 
 
 def pictures(metrics: Metrics) -> list[Plot]:
-    """All of them, in the order in which they are shown."""
-    return [leaderboard_figure(metrics), tolerance_figure(metrics), failures_figure(metrics)]
+    """All of them, in the order in which they are shown; that of the confirmation where it was run."""
+    plots = [leaderboard_figure(metrics), tolerance_figure(metrics), failures_figure(metrics)]
+    if (metrics.summary["regime"] == CONFIRMATION).any():
+        plots.append(confirmation_figure(metrics))
+    return plots
 
 
 def leaderboard_figure(metrics: Metrics) -> Plot:
-    """Expected best of 1, 5 and 20 random settings, and how often a method ends above token PPO at the same point."""
+    """Expected best of 1, 5 and 20 random settings, and how often a method ends above token PPO, and above the best plain
+    remedy, at the same point."""
     table = leaderboard(metrics)
     best, base = table.iloc[0], table[table["method"] == BASELINE]
-    beside = (
-        f", token PPO's {base['best_of_5'].iloc[0]:.2f}" if len(base) and best["method"] != BASELINE else ""
-    )
-    title = f"The best of five random settings of {best['label']} reaches {best['best_of_5']:.2f}{beside}"
+    title = f"A random setting of {best['label']} ends at {best['best_of_1']:.2f}"
+    five = f"{best['best_of_5']:.2f}"
+    if len(base) and best["method"] != BASELINE:
+        title += f", token PPO's at {base['best_of_1'].iloc[0]:.2f}"
+        five += f" and {base['best_of_5'].iloc[0]:.2f}"
+    title += f"; the best of five at {five}"
     question = "What does a method reach when 1, 5 or 20 settings may be tried? Final sampled success; 95 % intervals over worlds."
     handles = [
         Line2D([], [], color="#444444", marker=MARKS[k], linestyle="none", markersize=7, label=f"best of {k}")
         for k in BEST_OF
     ]
+    shares = {
+        column: f"settings above\n{name}"
+        for column, name in (("above_token_ppo", "token PPO"), ("above_null", _best_null(table)))
+        if column in table
+    }
     with style():
         source = source_of(metrics, [REGIME], list(table["method"]))
         fig = page(title, question, source, 0.3 * len(table) + 0.7, handles)
-        left, right = fig.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        axes = fig.subplots(
+            1, 1 + len(shares), sharey=True, squeeze=False, width_ratios=(2, *[1] * len(shares))
+        )[0]
         for y, row in table.iterrows():
             color = metrics.look(row["method"]).color
             for k in BEST_OF:
-                left.plot(
+                axes[0].plot(
                     row[f"best_of_{k}"], y, marker=MARKS[k], color=color, markersize=7, linestyle="none"
                 )
-            left.plot(
-                [row["best_of_5_low"], row["best_of_5_high"]], [y, y], color=color, linewidth=1.6, zorder=1
-            )
-            if not np.isnan(row.get("above_token_ppo", np.nan)):
-                right.plot(row["above_token_ppo"], y, "o", color=color, markersize=6)
-                ends = [row["above_token_ppo_low"], row["above_token_ppo_high"]]
-                right.plot(ends, [y, y], color=color, linewidth=1.6, zorder=1)
-        right.axvline(0.5, color="#777777", linewidth=1, linestyle=(0, (1, 2)))
-        left.set(xlim=(0, 1), xlabel="final success, sampled", ylim=(len(table) - 0.5, -0.5))
-        right.set(xlim=(0, 1), xlabel="share of points above token PPO")
-        left.set_yticks(
+                if k < max(BEST_OF):
+                    ends = [row[f"best_of_{k}_low"], row[f"best_of_{k}_high"]]
+                    axes[0].plot(ends, [y, y], color=color, linewidth=1.6, alpha=0.6, zorder=1)
+            for ax, column in zip(axes[1:], shares, strict=True):
+                if not np.isnan(row[column]):
+                    ax.plot(row[column], y, "o", color=color, markersize=6)
+                    ends = [row[f"{column}_low"], row[f"{column}_high"]]
+                    ax.plot(ends, [y, y], color=color, linewidth=1.6, zorder=1)
+        axes[0].set(xlim=(0, 1), xlabel="final success, sampled", ylim=(len(table) - 0.5, -0.5))
+        for ax, name in zip(axes[1:], shares.values(), strict=True):
+            ax.axvline(0.5, color="#777777", linewidth=1, linestyle=(0, (1, 2)))
+            ax.set(xlim=(0, 1), xticks=(0, 0.5, 1))
+            ax.set_xlabel(name, fontsize=8.5)
+        axes[0].set_yticks(
             range(len(table)),
             [row["label"] + (" (plain)" if row["null"] else "") for _, row in table.iterrows()],
         )
-        for ax in (left, right):
+        for ax in axes:
             ax.tick_params(axis="y", length=0, labelsize=8.5)
             ax.grid(axis="y", visible=False)
     caption = (
         f"{question} Every method was run at the same {len(points())} settings, its own knob drawn from its declared prior. "
-        "Plain: a remedy without a theory, which every method must beat."
+        "Right: the share of these settings at which a method ends above another, ties half. Plain: a remedy without a "
+        "theory, which every method must beat."
     )
     return Plot("leaderboard", fig, table, caption, title=title)
+
+
+def _best_null(table: pd.DataFrame) -> str:
+    """Label of the plain remedy that the column above_null compares with."""
+    nulls = table[table["null"]]
+    return nulls.loc[nulls["best_of_5"].idxmax(), "label"] if len(nulls) else ""
 
 
 def tolerance_figure(metrics: Metrics) -> Plot:
@@ -153,3 +185,51 @@ def failures_figure(metrics: Metrics) -> Plot:
         fig.colorbar(image, ax=ax, label="final success", shrink=0.8, pad=0.01)
     caption = f"{question} Methods in the order of the leaderboard; empty cells are not run yet."
     return Plot("benchmark_failures", fig, data.rename(columns={"seed": "point"}), caption, title=title)
+
+
+def confirmation_figure(metrics: Metrics) -> Plot:
+    """Every method's best setting again in worlds that no setting used: what it ended at there, and where it was chosen."""
+    summary, rows = metrics.summary, []
+    for name in leaderboard(metrics)["method"]:
+        fresh = summary[(summary["regime"] == CONFIRMATION) & (summary["algorithm"] == name)]
+        if len(fresh):
+            mine = metrics.arm(REGIME, name)
+            chosen = mine.set_index("seed")["final"][best_point(mine)]
+            rows += [
+                {"algorithm": name, "world": w, "final": v, "chosen": chosen}
+                for w, v in zip(fresh["world_seed"], fresh["final"], strict=True)
+            ]
+    data = pd.DataFrame(rows)
+    means = data.groupby("algorithm", sort=False)[["final", "chosen"]].mean()
+    means = means.sort_values("final", ascending=False, kind="stable")
+    spread = means["final"].iloc[0] - means["final"].iloc[-1]
+    near = (means["final"] >= means["final"].iloc[0] - 0.05).sum()
+    title = (
+        f"At its best setting, {near} of {len(means)} methods end within 0.05 of the first in fresh worlds"
+    )
+    question = "Does each method's best setting hold in worlds that no setting used? Final sampled success."
+    handles = [
+        Line2D([], [], color="#444444", marker="o", linestyle="none", markersize=4, label="a fresh world"),
+        Line2D([], [], color="#444444", marker="|", linestyle="none", markersize=9, label="their mean"),
+        Line2D([], [], color="#444444", marker="x", linestyle="none", markersize=5, label="where chosen"),
+    ]
+    with style():
+        source = source_of(metrics, [CONFIRMATION], list(means.index))
+        fig = page(title, question, source, 0.26 * len(means) + 0.7, handles)
+        ax = fig.subplots()
+        for y, (name, row) in enumerate(means.iterrows()):
+            color = metrics.look(name).color
+            worlds = data.loc[data["algorithm"] == name, "final"]
+            ax.plot(worlds, np.full(len(worlds), y), "o", color=color, markersize=4, alpha=0.7)
+            ax.plot(row["final"], y, "|", color=color, markersize=11, markeredgewidth=2)
+            ax.plot(row["chosen"], y, "x", color="#444444", markersize=5)
+        ax.set(xlim=(0, 1), ylim=(len(means) - 0.5, -0.5), xlabel="final success, sampled")
+        ax.set_yticks(range(len(means)), [metrics.look(name).label for name in means.index], fontsize=8.5)
+        ax.tick_params(axis="y", length=0)
+        ax.grid(axis="y", visible=False)
+    caption = (
+        f"{question} The best of {len(points())} settings was chosen by its final success, so the cross is too high on "
+        f"average: {means['chosen'].mean():.2f} where chosen, {means['final'].mean():.2f} in fresh worlds. First and last "
+        f"method differ by {spread:.2f} there."
+    )
+    return Plot("benchmark_confirmation", fig, data, caption, title=title)
