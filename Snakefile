@@ -166,7 +166,9 @@ def notebook_content(name):
 
 
 PLUG_INS, BENCHMARKS, LANGUAGE_MODEL = "25-plug-ins", "24-benchmarks", "26-language-model"
-CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS, PLUG_INS, BENCHMARKS, LANGUAGE_MODEL]}
+LEADERBOARD = "27-leaderboard"
+APART = (PLUG_INS, BENCHMARKS, LANGUAGE_MODEL, LEADERBOARD)
+CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS, *APART]}
 # Pages that a preset asks for beside those of every preset.
 OWN_PAGES = PIPELINE.get("pages") or []
 if unknown := sorted(set(OWN_PAGES) - {LANGUAGE_MODEL}):
@@ -316,6 +318,21 @@ rule plug_ins:
     threads: 1
     shell:
         "{RUN} papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
+
+
+# Not part of `all`: snakemake results/<preset>/27-leaderboard.html, of the recorded runs of `stppo bench`.
+rule leaderboard:
+    output:
+        f"{RESULTS}/{LEADERBOARD}.ipynb",
+        directory(f"{RESULTS}/derivations/{LEADERBOARD}"),
+    params:
+        content=CONTENT[LEADERBOARD],
+        recorded=content_of("results/reference/benchmark/metrics/runs.json"),
+    log:
+        f"{RESULTS}/logs/{LEADERBOARD}.log",
+    threads: 1
+    shell:
+        "{RUN} papermill notebooks/{LEADERBOARD}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
 
 
 if CLAIMS:  # a preset with a section `study`
