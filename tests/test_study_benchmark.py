@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from stppo.config import ConfigError
 from stppo.results.runs import Metrics
@@ -90,6 +91,12 @@ def test_best_of_k_is_the_mean_of_the_best_of_random_draws():
     assert best_of(values, 3) == pytest.approx(drawn, abs=2e-3)
     assert best_of(values, 1) == pytest.approx(values.mean())
     assert best_of(values, 1, [0.5, 0, 0, 0.5, 0]) == pytest.approx(0.5)
+
+
+def test_the_interquartile_mean_is_that_of_the_middle_half():
+    values = np.random.default_rng(3).normal(size=40)
+    assert benchmark.interquartile_mean(values) == pytest.approx(stats.trim_mean(values, 0.25))
+    assert benchmark.interquartile_mean([1.0, 5.0, 9.0], [0.2, 0.7, 0.1]) == pytest.approx(5)
 
 
 def test_the_leaderboard_pairs_methods_by_point():

@@ -9,7 +9,7 @@ paired by point.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -143,12 +143,24 @@ def best_of(values: ArrayLike, k: int, weights: ArrayLike | None = None) -> NDAr
 
     values: (n,) results; weights: (n,) or (draws, n), how often each counts, rows of sum 1 (default: all alike).
     """
+    return _by_rank(values, weights, lambda share: share**k)
+
+
+def interquartile_mean(values: ArrayLike, weights: ArrayLike | None = None) -> NDArray[np.float64] | float:
+    """Mean of the middle half (Agarwal et al. 2021); arguments as in `best_of`."""
+    return _by_rank(values, weights, lambda share: 2 * np.clip(share, 0.25, 0.75))
+
+
+def _by_rank(
+    values: ArrayLike, weights: ArrayLike | None, upto: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+) -> NDArray[np.float64] | float:
+    """Weighted mean whose weights depend on rank alone: upto(share) of the weight lies on that lowest share of values."""
     values = np.asarray(values, dtype=np.float64)
     order = np.argsort(values)
     shares = np.full(len(values), 1 / len(values)) if weights is None else np.asarray(weights)
     below = np.cumsum(shares[..., order], axis=-1)
-    before = below - shares[..., order]
-    found = ((below**k - before.clip(0) ** k) * values[order]).sum(axis=-1)
+    before = (below - shares[..., order]).clip(0)
+    found = ((upto(below) - upto(before)) * values[order]).sum(axis=-1)
     return float(found) if found.ndim == 0 else found
 
 
@@ -156,9 +168,10 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
     """One row per method, those with all points first, then by the mean over points; every interval resamples worlds (`LEVEL`).
 
     Columns: method, label, points, complete (whether these are all), null (whether it is a plain remedy); `best_of_K`
-    sampled for K in `BEST_OF` (of 1: the mean over points) with `_low` and `_high`; greedy_best_of_5; learned (share of runs), gain_kept (mean of those that learned);
-    above_token_ppo (share of points at which it ends above token PPO, ties half, with its interval), above_null (likewise,
-    over the best null); updates and core_minutes (means a run); versions (what its runs were made with).
+    sampled for K in `BEST_OF` (of 1: the mean over points) with `_low` and `_high`; iqm (`interquartile_mean`, likewise);
+    greedy_best_of_5; learned (share of runs), gain_kept (mean of those that learned); above_token_ppo (share of points at
+    which it ends above token PPO, ties half, with its interval), above_null (likewise, over the best null); updates and
+    core_minutes (means a run); versions (what its runs were made with).
     """
     check(metrics)
     runs = metrics.summary[metrics.summary["regime"] == REGIME]
@@ -179,6 +192,8 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
         for k in BEST_OF:
             draws = best_of(table["final"], k, _shares(table["world_seed"]))
             row |= _with_interval(f"best_of_{k}", best_of(table["final"], k), draws)
+        middle = interquartile_mean(table["final"], _shares(table["world_seed"]))
+        row |= _with_interval("iqm", interquartile_mean(table["final"]), middle)
         row |= {
             "greedy_best_of_5": best_of(table["greedy_final"], 5),
             "learned": table["learned"].mean(),
