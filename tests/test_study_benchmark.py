@@ -84,6 +84,12 @@ def test_a_number_that_is_no_point_is_refused():
         benchmark.planned("token_ppo", [0, 40])
 
 
+def test_outside_a_checkout_the_points_are_missed_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="run the benchmark in a checkout of stppo"):
+        benchmark.points()
+
+
 # ---- measures -------------------------------------------------------------------------------------
 def test_best_of_k_is_the_mean_of_the_best_of_random_draws():
     values = np.array([0.1, 0.5, 0.4, 0.9, 0.2])

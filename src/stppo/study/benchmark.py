@@ -58,8 +58,13 @@ def draw_points(n: int = 40, seed: int = 2511) -> pd.DataFrame:
 
 
 def points() -> pd.DataFrame:
-    """The committed points."""
-    return pd.read_csv(repository_path(POINTS))
+    """The committed points. FileNotFoundError outside a checkout, which has them and the runs to compare with."""
+    file = repository_path(POINTS)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{POINTS} is not below {Path.cwd()}: run the benchmark in a checkout of stppo"
+        )
+    return pd.read_csv(file)
 
 
 def prior_of(method: str) -> Prior | None:
