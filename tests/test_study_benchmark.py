@@ -156,6 +156,16 @@ def test_a_method_without_all_points_comes_last():
     assert list(board["method"]) == [BASELINE, "turn_ppo"] and list(board["complete"]) == [True, False]
 
 
+def test_the_difference_of_two_methods_is_paired_by_point():
+    rng = np.random.default_rng(2)
+    base = rng.uniform(0.2, 0.6, 40)
+    found = benchmark.difference(runs({BASELINE: base, "turn_ppo": base + 0.2}), "turn_ppo", BASELINE)
+    assert found["mean"] == pytest.approx(0.2, abs=0.01) and found["points"] == 40
+    assert found["mean_high"] - found["mean_low"] < 0.03, "far less than the points differ"
+    with pytest.raises(ValueError, match="no point in common"):
+        benchmark.difference(runs({BASELINE: 0.5}, numbers=[0]), BASELINE, "turn_ppo")
+
+
 # ---- runs made again ------------------------------------------------------------------------------
 def test_the_cheapest_runs_are_made_again_at_their_points():
     metrics = runs({BASELINE: 0.4, "turn_ppo": 0.6})
@@ -183,6 +193,14 @@ def test_every_method_is_in_every_picture():
     for named in (board.data["method"], curves.data["algorithm"], failures.data["algorithm"]):
         assert set(named) == {BASELINE, "turn_ppo", "grpo"}
     assert "Turn-PPO" in board.title and "token PPO" in board.title
+
+
+def test_an_ingredient_is_shown_where_both_methods_are_whole():
+    metrics = runs({BASELINE: 0.4, "turn_ppo": 0.7})
+    part = both(metrics, runs({"s_ppo": 0.6}, numbers=range(39)))
+    plot = pictures(part)[-1]
+    assert plot.name == "benchmark_ingredients" and list(plot.data["with"]) == ["turn_ppo"]
+    assert "turn ratio, to token PPO, +0.3" in plot.title
 
 
 def test_the_confirmation_shows_where_a_setting_was_chosen_and_what_it_reached_elsewhere():

@@ -250,6 +250,20 @@ def _above(name: str, one: pd.DataFrame, other: pd.DataFrame) -> dict[str, float
     return _with_interval(name, float(won.mean()), _shares(both["world_seed"]) @ won.to_numpy(float))
 
 
+def difference(metrics: Metrics, one: str, other: str) -> dict[str, float]:
+    """How much higher `one` ends than `other` at the same points, sampled: mean, low and high (worlds resampled), points.
+
+    ValueError where they share no point.
+    """
+    tables = [metrics.arm(REGIME, name).set_index("seed") for name in (one, other)]
+    both = tables[0].join(tables[1]["final"], rsuffix="_other", how="inner")
+    if both.empty:
+        raise ValueError(f"{one} and {other} have no point in common")
+    apart = (both["final"] - both["final_other"]).to_numpy()
+    draws = _shares(both["world_seed"]) @ apart
+    return _with_interval("mean", float(apart.mean()), draws) | {"points": len(apart)}
+
+
 def _cpu_seconds(metrics: Metrics, method: str) -> float:
     """Mean over its runs. A run that waited for a core used no CPU time, so what else the machine did counts little."""
     runs = [r for r in metrics.runs if (r["regime"], r["algorithm"]) == (REGIME, method)]

@@ -16,18 +16,34 @@ from stppo.study.benchmark import (
     CONFIRMATION,
     REGIME,
     best_point,
+    difference,
     leaderboard,
     points,
     tolerance_curve,
 )
 
+# What is added, to what, and the two methods that differ by it (and by the knob that each has drawn).
+INGREDIENTS = (
+    ("turn ratio, to token PPO", "turn_ppo", "token_ppo"),
+    ("divisor, to token PPO", "s_ppo", "token_ppo"),
+    ("divisor, to Turn-PPO", "st_ppo", "turn_ppo"),
+    ("turn ratio and divisor, to GRPO", "so_grpo", "grpo"),
+    ("trajectory ratio, to GRPO", "gspo", "grpo"),
+    ("KL stop, to token PPO", "kl_stop", "token_ppo"),
+    ("gradient clip, to token PPO", "grad_clip", "token_ppo"),
+    ("dual clip, to token PPO", "dual_clip", "token_ppo"),
+    ("wider upper clip, to GRPO", "dapo", "grpo"),
+    ("no critic: GRPO for token PPO", "grpo", "token_ppo"),
+)
 MARKS = dict(zip(BEST_OF, ("|", "o", "D"), strict=True))
 COLUMNS = 4
 
 
 def pictures(metrics: Metrics) -> list[Plot]:
-    """All of them, in the order in which they are shown; that of the confirmation where it was run."""
+    """All of them, in the order in which they are shown; of ingredients and confirmation where these were run."""
     plots = [leaderboard_figure(metrics), tolerance_figure(metrics), failures_figure(metrics)]
+    if ingredients(metrics):
+        plots.append(ingredients_figure(metrics))
     if (metrics.summary["regime"] == CONFIRMATION).any():
         plots.append(confirmation_figure(metrics))
     return plots
@@ -185,6 +201,46 @@ def failures_figure(metrics: Metrics) -> Plot:
         fig.colorbar(image, ax=ax, label="final success", shrink=0.8, pad=0.01)
     caption = f"{question} Methods in the order of the leaderboard; empty cells are not run yet."
     return Plot("benchmark_failures", fig, data.rename(columns={"seed": "point"}), caption, title=title)
+
+
+def ingredients(metrics: Metrics) -> list[tuple[str, str, str]]:
+    """Those of `INGREDIENTS` of which both methods were run at every point."""
+    table = leaderboard(metrics)
+    whole = set(table.loc[table["complete"], "method"])
+    return [row for row in INGREDIENTS if {row[1], row[2]} <= whole]
+
+
+def ingredients_figure(metrics: Metrics) -> Plot:
+    """What each ingredient adds at the same settings: mean difference in final success, with its interval."""
+    rows = [
+        {"ingredient": text, "with": one, "without": other} | difference(metrics, one, other)
+        for text, one, other in ingredients(metrics)
+    ]
+    data = pd.DataFrame(rows).sort_values("mean", ascending=False, kind="stable", ignore_index=True)
+    told = data[(data["mean_low"] > 0) | (data["mean_high"] < 0)]
+    title = f"{len(told)} of {len(data)} ingredients change the result by more than chance"
+    if (most := data["mean"].idxmax()) in told.index:
+        row = data.loc[most]
+        title += f"; most: {row['ingredient']}, +{row['mean']:.2f}"
+    question = "What does each ingredient add at the same settings? Difference in final sampled success; 95 % intervals over worlds."
+    with style():
+        methods = in_order({*data["with"], *data["without"]})
+        fig = page(title, question, source_of(metrics, [REGIME], methods), 0.34 * len(data) + 0.7)
+        ax = fig.subplots()
+        for y, row in data.iterrows():
+            color = metrics.look(row["with"]).color
+            ax.plot([row["mean_low"], row["mean_high"]], [y, y], color=color, linewidth=2)
+            ax.plot(row["mean"], y, "o", color=color, markersize=7)
+        ax.axvline(0, color="#777777", linewidth=1, linestyle=(0, (1, 2)))
+        ax.set(ylim=(len(data) - 0.5, -0.5), xlabel="higher final success, sampled")
+        ax.set_yticks(range(len(data)), data["ingredient"], fontsize=9)
+        ax.tick_params(axis="y", length=0)
+        ax.grid(axis="y", visible=False)
+    caption = (
+        f"{question} Two methods at each of the {len(points())} settings, in the same world and from the same warm start; "
+        "each has its own knob drawn."
+    )
+    return Plot("benchmark_ingredients", fig, data, caption, title=title)
 
 
 def confirmation_figure(metrics: Metrics) -> Plot:
