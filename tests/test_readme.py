@@ -197,3 +197,123 @@ def test_the_run_that_named_the_rate():
     rows = pd.read_parquet(SMOLLM / "tuning/evaluations.parquet")
     greedy = rows[rows["temperature"] == 0].sort_values("iteration")["success"]
     assert f"whose greedy success went {', '.join(map(said, greedy))} over" in page
+
+
+# ---- the benchmark's page -------------------------------------------------------------------------
+BENCH = ROOT / "results/reference/benchmark"
+LEADERS = " ".join((BENCH / "README.md").read_text(encoding="utf-8").split())
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Final success, a row a point (or fresh world) and a column a method: at the points, and confirmed."""
+    table = pd.read_csv(BENCH / "metrics/summary.csv")
+    points, fresh = (table[table["regime"] == name] for name in ("BENCHMARK", "CONFIRMATION"))
+    wide = [part.pivot(index="seed", columns="algorithm", values="final") for part in (points, fresh)]
+    assert not wide[0].isna().any(axis=None) and not wide[1].isna().any(axis=None)
+    assert list(wide[0].index) == list(range(40)) and set(wide[0]) == set(wide[1])
+    return wide[0], wide[1]
+
+
+def interval(values: np.ndarray, worlds: np.ndarray, seed: int = 1) -> list[float]:
+    """95 % of the means of worlds drawn with replacement: another draw than the package's."""
+    names, rng = np.unique(worlds), np.random.default_rng(seed)
+    groups = [values[worlds == name] for name in names]
+    means = [
+        np.concatenate([groups[i] for i in rng.integers(len(groups), size=len(groups))]).mean()
+        for _ in range(4000)
+    ]
+    return list(np.quantile(means, (0.025, 0.975)))
+
+
+def test_one_try_five_tries_and_the_strongest_settings(benchmark):
+    finals, fresh = benchmark
+    one = finals.mean().map(said)
+    five = finals.apply(lambda r: (np.sort(r) * np.diff((np.arange(41) / 40) ** 5)).sum()).map(said)
+    points = pd.read_csv(BENCH / "points.csv").set_index("point")
+    order = (points["learning_rate"] * points["epochs"]).sort_values().index
+    strong = finals.loc[order[20:]].mean().map(said)
+    assert f"{finals.shape[1]} methods at the same forty" in LEADERS
+    readme = " ".join(README.split())
+    assert f"compare {finals.shape[1]} methods with equal tuning" in readme
+    assert f"Against {finals.shape[1] - 1} other methods" in readme
+    assert (
+        f"TOPR leads: a random one ends at {one.topr} (ST-PPO {one.st_ppo}, token PPO {one.token_ppo})"
+        in readme
+    )
+    assert f"{finals.size + fresh.size:,} runs with the confirmation" in LEADERS
+    assert (
+        f"reaches {five.token_ppo} with token PPO, {five.st_ppo} with ST-PPO, {five.turn_ppo} with Turn-PPO "
+        f"and {five.kl_stop} with the plain KL stop" in LEADERS
+    )
+    assert (
+        f"ends at {one.token_ppo} with token PPO, {one.grpo} with GRPO, {one.st_ppo} with ST-PPO, {one.turn_ppo} with "
+        f"Turn-PPO, {one.gspo} with GSPO and {one.kl_stop} with the KL stop" in LEADERS
+    )
+    assert strong.st_ppo == strong.turn_ppo
+    assert (
+        f"token PPO is down to {strong.token_ppo}, ST-PPO and Turn-PPO at {strong.st_ppo}, the KL stop at {strong.kl_stop}"
+        in LEADERS
+    )
+    assert f"{one.topr} with one try, {five.topr} with five, {strong.topr} at the 20 strongest" in LEADERS
+    assert finals.mean().idxmax() == "topr"
+    worst = finals.mean().nsmallest(5).index
+    assert set(worst) == {"reinforce", "rloo", "cispo", "sapo", "tis"}
+    told = f"REINFORCE {one.reinforce}, RLOO {one.rloo}, CISPO {one.cispo}, SAPO {one.sapo} and truncated IS {one.tis}"
+    assert told in LEADERS
+
+
+def test_topr_never_ends_below_its_start_and_the_kl_stop_saves_updates():
+    table = pd.read_csv(BENCH / "metrics/summary.csv").query("regime == 'BENCHMARK'")
+    topr = table[table["algorithm"] == "topr"]
+    assert (topr["final"] >= topr["start"]).all()
+    updates = table.groupby("algorithm")["updates"].mean()
+    assert f"makes {updates.kl_stop / updates.token_ppo:.0%} of the updates".replace("%", " %") in LEADERS
+
+
+def signed(value: float) -> str:
+    return said(abs(value)) if round(value, 2) >= 0 else "−" + said(abs(value))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        ("turn_ppo", "token_ppo", "turn ratio adds {} to token PPO [{}, {}]"),
+        ("gspo", "grpo", "the trajectory ratio {} to GRPO [{}, {}]"),
+        ("sequence_mask", "grpo", "have become unlikely adds {} to GRPO [{}, {}]"),
+        ("topr", "reinforce", "TOPR's weight on failures {} to REINFORCE"),
+        ("s_ppo", "token_ppo", "{} to token PPO [{}, {}], .00 to Turn-PPO"),
+        ("st_ppo", "turn_ppo", "{} to Turn-PPO [{}, {}]"),
+    ],
+)
+def test_what_an_ingredient_adds(benchmark, one, other, text):
+    apart = benchmark[0][one] - benchmark[0][other]
+    worlds = pd.read_csv(BENCH / "points.csv").set_index("point").loc[apart.index, "world"].to_numpy()
+    pattern = re.escape(text).replace(r"\{\}", r"(−?\.\d\d)")
+    told = re.search(pattern, LEADERS)
+    assert told, text
+    mean, *ends = (float(number.replace("−", "-")) for number in told.groups())
+    assert signed(apart.mean()) == told[1]
+    if ends:  # another draw of worlds moves an end by a hundredth
+        assert np.allclose(ends, interval(apart.to_numpy(), worlds), atol=0.015)
+        assert (ends[0] > 0) == (mean > 0.1), "a sentence that claims an effect has an interval above 0"
+
+
+def test_ingredients_that_add_nothing_that_shows(benchmark):
+    worlds = pd.read_csv(BENCH / "points.csv").set_index("point")["world"]
+    for one, other in (("dual_clip", "token_ppo"), ("grad_clip", "token_ppo"), ("dapo", "grpo")):
+        apart = benchmark[0][one] - benchmark[0][other]
+        low, high = interval(apart.to_numpy(), worlds.loc[apart.index].to_numpy())
+        assert low < 0 < high, (one, other)
+
+
+def test_confirmed_settings(benchmark):
+    finals, fresh = benchmark
+    means = fresh.mean()
+    near = (means >= means.max() - 0.05).sum()
+    assert (
+        f"chosen at {said(finals.max().mean())} (mean over methods), they end at {said(means.mean())}"
+        in LEADERS
+    )
+    assert f"{near} of {len(means)} methods end within .05 of the first" in LEADERS
+    assert means["token_ppo"] >= means.max() - 0.05

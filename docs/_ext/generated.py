@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import math
+import os
 import pkgutil
 import re
 from pathlib import Path
@@ -119,7 +120,7 @@ def _rivals() -> str:
 
 
 def _leaderboard() -> str:
-    """Ranking of the methods that were run at every point, from the committed runs; the others with their counts."""
+    """The benchmark's own page, its pictures and its table; methods not yet run at every point with their counts."""
     from stppo.results.runs import load_metrics
     from stppo.study import benchmark
     from stppo.study.benchmark_figures import pictures
@@ -130,9 +131,9 @@ def _leaderboard() -> str:
     metrics = load_metrics(benchmark.metrics_folder())
     table = benchmark.leaderboard(metrics)
     whole, part = table[table["complete"]], table[~table["complete"]]
-    text = HEAD
+    text = f"{HEAD}{_recorded('benchmark')}\n## Every number\n\n"
     if len(whole):
-        for plot in pictures(metrics):
+        for plot in pictures(metrics)[1:]:  # the first is on the benchmark's own page
             plot.save(OUT)
             text += f"![{plot.title}](../reference/generated/{plot.name}.png)\n\n*{plot.caption}*\n\n"
         text += "| method | best of 1 | best of 5 | best of 20 | greedy, best of 5 | learned | above token PPO | above the best plain one | core minutes a run | confirmed |\n"
@@ -156,14 +157,31 @@ def _leaderboard() -> str:
     return text + f"\nMade with {'; '.join(sorted(set(table['versions'])))}.\n"
 
 
-def _study() -> str:
-    """The study's own page, with its picture first and links to files as Sphinx wants them."""
-    folder = DOCS.parent / "results/reference/study"
+def _recorded(name: str) -> str:
+    """The page of `results/reference/<name>` without its title, its links as those of a page in `docs/explanation`."""
+    folder = DOCS.parent / "results/reference" / name
+    pages = {
+        folder.parent / "study/README.md": DOCS / "explanation/study.md"
+    }  # what is a page of the site too
+
+    def link(found: re.Match[str]) -> str:
+        file = (folder / found[3]).resolve()
+        file = pages.get(file, file)
+        plain = found[1] or DOCS in file.parents  # pictures and pages; any other file is one to download
+        return (
+            f"{found[1]}[{found[2]}]({'' if plain else 'path:'}{os.path.relpath(file, DOCS / 'explanation')})"
+        )
+
     text = (folder / "README.md").read_text(encoding="utf-8").split("\n", 1)[1]
-    title = (folder / "figures/learning.txt").read_text(encoding="utf-8").splitlines()[0]
-    place = "../../results/reference/study"
-    text = re.sub(r"\]\(([^)#:]+)\)", rf"](path:{place}/\1)", text)
-    return f"{HEAD}![{title}]({place}/figures/learning.png)\n\n*{title}*\n{text}"
+    return re.sub(r"(!?)\[([^]]*)\]\(([^)#:]+)\)", link, text)
+
+
+def _study() -> str:
+    """The study's own page, with its picture first."""
+    figures = DOCS.parent / "results/reference/study/figures"
+    title = (figures / "learning.txt").read_text(encoding="utf-8").splitlines()[0]
+    picture = f"![{title}](../../results/reference/study/figures/learning.png)"
+    return f"{HEAD}{picture}\n\n*{title}*\n{_recorded('study')}"
 
 
 SPEED = DOCS.parent / "results/reference/speed"

@@ -34,6 +34,9 @@ INGREDIENTS = (
     ("dual clip, to token PPO", "dual_clip", "token_ppo"),
     ("wider upper clip, to GRPO", "dapo", "grpo"),
     ("no critic: GRPO for token PPO", "grpo", "token_ppo"),
+    # These two also average differently: over tokens, over trajectories.
+    ("TOPR's weight on failures, to REINFORCE", "topr", "reinforce"),
+    ("no push at failures grown unlikely, to GRPO", "sequence_mask", "grpo"),
 )
 MARKS = dict(zip(BEST_OF, ("|", "o", "D"), strict=True))
 COLUMNS = 4
