@@ -1,5 +1,6 @@
 """What README and the study's page say, recomputed from the committed metrics with pandas alone; lengths and links."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -317,3 +318,11 @@ def test_confirmed_settings(benchmark):
     )
     assert f"{near} of {len(means)} methods end within .05 of the first" in LEADERS
     assert means["token_ppo"] >= means.max() - 0.05
+
+
+def test_all_runs_are_of_one_commit_and_one_processor():
+    records = json.loads((BENCH / "metrics/runs.json").read_text(encoding="utf-8"))
+    where = {
+        (r["git_commit"][:7], r["git_dirty"], r["hardware"]["cpu"], r["hardware"]["cores"]) for r in records
+    }
+    assert where == {("85c0be2", False, "Intel(R) Xeon(R) Processor", 2)}
