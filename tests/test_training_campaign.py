@@ -47,10 +47,12 @@ def test_recorded_runs_are_left_out_and_their_warm_start_is_taken(tmp_path, monk
     shutil.move("results/mini/warm_start", "record/warm_start")
     shutil.rmtree("results")
     (start,) = Path("record/warm_start").iterdir()
-    (start / "mark").touch()
+    name, older = start.name, start.with_name("seed0-made-by-older-code")
+    start.rename(older)
+    (older / "mark").touch()
     assert "1 of 2 runs are in record/metrics" in command(*train)
     assert [folder.name for folder in runs.iterdir()] == ["so_grpo"]
-    assert (Path("results/mini/warm_start") / start.name / "mark").is_file()
+    assert (Path("results/mini/warm_start") / name / "mark").is_file()
     again = json.loads((runs / "so_grpo/seed0/run.json").read_text())
     assert again["warm_start"] == made_here["so_grpo"]["warm_start"]
 

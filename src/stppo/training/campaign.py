@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -135,10 +136,22 @@ def _start(config: dict) -> Done:
 
 def _recorded_start(config: Config, name: str) -> Path | None:
     """The warm start that the preset's recorded runs of this world began from, where it was kept: made again on another
-    kind of processor it has other weights, and the runs of a world are compared because they begin alike."""
+    kind of processor it has other weights, and the runs of a world are compared because they begin alike.
+
+    It is told by its seed, world and policy: the rest of its folder's name changes with the code, its weights do not.
+    """
+    from stppo.training.warm_start import WARM_START_FILE, made_for
+
     folder = (config.get("pipeline") or {}).get("recorded")
-    kept = folder and repository_path(folder) / "warm_start" / name
-    return kept if kept and kept.is_dir() else None
+    if not folder:
+        return None
+    kept = sorted((repository_path(folder) / "warm_start").glob(f"{name.partition('-')[0]}-*"))
+    fits = [
+        start
+        for start in kept
+        if json.loads((start / WARM_START_FILE).read_text("utf-8"))["made_for"] == made_for(config)
+    ]
+    return fits[0] if fits else None
 
 
 def _train(name: str, config: dict, folder: Path, start: Path) -> Done:
