@@ -1,7 +1,10 @@
 """`stppo train-planned`: what a record holds is not trained again, and what is left begins where the record began."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from typer.testing import CliRunner
 
 from stppo import cli
 from stppo.config_files import VARIABLE
+from stppo.ownership import PARENT
 from tests.conftest import TINY
 
 PRESET = """# @package _global_
@@ -58,3 +62,20 @@ def test_recorded_runs_are_left_out_and_their_warm_start_is_taken(tmp_path, monk
 
     assert "2 of 2" not in command(*train, "--again")
     assert sorted(folder.name for folder in runs.iterdir()) == ["grpo", "so_grpo"]
+
+
+def test_a_worker_takes_no_further_job_when_the_campaign_is_gone():
+    announce = "import os\nfrom stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
+    gone = subprocess.run([sys.executable, "-c", announce], capture_output=True, text=True, check=True)
+    job = "from stppo.training.campaign import _between_jobs\n_between_jobs()\nprint('went on')"
+    told = {
+        name: subprocess.run(
+            [sys.executable, "-c", job],
+            env=os.environ | {PARENT: parent},
+            capture_output=True,
+            text=True,
+        )
+        for name, parent in (("gone", gone.stdout.strip()), ("none", ""))
+    }
+    assert (told["gone"].returncode, told["gone"].stdout) == (1, "")
+    assert told["none"].stdout.strip() == "went on"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from stppo.config import Config, PlannedRun, warm_start_dir
 from stppo.files import repository_path
-from stppo.ownership import announce_parent
+from stppo.ownership import announce_parent, is_orphan
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,11 @@ def _quiet() -> None:
     logging.getLogger().setLevel(logging.WARNING)
 
 
-def _return_memory() -> None:
-    """Give back what the job before has freed: glibc keeps it in pieces, and a process of ten runs grew to twice one's."""
+def _between_jobs() -> None:
+    """End where the campaign is gone: its queue still holds jobs. Else give back what the job before has freed: glibc keeps
+    it in pieces, and a process of ten runs grew to twice one's."""
+    if is_orphan():
+        os._exit(1)
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
@@ -118,7 +121,7 @@ def _return_memory() -> None:
 def _start(config: dict) -> Done:
     from stppo.training.warm_start import WARM_START_FILE, warm_start
 
-    _return_memory()
+    _between_jobs()
     path, began = warm_start_dir(config), time.perf_counter()
     name = f"warm start {path.name}"
     try:
@@ -157,7 +160,7 @@ def _recorded_start(config: Config, name: str) -> Path | None:
 def _train(name: str, config: dict, folder: Path, start: Path) -> Done:
     from stppo.training.trainer import Trainer
 
-    _return_memory()
+    _between_jobs()
     began = time.perf_counter()
     try:
         trainer = Trainer(config, folder, start, progress=False)
