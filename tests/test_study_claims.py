@@ -35,7 +35,13 @@ def make(arms, preset="study"):
             at, success = curve(*np.atleast_1d(end))
             keys = {"regime": regime, "algorithm": algorithm, "seed": world}
             start = {"success_sampled": START, "success_greedy": 0.4, "n_sampled": 2048}
-            other = {"world_seed": world, "warm_start_seed": world, "status": "completed", "preset": preset}
+            other = {
+                "world": "synthetic",
+                "world_seed": world,
+                "warm_start_seed": world,
+                "status": "completed",
+                "preset": preset,
+            }
             other |= {"iterations": HORIZON, "updates": HORIZON, "wall_seconds": 1.0, "non_finite": None}
             records.append({**keys, **other, "warm_start": start})
             t = np.arange(1, HORIZON + 1)

@@ -129,6 +129,11 @@ def two(value: float) -> str:
     return f"{value:.2f}".replace("-0.00", "0.00")
 
 
+def signed(value: float) -> str:
+    """A difference of success, as `two` with its sign: +0.48, −0.02."""
+    return f"{value:+.2f}".replace("-", "−").replace("−0.00", "0.00").replace("+0.00", "0.00")
+
+
 def sentence(text: str) -> str:
     """With a capital."""
     return text[:1].upper() + text[1:]

@@ -19,7 +19,7 @@ from stppo.results.figures import FIGURES
 from stppo.results.findings import main_regime
 from stppo.results.runs import Metrics, load_metrics
 
-METRICS, FIGURE_FOLDER, CLAIMS = "metrics", "figures", "claims/claims.csv"
+METRICS, FIGURE_FOLDER, CLAIMS = "metrics", "figures", "claims"
 CLAIM_COLUMNS = ("id", "claim", "measured", "estimate", "low", "high", "threshold", "worlds", "verdict")
 UNFOLDED = ("learning", "clip_ratio", "tolerance")  # shown before anything is unfolded, in this order
 OTHERS = "more"  # group of figures that the registry does not know: a reader's own
@@ -252,7 +252,8 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
     if theirs is None or committed:
         reference = theirs = None
     sections = figure_sections(results_dir / FIGURE_FOLDER, reference and reference / FIGURE_FOLDER, page)
-    claims = _claims(results_dir / CLAIMS)
+    claims = _claims(results_dir / CLAIMS / "claims.csv")
+    answers = Section("questions", CLAIMS, _picture(results_dir / CLAIMS, "questions", page), None)
     shown = {section.name for section in sections}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -277,6 +278,7 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         notebooks=_notebooks(results_dir, page),
         provenance=provenance(metrics),
         reference_provenance=provenance(theirs) if theirs else None,
+        answers=answers,
         claims=claims.to_dict("records"),
         verdicts=claims.groupby("id")["verdict"].first().value_counts().to_dict() if len(claims) else {},
         glossary=schema.GLOSSARY,

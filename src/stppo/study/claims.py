@@ -33,6 +33,7 @@ from stppo.results.runs import Metrics
 from stppo.study import arms
 from stppo.study.arms import MAIN, Group
 from stppo.study.measures import COLUMNS, SHARES, per_run
+from stppo.study.questions import questions_figure
 
 LEDGER_FILE = Path(__file__).with_name("claims.yaml")
 SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE, NOT_ASKED = "supported", "not supported", "inconclusive", "not asked"
@@ -282,10 +283,12 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
 def write_claims(
     metrics: Metrics, out_dir: str | Path, planned: Mapping[str, int] | None = None
 ) -> list[Path]:
-    """Write claims.csv and claims.md of the shipped ledger into a folder; returns the paths."""
+    """Write claims.csv and claims.md of the shipped ledger into a folder, and the picture of the runs' questions; returns the
+    paths."""
     verdicts = evaluate(metrics, planned=planned)
     csv = table(verdicts).to_csv(index=False, float_format="%.5g", lineterminator="\n")
     paths = [Path(out_dir) / name for name in (CSV_FILE, MARKDOWN_FILE)]
     for path, text in zip(paths, (csv, markdown(verdicts)), strict=True):
         write_atomically(path, partial(Path.write_text, data=text, encoding="utf-8"))
-    return paths
+    plot = questions_figure(metrics) if metrics.runs else None
+    return [*paths, *(plot.save(out_dir) if plot else ())]

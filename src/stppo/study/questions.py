@@ -1,0 +1,132 @@
+"""The study's picture of its own questions: a panel for each group of arms that answer one together (`stppo.study.arms`)."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from stppo.config_files import options
+from stppo.results.curves import page, source_of
+from stppo.results.findings import signed
+from stppo.results.resampling import by_world, contrast, fewest_worlds, mean
+from stppo.results.runs import Metrics
+from stppo.results.style import Plot, style
+from stppo.study import arms
+from stppo.study.arms import MAIN, Group
+
+LEVEL = 0.95
+ROW, HEAD = 0.25, 0.62  # inches of an arm, and of a panel's question
+
+
+def effects(metrics: Metrics, groups: Mapping[str, Group]) -> pd.DataFrame:
+    """Main effects of the factorials whose arms are all recorded, on final sampled success; a row a factor of two levels.
+
+    Columns: group, factor, lower and upper (its levels), value (upper minus lower, mean over the other factors' settings and
+    over the worlds that all arms share), low and high (95 %, worlds resampled), worlds.
+    """
+    rows = []
+    for group in groups.values():
+        values = {arm: by_world(metrics.arm(group.regimes[0], arm), "final") for arm in group.levels()}
+        if not values or not set.intersection(*(set(of) for of in values.values())):
+            continue
+        for factor, levels in group.factors.items():
+            if len(levels) == 2:
+                weights = group.main_effect(factor)
+                found = contrast([values[arm] for arm in weights], list(weights.values()))
+                low, high = found.interval(LEVEL)
+                rows.append([group.name, factor, *levels, found.value, low, high, found.n_worlds])
+    return pd.DataFrame(rows, columns=["group", "factor", "lower", "upper", "value", "low", "high", "worlds"])
+
+
+def questions_figure(metrics: Metrics, groups: Mapping[str, Group] | None = None) -> Plot | None:
+    """Final sampled success of every run, arm by arm, below the question that the arms answer. A group of which every recorded
+    arm is shown already is left out; None where no group has two. groups: of the runs' preset, read from its YAML by default."""
+    if groups is None:
+        preset = metrics.runs[0]["preset"]
+        groups = arms.groups(preset) if preset in options("preset") else {}
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for name, group in groups.items():
+        rows = _recorded(metrics, group)
+        if len(rows) > 1 and not set(rows) <= set(itertools.chain(*panels.values())):
+            panels[name] = rows
+    if not panels:
+        return None
+    found = effects(metrics, groups)
+    drawn = [arm for rows in panels.values() for arm in rows]
+    regimes, names = ({arm[i] for arm in drawn} for i in (0, 1))
+    title = _title(metrics, groups, found)
+    question = "Which arm answers what? Final success of every run, sampled, and the mean over worlds."
+    bar = Line2D([], [], color="#222222", linewidth=2, marker="|", markersize=11, markeredgewidth=2)
+    bar.set_label(f"mean, {LEVEL:.0%} interval over worlds".replace("%", " %"))
+    height = sum(ROW * len(rows) + HEAD for rows in panels.values())
+    table = []
+    with style():
+        fig = page(title, question, source_of(metrics, sorted(regimes), sorted(names)), height, [bar])
+        ratios = [ROW * len(rows) + HEAD - 0.35 for rows in panels.values()]
+        axes = fig.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+        for ax, (name, rows) in zip(axes, panels.items(), strict=True):
+            table += _panel(ax, metrics, groups[name], rows, found[found["group"] == name])
+        axes[-1].set(xlim=(0, 1), xlabel="final success, sampled")
+    caption = (
+        f"{question} Arms of one question in order of their mean, with their number of worlds. An effect of a factor is the mean over the settings of the "
+        f"others, in the worlds that all arms share, with its {LEVEL:.0%} interval. Arms with runs in fewer than "
+        f"{fewest_worlds(LEVEL)} worlds get no interval."
+    ).replace("%", " %", 1)
+    return Plot("questions", fig, pd.DataFrame(table), caption, {"effects": found}, title)
+
+
+def _recorded(metrics: Metrics, group: Group) -> list[tuple[str, str]]:
+    """(regime, arm) of a group's arms that have runs, the highest first."""
+    both = [(regime, arm) for regime in group.regimes for arm in group.arms]
+    ends = {key: metrics.arm(*key)["final"].mean() for key in both if len(metrics.arm(*key))}
+    return sorted(ends, key=lambda key: -ends[key])
+
+
+def _title(metrics: Metrics, groups: Mapping[str, Group], found: pd.DataFrame) -> str:
+    """The first factorial's effects in words, or who ends highest of the first question's arms."""
+    if len(found):
+        first = found[found["group"] == found["group"].iloc[0]]
+        told = [
+            f"{row.factor}, {row.upper} for {row.lower}: {signed(row.value)}" for row in first.itertuples()
+        ]
+        return f"What changes final success: {'; '.join(told)}"
+    group = next(group for group in groups.values() if len(_recorded(metrics, group)) > 1)
+    regime, best = _recorded(metrics, group)[0]
+    end = metrics.arm(regime, best).groupby("world_seed")["final"].mean().mean()
+    return f"Of {len(_recorded(metrics, group))} arms {metrics.look(best).label} ends highest, at {end:.2f}"
+
+
+def _panel(
+    ax: Axes, metrics: Metrics, group: Group, rows: list[tuple[str, str]], found: pd.DataFrame
+) -> list[dict]:
+    """One question: dots of the runs, mean and interval of each arm; the rows of what was drawn."""
+    drawn = []
+    for y, (regime, name) in enumerate(rows):
+        look, values = metrics.look(name), by_world(metrics.arm(regime, name), "final")
+        ends = np.fromiter(values.values(), float)
+        ax.plot(ends, np.full(len(ends), y), "o", color=look.color, markersize=4, alpha=0.55, clip_on=False)
+        low = high = np.nan
+        if len(values) >= fewest_worlds(LEVEL):
+            low, high = np.clip(mean(values, n_draws=4000).interval(LEVEL), 0, 1)
+            ax.plot([low, high], [y, y], color="#222222", linewidth=1.8, solid_capstyle="butt", zorder=4)
+        ax.plot([ends.mean()] * 2, [y - 0.3, y + 0.3], color="#222222", linewidth=2, zorder=5)
+        label = look.label + ("" if regime == MAIN else f" ({regime.lower().replace('_', ' ')})")
+        key = {"group": group.name, "regime": regime, "algorithm": name, "label": f"{label} ({len(values)})"}
+        drawn.append(key | {"mean": ends.mean(), "low": low, "high": high, "worlds": len(values)})
+    ax.set_yticks(range(len(rows)), [row["label"] for row in drawn])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.tick_params(axis="y", length=0, labelcolor="#333333", labelsize=8.5)
+    ax.grid(axis="y", visible=False)
+    told = [
+        f"{row.factor} {signed(row.value)} [{signed(row.low)}, {signed(row.high)}]"
+        for row in found.itertuples()
+    ]
+    text = group.question + (f" Effects: {'; '.join(told)}" if told else "")
+    ax.set_title(textwrap.fill(text, 88), fontsize=9.5, color="#333333", x=0, loc="left")
+    return drawn
