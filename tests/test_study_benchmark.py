@@ -8,7 +8,7 @@ from scipy import stats
 
 from stppo.config import ConfigError
 from stppo.results.runs import Metrics
-from stppo.study import benchmark
+from stppo.study import benchmark, benchmark_signals
 from stppo.study.benchmark import BASELINE, REGIME, best_of
 from stppo.study.benchmark_figures import pictures
 from tests.synthetic_runs import Dynamics, gather, simulate
@@ -214,6 +214,38 @@ def test_the_confirmation_shows_where_a_setting_was_chosen_and_what_it_reached_e
     assert plot.name == "benchmark_confirmation" and list(plot.data["world"]) == list(benchmark.FRESH_WORLDS)
     assert plot.data["chosen"].min() == pytest.approx(0.9, abs=0.05)
     assert plot.data["final"].mean() == pytest.approx(0.7, abs=0.05)
+
+
+PUSHES = {
+    BASELINE: 0.5,
+    "turn_ppo": 0.3,
+    "grpo": 0.48,
+    "reinforce": 0.46,
+}  # and where they end: 0.4, 0.7, 0.3, 0.1
+
+
+def pushing(numbers=range(40)):
+    """Made-up runs whose gradients come from failures by these shares, and whose entropy moves by a tenth of them."""
+    made = runs(dict(zip(PUSHES, (0.4, 0.7, 0.3, 0.1), strict=True)), numbers)
+    rows = made.iterations.assign(**{benchmark_signals.PUSH: made.iterations["algorithm"].map(PUSHES)})
+    rows["entropy"] = 0.3 + rows[benchmark_signals.PUSH] * (rows["iteration"] - 1) / 90
+    return Metrics(made.runs, rows, made.evaluations)
+
+
+def test_signals_of_a_method_are_those_of_its_first_iterations():
+    table = benchmark_signals.signals_of_methods(pushing()).set_index("method")
+    assert list(table.index) == ["turn_ppo", BASELINE, "grpo", "reinforce"], "the highest first"
+    assert table["push"].to_dict() == pytest.approx(PUSHES)
+    assert table["entropy_change"].to_dict() == pytest.approx({m: push / 10 for m, push in PUSHES.items()})
+    assert benchmark_signals.signals_of_methods(pushing(range(39))).empty, "of methods with all points alone"
+
+
+def test_the_picture_of_signals_counts_who_pushes_little_and_ends_high():
+    plot = pictures(pushing())[-1]
+    assert plot.name == "benchmark_signals"
+    assert plot.title == "The method that pushes least at failures ends highest"
+    few = runs({BASELINE: 0.4, "turn_ppo": 0.7})
+    assert benchmark_signals.signals_figure(few) is None
 
 
 # ---- the site's page ------------------------------------------------------------------------------

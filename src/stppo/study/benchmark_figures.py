@@ -21,6 +21,7 @@ from stppo.study.benchmark import (
     points,
     tolerance_curve,
 )
+from stppo.study.benchmark_signals import signals_figure
 
 # What is added, to what, and the two methods that differ by it (and by the knob that each has drawn).
 INGREDIENTS = (
@@ -43,10 +44,12 @@ COLUMNS = 4
 
 
 def pictures(metrics: Metrics) -> list[Plot]:
-    """All of them, in the order in which they are shown; of ingredients and confirmation where these were run."""
+    """All of them, in the order in which they are shown, those that need several methods or a confirmation where these were run."""
     plots = [leaderboard_figure(metrics), tolerance_figure(metrics), failures_figure(metrics)]
     if ingredients(metrics):
         plots.append(ingredients_figure(metrics))
+    if (signals := signals_figure(metrics)) is not None:
+        plots.append(signals)
     if (metrics.summary["regime"] == CONFIRMATION).any():
         plots.append(confirmation_figure(metrics))
     return plots
