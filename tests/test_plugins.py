@@ -1,6 +1,7 @@
 """What plug-ins promise without their hosts: the check command, the entry point, the numbers in their docs."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -135,3 +136,19 @@ def test_knobs_are_those_of_the_rules():
     assert methods.knobs_of("dppo") == {"surrogate": {"delta": 0.2, "cap": 20.0}}
     assert methods.knobs_of("minirl") == methods.knobs_of("reinforce") == {}
     assert methods.objective("dppo", {"surrogate": {"delta": 0.3}}).surrogate.delta == 0.3
+
+
+@pytest.mark.parametrize("host", plugins.SUPPORTED)
+def test_the_hosts_page_has_every_method_once(host, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    table = importlib.import_module("generated")._plug_in(host)
+    offered, refused = (re.findall(r"^\| `(\w+)` \|", part, re.M) for part in table.split("Not offered in"))
+    assert tuple(offered) == methods.OFFERED[host]
+    own = methods.PAPER if host == "verl" else ()
+    shipped = {file.stem for file in (ROOT / "configs/algorithm").glob("*.yaml")}
+    assert sorted([*offered, *refused, *own]) == sorted(shipped)
+    (topr,) = (line for line in table.splitlines() if line.startswith("| `topr` |"))
+    assert "`clip.most` 1 |" in topr and ("batch_mean" in topr) == (host == "verl")
+    assert f"include}} ../reference/generated/plug_in_{host}.md" in (
+        ROOT / f"docs/howto/{host}.md"
+    ).read_text(encoding="utf-8")

@@ -73,7 +73,7 @@ _ELSEWHERE = {
         "st_ppo_cheap": f"{_CRITIC}so_grpo's, with bias_norm_estimator='logprob'",
         "so_ppo": f"{_CRITIC}so_grpo's",
         "so_ppo_ctn": f"{_CRITIC}so_grpo_ctn's",
-        "so_ppo_ctn_c": f"{_CRITIC}normalised twice",
+        "so_ppo_ctn_c": f"{_CRITIC}that of importance_sampling_level='turn', normalised already",
         "dual_clip": f"{_CRITIC}that of delta=3.0, importance_sampling_level='token'",
         "grad_clip": f"{_CRITIC}grpo's, with max_grad_norm",
         "agilerl_turn": f"{_CRITIC}that of ratio_aggregation='product', loss_type='turn_mean'",
