@@ -132,10 +132,10 @@ IN_HOST = {
     },
     "trl": {
         "trajectory_mean": '`loss_type="grpo"`',
-        "token_mean": '`loss_type="bnpo"`',
+        "token_mean": '`loss_type="bnpo"`, or `"dapo"` where gradients are accumulated',
         "GroupNormalised": "TRL's own",
         "GroupCentred": '`scale_rewards="none"`',
-        "BatchBaseline": "`scale_rewards=\"none\"`; measured from the group's mean, here from the batch's",
+        "BatchBaseline": "`scale_rewards=\"none\"`: from the group's mean, where the YAML has the batch's",
     },
 }
 
