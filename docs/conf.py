@@ -14,6 +14,8 @@ exclude_patterns = [
     "_ext",
     "reference/generated/algorithms.md",
     "reference/generated/front.md",
+    "reference/generated/plug_in_trl.md",
+    "reference/generated/plug_in_verl.md",
     "reference/generated/study.md",
     "reference/generated/leaderboard.md",
     "reference/generated/speed.md",

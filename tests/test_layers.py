@@ -43,7 +43,7 @@ ALLOWED = {
     },
     "results": {"schema", "files", "foreign", "ownership", "provenance", "algorithms"},
     "study": {"results", "schema", "files", "config", "config_files", "algorithms"},
-    "plugins": {"objectives", "trajectories", "world", "retrieval", "checks"},
+    "plugins": {"objectives", "trajectories", "world", "retrieval", "checks", "config", "config_files"},
     "preflight": {"agent", "config", "files", "settings", *FLOOR},
     "preloaded": set(),
     "preloaded_kernel": {"preloaded"},

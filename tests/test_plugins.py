@@ -1,7 +1,9 @@
 """What plug-ins promise without their hosts: the check command, the entry point, the numbers in their docs."""
 
 import ast
+import importlib
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError
@@ -11,6 +13,8 @@ import pandas as pd
 import pytest
 
 from stppo import cli, plugins
+from stppo.objectives import Clip
+from stppo.plugins import methods
 
 ROOT = Path(__file__).parents[1]
 VERL = ROOT / "src/stppo/plugins/verl.py"
@@ -98,3 +102,53 @@ def test_cluster_configs_are_no_option_of_ours():
 
     with pytest.raises(config.ConfigError, match="cluster: unknown key; allowed: "):
         config.compose(["cluster=verl_search"])
+
+
+@pytest.mark.parametrize("host", plugins.SUPPORTED)
+def test_every_algorithm_is_offered_or_said_why_not(host):
+    """Once each, and no name that has no file."""
+    shipped = {file.stem for file in (ROOT / "configs/algorithm").glob("*.yaml")}
+    offered = {*methods.OFFERED[host], *(methods.PAPER if host == "verl" else ())}
+    refused = {name for name in shipped if methods.why_not(host, name)}
+    assert offered | refused == shipped and not offered & refused
+    assert {*methods._MORE_THAN_A_LOSS, *methods._ELSEWHERE[host]} == refused
+    assert not {*methods._MORE_THAN_A_LOSS} & {*methods._ELSEWHERE[host]}
+
+
+def test_names_come_without_torch_and_hydra():
+    """`import verl` loads the plug-ins' names in every process."""
+    code = "import sys, stppo.plugins.methods; print(*{'torch', 'hydra'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
+def test_an_objective_takes_the_hosts_clip_range_where_the_clip_is_ppos():
+    assert methods.objective("minirl", clip_range=(0.1, 0.5)).clip == Clip(0.1, 0.5)
+    assert methods.objective("agilerl_turn", clip_range=(0.1, 0.5)).clip == Clip(0.1, 0.5, "turn")
+    for name in ("topr", "bapo", "icepop"):
+        assert methods.objective(name, clip_range=(0.1, 0.5)) == methods.objective(name)
+    assert methods.objective("minirl").clip == Clip(0.2, 0.27)
+
+
+def test_knobs_are_those_of_the_rules():
+    assert methods.knobs_of("topr") == {"clip": {"most": 1.0}}
+    assert methods.knobs_of("icepop") == {"clip": {"epsilon_low": 0.5, "epsilon_high": 4.0}}
+    assert methods.knobs_of("dppo") == {"surrogate": {"delta": 0.2, "cap": 20.0}}
+    assert methods.knobs_of("minirl") == methods.knobs_of("reinforce") == {}
+    assert methods.objective("dppo", {"surrogate": {"delta": 0.3}}).surrogate.delta == 0.3
+
+
+@pytest.mark.parametrize("host", plugins.SUPPORTED)
+def test_the_hosts_page_has_every_method_once(host, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    table = importlib.import_module("generated")._plug_in(host)
+    offered, refused = (re.findall(r"^\| `(\w+)` \|", part, re.M) for part in table.split("Not offered in"))
+    assert tuple(offered) == methods.OFFERED[host]
+    own = methods.PAPER if host == "verl" else ()
+    shipped = {file.stem for file in (ROOT / "configs/algorithm").glob("*.yaml")}
+    assert sorted([*offered, *refused, *own]) == sorted(shipped)
+    (topr,) = (line for line in table.splitlines() if line.startswith("| `topr` |"))
+    assert "`clip.most` 1 |" in topr and ("batch_mean" in topr) == (host == "verl")
+    assert f"include}} ../reference/generated/plug_in_{host}.md" in (
+        ROOT / f"docs/howto/{host}.md"
+    ).read_text(encoding="utf-8")

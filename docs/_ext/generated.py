@@ -119,6 +119,64 @@ def _rivals() -> str:
     return HEAD + "\n".join(lines) + "\n"
 
 
+# An algorithm's loss aggregation and credit in a plug-in's host.
+IN_HOST = {
+    "verl": {
+        "trajectory_mean": "`loss_agg_mode=seq-mean-token-mean`",
+        "token_mean": "`loss_agg_mode=token-mean`",
+        "turn_mean": "`loss_agg_mode=seq-mean-token-mean`; its turns weigh alike (`turn_mean`)",
+        "GroupNormalised": "`algorithm.adv_estimator=grpo`",
+        "GroupCentred": "`algorithm.adv_estimator=grpo`, `norm_adv_by_std_in_grpo=false`",
+        "BatchBaseline": "`algorithm.adv_estimator=batch_mean`, ours",
+        "TokenGAE": "`algorithm.adv_estimator=gae`",
+    },
+    "trl": {
+        "trajectory_mean": '`loss_type="grpo"`',
+        "token_mean": '`loss_type="bnpo"`, or `"dapo"` where gradients are accumulated',
+        "GroupNormalised": "TRL's own",
+        "GroupCentred": '`scale_rewards="none"`',
+        "BatchBaseline": "`scale_rewards=\"none\"`: from the group's mean, where the YAML has the batch's",
+    },
+}
+
+
+def _plug_in(host: str) -> str:
+    """What a plug-in offers by name, the host's options with which it is the YAML's, and what it does not offer."""
+    from stppo.algorithms import PAPER, RIVALS, aliases, look
+    from stppo.plugins import methods
+
+    shown = ["name", "method", "terms averaged as published", "clip range", "advantages", "its knobs"]
+    lines = [f"| {' | '.join(shown)} |", "| --- " * len(shown) + "|"]
+    for name in methods.OFFERED[host]:
+        rule, said = methods.objective(name), IN_HOST[host]
+        clip = "–"
+        if methods.clips_as_host(name) and math.isfinite(rule.clip.epsilon_high):
+            low, high = (
+                ("clip_ratio_low", "clip_ratio_high") if host == "verl" else ("epsilon", "epsilon_high")
+            )
+            clip = f"`{low}={rule.clip.epsilon_low:g}`, `{high}={rule.clip.epsilon_high:g}`"
+        credit = said[type(rule.credit).__name__]
+        if type(rule.credit).__name__ == "TokenGAE" and not rule.credit.whiten:
+            credit += ", which whitens them; ours does not"
+        knobs = methods.knobs_of(name).items()
+        values = [f"`{part}.{key}` {value:g}" for part, keys in knobs for key, value in keys.items()]
+        label = look(name).label
+        if any(getattr(part, "sees_batch", False) for part in (rule.ratio, rule.clip, rule.surrogate)):
+            label += " (looks at the micro-batch)"
+        cells = [f"`{name}`", label, said[rule.loss_aggregation], clip, credit, ", ".join(values) or "–"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Not offered in {'verl' if host == 'verl' else 'TRL'}:",
+        "",
+        "| algorithm | why |",
+        "| --- | --- |",
+    ]
+    why = {name: methods.why_not(host, name) for name in (*PAPER, *aliases(), *RIVALS)}
+    lines += [f"| `{name}` | {reason} |" for name, reason in why.items() if reason]
+    return HEAD + "\n".join(lines) + "\n"
+
+
 def _leaderboard() -> str:
     """The benchmark's own page, its pictures and its table; methods not yet run at every point with their counts."""
     from stppo.results.runs import load_metrics
@@ -290,6 +348,8 @@ def _write(app) -> None:
     pages = {
         "algorithms": _algorithms(),
         "rivals": _rivals(),
+        "plug_in_verl": _plug_in("verl"),
+        "plug_in_trl": _plug_in("trl"),
         "front": _front(),
         "leaderboard": _leaderboard(),
         "study": _study(),

@@ -47,6 +47,10 @@ def quiet(monkeypatch):
 
 @pytest.fixture(scope="module")
 def world():
+    return small_world()
+
+
+def small_world():
     return SyntheticWorld(
         n_entities=12,
         n_relations=2,
@@ -819,6 +823,23 @@ def test_it_learns_on_the_synthetic_world(world, tmp_path, seed):
     assert all(row["completions/mean_turns"] > 1.5 for row in rows), "multi-turn to the end"
 
 
+def scored(model, inputs):
+    """(B, T) log-probs of TRL's batch by a plain forward pass a row, without padding."""
+    logprobs = torch.zeros_like(inputs["old_per_token_logps"])
+    for i, (prompt, of_prompt, completion, of_completion) in enumerate(
+        zip(
+            *(inputs[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")),
+            strict=True,
+        )
+    ):
+        prompt, completion = prompt[of_prompt.bool()], completion[of_completion.bool()]
+        ids = torch.cat([prompt, completion])[None]
+        scores = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        found = scores.gather(1, completion[:, None]).squeeze(1)
+        logprobs = logprobs.index_put((torch.tensor(i), torch.arange(len(found))), found)
+    return logprobs
+
+
 def test_in_the_world_of_2000_entities_trl_makes_the_updates_that_our_objective_makes(tmp_path):
     """TRL's trainer plays and trains; a plain loop without TRL repeats its four updates from the batches it made.
 
@@ -866,22 +887,11 @@ def test_in_the_world_of_2000_entities_trl_makes_the_updates_that_our_objective_
     assert len(seen) == len(rows) == 4 and max(row["completions/mean_turns"] for row in rows) > 1.5
 
     def moved(objective):
-        """Weights and divisors after the same four updates by `objective`; log-probs row by row, without padding."""
+        """Weights and divisors after the same four updates by `objective`."""
         model, divisors = copy.deepcopy(start), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
         for inputs in seen:
-            logprobs = torch.zeros_like(inputs["old_per_token_logps"])
-            for i, (prompt, of_prompt, completion, of_completion) in enumerate(
-                zip(
-                    *(inputs[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")),
-                    strict=True,
-                )
-            ):
-                prompt, completion = prompt[of_prompt.bool()], completion[of_completion.bool()]
-                ids = torch.cat([prompt, completion])[None]
-                scores = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-                found = scores.gather(1, completion[:, None]).squeeze(1)
-                logprobs = logprobs.index_put((torch.tensor(i), torch.arange(len(found))), found)
+            logprobs = scored(model, inputs)
             padded = torch.nn.functional.pad(logprobs, (1, 0))
             credit = inputs["advantages"][:, None].expand(padded.shape)
             surrogate = objective(padded, as_trajectories(inputs), credit)

@@ -511,7 +511,9 @@ def test_verls_trainer_hands_the_estimator_what_it_needs():
 
 SHOW = """
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY as losses, ADV_ESTIMATOR_REGISTRY as estimators
-print("FOUND", {"turn_ppo", "s_ppo", "st_ppo", "so_ppo", "so_grpo"} <= set(losses), "grpo_turn_return" in estimators)
+names = {"turn_ppo", "s_ppo", "st_ppo", "so_ppo", "so_grpo", "topr", "minirl", "m2po", "bapo", "bapo_ratio", "vespo"}
+names |= {"grpo_guard", "llds", "agilerl_turn", "sequence_mask", "so_ppo_ctn_c"}
+print("FOUND", names <= set(losses), {"grpo_turn_return", "batch_mean"} <= set(estimators))
 """
 
 
@@ -565,7 +567,9 @@ def check_command(**environment):
 
 def test_check_says_that_the_losses_are_registered():
     done = check_command()
-    assert done.returncode == 0 and "registers turn_ppo, s_ppo, st_ppo, so_ppo, so_grpo" in done.stdout
+    assert (
+        done.returncode == 0 and "registers turn_ppo, s_ppo, st_ppo, so_ppo, so_grpo, topr, " in done.stdout
+    )
 
 
 def test_check_names_the_remedy_where_entry_points_are_off():

@@ -11,8 +11,10 @@ from types import ModuleType
 
 from packaging.specifiers import SpecifierSet
 
+from stppo.plugins import methods
+
 SUPPORTED = {"verl": ">=0.9.1,<0.10", "trl": ">=1.16,<1.17"}
-VERL_LOSSES = ("turn_ppo", "s_ppo", "st_ppo", "so_ppo", "so_grpo")
+VERL_LOSSES = (*methods.PAPER, *methods.OFFERED["verl"])
 
 
 class HostError(ImportError):

@@ -27,6 +27,14 @@ and trains on one of our worlds with
 | so_grpo, reading A | turn | geometric | clipping_bias_norm | grpo |
 | so_grpo, reading B | turn | arithmetic | ctn_kl | turn_mean |
 
+Related methods that TRL lacks go by name: objective="topr", "minirl", "m2po", "bapo", "bapo_ratio", "grpo_guard", "llds",
+"icepop", "dppo" or "reinforce" puts the terms of `configs/algorithm/NAME.yaml` where TRL has min(w A, clip(w) A). What TRL
+has an option for is TRL's: `loss_type` says how terms are averaged (grpo, bnpo, dr_grpo, dapo or turn_mean), `epsilon`
+and `epsilon_high` are the clip's range where the method has PPO's clip, advantages are TRL's groups'. Constants that TRL
+has no option for are `knobs`, as in the YAML: knobs={"clip": {"most": 2.0}}. Rules that look at the whole batch
+(m2po, bapo, bapo_ratio, grpo_guard) see one micro-batch, and llds' penalty is a mean over it: raise
+`per_device_train_batch_size` for them. What else is not here, and why: `stppo.plugins.methods.why_not`, or docs/howto/trl.md.
+
 Ratios differ from 1 only where a batch of completions serves more than one optimiser step, which TRL's defaults do
 not do: set num_iterations=2 or more, or steps_per_generation above gradient_accumulation_steps. Otherwise all rows of
 the table with one loss_type are the same algorithm; the log warns of it.
@@ -36,6 +44,10 @@ How it works. TRL's loss reads the old log-probs only as part of the log-ratio, 
 `stppo.objectives.Ratio`: clip, two-sided clip, loss normalisation, entropy mask and bonus, off-policy mask, vLLM
 correction and metrics remain TRL's code. Turns are the runs of ones in `completion_mask * tool_mask`. The KL that
 TRL adds for beta > 0 is weighted by w where `use_bias_correction_kl` is on, as TRL does with its sequence ratio.
+
+With `objective`, TRL gets each token's term as its advantage, with its graph, beside a ratio that is always 1: what it
+averages, masks, weighs (by entropy, the off-policy mask, the vLLM correction) and adds to is then our term, whatever its
+form. The ratio by which TRL would weigh its KL is gone, so beta > 0 needs use_bias_correction_kl=False.
 
 The clipping bias needs no second formula either: C is the gradient of TRL's loss with the clip minus that of TRL's
 loss without it, on the same log-probs, whatever the normalisation.
@@ -63,17 +75,21 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from stppo.objectives import (
+    Bounds,
     Clip,
     ClippingBiasNorm,
     CtnKL,
     MinClip,
     NoStabilizer,
+    Objective,
+    Penalty,
     Ratio,
     Stabilizer,
+    Terms,
     Tokens,
     loss_weights,
 )
-from stppo.plugins import require_host
+from stppo.plugins import methods, require_host
 from stppo.trajectories import Layout
 
 require_host("trl")  # an exact minor version: the trainer builds on the inside of GRPOTrainer._compute_loss
@@ -86,6 +102,13 @@ from stppo.plugins.trl_rollout import search_dataset, search_reward, search_roll
 __all__ = ["TurnGRPOConfig", "TurnGRPOTrainer", "search_dataset", "search_reward", "search_rollout"]
 
 CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "turn_mean")
+MEANS = (
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+    "turn_mean",
+)  # loss types that are a way to average and nothing else
 LEVELS = ("token", "turn", "sequence")
 _STABILIZERS = ("none", "clipping_bias_norm", "ctn_kl")
 
@@ -105,6 +128,9 @@ class TurnGRPOConfig(GRPOConfig):
         `stabilizer/clipping_bias_norm_logprob`, and take a fixed share of its median.
     bias_norm_form: max, one_plus or floor, as in `stppo.objectives.ClippingBiasNorm`.
     ctn_coefficient, ctn_formula, ctn_kl: as in `stppo.objectives.CtnKL`.
+    objective: name of a related method (`stppo.plugins.methods.OFFERED`), which has ratio, clip, surrogate and penalty
+        of its own; importance_sampling_level is then not read.
+    knobs: its constants, {section: {key: value}} as in its YAML.
 
     Raises ValueError naming the option, also for combinations that cannot work.
     """
@@ -133,12 +159,18 @@ class TurnGRPOConfig(GRPOConfig):
     ctn_kl: str = field(
         default="policy_to_behaviour", metadata={"help": "policy_to_behaviour or behaviour_to_policy."}
     )
+    objective: str | None = field(
+        default=None, metadata={"help": "A related method by name, in place of TRL's clipped term."}
+    )
+    knobs: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Constants of `objective`: {section: {key: value}} as in its YAML."}
+    )
 
     def __post_init__(self):
         self._refuse_what_cannot_work()
         if self.bias_norm_c0 is None:
             self.bias_norm_c0 = 0.1
-        self.ratio, self.clip, self.build_stabilizer()  # building them validates the options
+        self.ratio, self.clip, self.build_stabilizer(), self.build_objective()  # this validates the options
         super().__post_init__()
 
     @property
@@ -164,6 +196,12 @@ class TurnGRPOConfig(GRPOConfig):
         }
         return built[self.stabilizer]
 
+    def build_objective(self) -> Objective | None:
+        if self.objective is None:
+            return None
+        clip = self.clip.epsilon_low, self.clip.epsilon_high
+        return methods.objective(self.objective, self.knobs, clip, "TurnGRPOConfig.knobs")
+
     def _build(self, kind: type, **options: str) -> Any:
         """An object of ours from options of this config; its errors name the options instead of its fields."""
         try:
@@ -179,6 +217,12 @@ class TurnGRPOConfig(GRPOConfig):
         if level not in LEVELS:  # Ratio's fourth, sentences, needs marks that TRL's batches do not have
             raise ValueError(
                 f"TurnGRPOConfig.importance_sampling_level={level!r}: must be one of {', '.join(LEVELS)}"
+            )
+        if self.objective is not None:
+            self._refuse_beside_objective()
+        elif self.knobs:
+            raise ValueError(
+                f"TurnGRPOConfig.knobs={self.knobs!r}: are those of a method, set objective as well"
             )
         if loss == "vespo" and (level != "token" or self.ratio_aggregation != "geometric"):
             raise ValueError(
@@ -219,6 +263,43 @@ class TurnGRPOConfig(GRPOConfig):
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or use 'logprob'"
             )
 
+    def _refuse_beside_objective(self) -> None:
+        name = self.objective
+        if name not in methods.OFFERED["trl"]:
+            why, allowed = methods.why_not("trl", name), ", ".join(methods.OFFERED["trl"])
+            because = f"not offered, since {why}" if why else f"must be one of {allowed}"
+            raise ValueError(f"TurnGRPOConfig.objective={name!r}: {because}")
+        if self.loss_type not in MEANS:
+            raise ValueError(
+                f"TurnGRPOConfig.loss_type={self.loss_type!r} is an objective too, beside objective={name!r}: use one of "
+                f"{', '.join(MEANS)}, which say how to average, or objective=None"
+            )
+        clips = methods.clips_as_host(name)
+        own = {
+            "importance_sampling_level": ("turn", "has a ratio of its own"),
+            "ratio_aggregation": ("geometric", "has a ratio of its own"),
+            "stabilizer": ("none", "has a stabiliser of its own or none"),
+            "delta": (None, "has no second bound"),
+            **(
+                {}
+                if clips
+                else {
+                    "epsilon": (0.2, "has bounds of its own"),
+                    "epsilon_high": (None, "has bounds of its own"),
+                }
+            ),
+        }
+        for option, (default, why) in own.items():
+            if (value := getattr(self, option)) != default:
+                raise ValueError(
+                    f"TurnGRPOConfig.{option}={value!r} would do nothing, since objective={name!r} {why}: leave it out"
+                )
+        if self.beta and self.use_bias_correction_kl:
+            raise ValueError(
+                f"TurnGRPOConfig.use_bias_correction_kl=True weighs the KL by TRL's ratio, which objective={name!r} "
+                "replaces: set use_bias_correction_kl=False, or beta=0.0"
+            )
+
 
 @dataclass(eq=False)
 class _Minibatch:
@@ -228,8 +309,11 @@ class _Minibatch:
     mask: Tensor  # (B, T) bool, the agent's tokens
     layout: Layout
     scores: tuple[Tensor, Tensor | None, Tensor | None] | None = None
-    log_ratio: Tensor | None = None  # (N,) of the tokens
-    ratio: Tensor | None = None  # (N,) of the segments, on the tokens
+    tokens: Tokens | None = (
+        None  # without rows that TRL has masked out altogether: they take no part in any mean
+    )
+    bounds: Bounds | None = None
+    terms: Terms | None = None  # of `objective`
 
 
 class TurnGRPOTrainer(GRPOTrainer):
@@ -253,19 +337,22 @@ class TurnGRPOTrainer(GRPOTrainer):
                 f"TurnGRPOTrainer: args must be a TurnGRPOConfig, got {type(self.args).__name__}"
             )
         self.ratio, self.clip = self.args.ratio, self.args.clip
-        self.stabilizer = self.args.build_stabilizer()
+        self.objective = self.args.build_objective()
+        self.stabilizer = (
+            self.args.build_stabilizer() if self.objective is None else self.objective.stabilizer
+        )
         self._minibatch: _Minibatch | None = None
         self._turn_mean = self.loss_type == "turn_mean"
         if self._turn_mean:
             self.loss_type = "grpo"
         # Our ratio goes into TRL's token path; its own two levels are left to TRL.
         self._own_ratio = self.ratio.granularity == "turn" or self.ratio.aggregation != "geometric"
-        if self._own_ratio:
+        if self._own_ratio or self.objective is not None:
             self.importance_sampling_level = "token"
         if isinstance(self.stabilizer, ClippingBiasNorm):
             self._refuse_unseen_gradients()
         self._bias_estimator = self.stabilizer.estimator or "logprob"
-        self._clips = self.loss_type in CLIPPING_LOSSES
+        self._clips = self.objective is None and self.loss_type in CLIPPING_LOSSES
         self._warn_if_on_policy()
         if self._clips:
             self.add_callback(_DivideGradient(self))
@@ -296,7 +383,7 @@ class TurnGRPOTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         mask = _agent_mask(inputs)
         inputs = dict(inputs)
-        if self._turn_mean:
+        if self._turn_mean and self.objective is None:
             inputs["advantages"] = _turn_mean_advantages(inputs["advantages"], mask)
         self._minibatch = _Minibatch(inputs, mask, Layout.of(mask))
         try:
@@ -324,23 +411,40 @@ class TurnGRPOTrainer(GRPOTrainer):
         # Half precision would round a ratio near 1 away.
         precision = torch.promote_types(logprobs.dtype, torch.float32)
         log_ratio = batch.layout.gather(logprobs.to(precision) - old)
-        batch.log_ratio, batch.ratio = log_ratio, self.ratio(log_ratio, batch.layout)
+        layout = Layout.of(batch.mask[batch.mask.any(1)])
+        advantages, behaviour = self._advantages(batch), batch.layout.gather(old)
+        if self.objective is not None:
+            batch.tokens = self.objective.tokens(log_ratio, advantages, layout, behaviour)
+            self._put_in_terms(batch, old)
+            return
+        batch.tokens = Tokens(log_ratio, self.ratio(log_ratio, layout), advantages, layout, behaviour)
+        batch.bounds = self.clip(batch.tokens)
         if self._own_ratio:
             # A ratio that underflows has no gradient left; without the floor its logarithm's would be NaN.
-            log_weight = batch.ratio.clamp_min(torch.finfo(precision).tiny).log()
+            log_weight = batch.tokens.ratio.clamp_min(torch.finfo(precision).tiny).log()
             batch.inputs.setdefault("sampling_per_token_logps", old)  # what the off-policy mask compares with
             batch.inputs["old_per_token_logps"] = logprobs - batch.layout.scatter(log_weight)
 
+    def _put_in_terms(self, batch: _Minibatch, old: Tensor) -> None:
+        """Each token's term in place of its advantage, beside a log-ratio of 0, whose two gradients cancel."""
+        tokens = batch.tokens
+        if len(tokens.ratio):
+            batch.terms, batch.bounds = self.objective.terms(tokens)
+            terms = batch.layout.scatter(batch.terms.terms)
+        else:
+            batch.bounds, terms = Bounds(tokens.ratio, tokens.ratio), batch.layout.scatter(tokens.log_ratio)
+        batch.inputs.setdefault("sampling_per_token_logps", old)
+        batch.inputs["advantages"] = _turn_mean_advantages(terms, batch.mask) if self._turn_mean else terms
+        batch.inputs["old_per_token_logps"] = batch.scores[0]
+
     def _penalty(self, batch: _Minibatch) -> Tensor | float:
         """The stabiliser's, scaled for gradient accumulation as TRL scales its losses."""
-        if not isinstance(self.stabilizer, CtnKL):
+        if not isinstance(self.stabilizer, Penalty):
             return 0.0
-        penalty = batch.log_ratio.new_zeros(())
-        if len(batch.layout.rows):
-            # Rows that TRL has masked out altogether take no part in the mean.
-            layout = Layout.of(batch.mask[batch.mask.any(1)])
-            tokens = Tokens(batch.log_ratio, batch.ratio, self._advantages(batch), layout)
-            penalty = self.stabilizer.penalty(tokens, self.clip(tokens))
+        tokens = batch.tokens
+        penalty = (
+            self.stabilizer.penalty(tokens, batch.bounds) if len(tokens.ratio) else tokens.log_ratio.sum()
+        )
         self._log("stabilizer/ctn_penalty", self.accelerator.reduce(penalty.detach(), "mean").item())
         return penalty / (self.current_gradient_accumulation_steps if self.model.training else 1)
 
@@ -395,22 +499,36 @@ class TurnGRPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _log_ratios(self, batch: _Minibatch) -> None:
-        layout, ratio = batch.layout, batch.ratio.detach()
-        tokens = Tokens(batch.log_ratio, ratio, self._advantages(batch), layout)
-        bounds = self.clip(tokens)
+        tokens, bounds, layout = batch.tokens, batch.bounds, batch.layout
+        ratio = tokens.ratio.detach()
         extremes = ratio.aminmax() if len(ratio) else (ratio.new_tensor(math.nan),) * 2
         self._log_mean("importance_ratio/mean", ratio)
         self._log("importance_ratio/min", nanmin(self.accelerator.gather(extremes[0])).item())
         self._log("importance_ratio/max", nanmax(self.accelerator.gather(extremes[1])).item())
         self._log_mean("completions/mean_turns", layout.row_turns.to(ratio.dtype))
-        out_of_range = bounds.out_of_range(batch.log_ratio.detach().exp())
+        out_of_range = bounds.out_of_range(tokens.log_ratio.detach().exp())
         self._log_mean("clip_ratio/out_of_range_token", out_of_range.float())
-        if not self._clips:
+        if self._clips:
+            clipped = MinClip()(tokens, bounds).clipped
+        elif self.objective is not None:
+            clipped = batch.terms.clipped if batch.terms else torch.zeros_like(ratio, dtype=torch.bool)
+        else:
             return
-        clipped = MinClip()(tokens, bounds).clipped
         sides = {"low": clipped & (ratio < 1), "high": clipped & (ratio > 1), "region": clipped}
         for name, clipped in sides.items():
-            self._log_mean(f"clip_ratio/turn_{name}_mean", layout.turn_mean(clipped.to(ratio.dtype)))
+            shares = clipped.to(ratio.dtype)
+            self._log_mean(f"clip_ratio/turn_{name}_mean", layout.turn_mean(shares))
+            if self.objective is not None:
+                self._replace_trls(name, shares, layout)
+
+    def _replace_trls(self, name: str, shares: Tensor, layout: Layout) -> None:
+        """TRL has seen a ratio of 1 at every token, and counted none."""
+        logged = self._metrics["train" if self.model.training else "eval"]
+        logged[f"clip_ratio/{name}_mean"].pop()
+        self._log_mean(f"clip_ratio/{name}_mean", shares)
+        if extreme := {"low": ("min", nanmin), "high": ("max", nanmax)}.get(name):
+            of_rows = self.accelerator.gather(layout.row_mean(shares))
+            logged[f"clip_ratio/{name}_{extreme[0]}"][-1] = extreme[1](of_rows).item()
 
     def _log_mean(self, name: str, values: Tensor) -> None:
         """Mean over the values of all processes."""

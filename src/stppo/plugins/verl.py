@@ -1,4 +1,4 @@
-"""Our policy losses inside verl: `turn_ppo`, `s_ppo`, `st_ppo`, `so_ppo`, `so_grpo`.
+"""Our policy losses inside verl: `turn_ppo`, `s_ppo`, `st_ppo`, `so_ppo`, `so_grpo`, and related methods by name.
 
 verl finds this module by its entry point, by `actor_rollout_ref.model.external_lib=stppo.plugins.verl` or by
 `VERL_USE_EXTERNAL_MODULES=stppo.plugins.verl`; `stppo plugins check verl` tells whether it did. Then
@@ -23,6 +23,18 @@ The equations are v1's as summaries of the paper give them. `so_ppo` and `so_grp
 `algorithm.adv_estimator`: `gae`, or `grpo`, or for reading B `grpo_turn_return`, which this module registers. (verl's
 driver must know it too: by the entry point or VERL_USE_EXTERNAL_MODULES; `external_lib` reaches the workers.)
 `loss_agg_mode=seq-mean-token-mean` is v1's 1/|y|; with it, reading B has 1/n over turns (`turn_mean`).
+
+Related methods
+    topr, minirl, m2po, bapo, bapo_ratio, vespo, grpo_guard, llds, agilerl_turn, sequence_mask and so_ppo_ctn_c (reading
+    C): what verl lacks of `configs/algorithm`, each built from its YAML. What verl has an option for is verl's here too:
+    clip range (TOPR and BAPO have bounds of their own, and read none), loss aggregation, advantages. So a launch command
+    keeps its meaning when `loss_mode` changes, micro-batches and ranks add up as for verl's own losses, and *the method
+    as published* is those options as docs/howto/verl.md has them. `turn_mean` is the YAML's, null, for agilerl_turn.
+    Constants that verl has no option for are `knobs`, as in the YAML:
+    +actor_rollout_ref.actor.policy_loss.knobs.clip.most=2. Rules that look at the whole batch (`sees_batch`: m2po, bapo,
+    bapo_ratio, grpo_guard, so_ppo_ctn_c) see the micro-batch that verl hands over: raise
+    `ppo_micro_batch_size_per_gpu` for them. A penalty (llds) is a mean over the minibatch's tokens, in any mode.
+    Why the other methods are not here: `stppo.plugins.methods.why_not`, or docs/howto/verl.md.
 
 Turns
     A turn is a maximal run of ones in `response_mask`; padding cannot matter. Rows without agent tokens, as
@@ -74,40 +86,36 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from stppo.checks import one_of
 from stppo.objectives import (
-    Clip,
     ClippingBiasNorm,
     CtnKL,
-    GroupNormalised,
-    MinClip,
-    NoStabilizer,
-    Ratio,
-    Tokens,
+    Objective,
+    TokenPenalty,
     loss_weights,
 )
 from stppo.objectives.diagnostics import diagnose
-from stppo.objectives.stabilizers import Stabilizer
-from stppo.plugins import VERL_LOSSES, require_host
-from stppo.trajectories import Layout, Trajectories
+from stppo.objectives.rivals import KeepLikelihood, StandardisedByTurn
+from stppo.plugins import VERL_LOSSES, methods, require_host
+from stppo.trajectories import Layout
 
 require_host("verl")
 
 from verl.trainer.ppo.core_algos import (  # noqa: E402
     POLICY_LOSS_REGISTRY,
     agg_loss,
-    register_adv_est,
     register_policy_loss,
 )
 from verl.workers.config import PolicyLossConfig  # noqa: E402
+
+from stppo.plugins.verl_advantages import refuse_token_rejection  # noqa: E402 (registers the estimators)
 
 READING_B = ("so_ppo", "so_grpo")
 
@@ -121,6 +129,7 @@ class TurnPolicyLossConfig(PolicyLossConfig):
     `outside` multiplies the means of one micro-batch.
     turn_mean: weigh the turns of a trajectory alike instead of its tokens; null: as the reading has it (B does).
     min_observation_tokens: fewest environment tokens between two turns; fewer are taken for token-level rejection.
+    knobs: constants of a related method, {section: {key: value}} as in its YAML, such as {clip: {most: 2.0}} of topr.
     """
 
     loss_mode: str = "st_ppo"
@@ -132,8 +141,12 @@ class TurnPolicyLossConfig(PolicyLossConfig):
     ctn_kl: str = "policy_to_behaviour"
     turn_mean: Optional[bool] = None  # noqa: UP045 (verl's OmegaConf reads the annotation)
     min_observation_tokens: int = 2
+    knobs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        why = methods.why_not("verl", self.loss_mode)
+        if why and self.loss_mode not in POLICY_LOSS_REGISTRY:
+            raise ValueError(f"TurnPolicyLossConfig.loss_mode={self.loss_mode!r}: not offered, since {why}")
         one_of(self, "loss_mode", tuple(POLICY_LOSS_REGISTRY))
         one_of(self, "reading", ("A", "B"))
         if not (self.turn_mean is None or isinstance(self.turn_mean, bool)):
@@ -151,10 +164,8 @@ class TurnPolicyLossConfig(PolicyLossConfig):
         except ValueError as error:
             message = str(error).replace("ClippingBiasNorm.", "TurnPolicyLossConfig.")
             raise ValueError(message.replace("CtnKL.", "TurnPolicyLossConfig.ctn_")) from None
-        if self.loss_mode in VERL_LOSSES:
-            parts_of(self.loss_mode, self)
-            if self.loss_mode != "s_ppo":
-                refuse_token_rejection(self.rollout_correction)
+        if self.loss_mode in VERL_LOSSES and _reads_turns(objective_of(self.loss_mode, self)):
+            refuse_token_rejection(self.rollout_correction)
 
     def divisor(self) -> ClippingBiasNorm:
         return ClippingBiasNorm(c0=self.c0, form=self.form, estimator="logprob")
@@ -163,28 +174,32 @@ class TurnPolicyLossConfig(PolicyLossConfig):
         return CtnKL(coefficient=self.ctn_coefficient, formula=self.ctn_formula, kl=self.ctn_kl)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a loss is made of beyond verl's own options."""
-
-    ratio: Ratio
-    stabilizer: Stabilizer
-    turn_mean: bool
-
-    @property
-    def needs_turns(self) -> bool:
-        return self.turn_mean or self.ratio.granularity == "turn"
-
-
-def parts_of(name: str, options: TurnPolicyLossConfig) -> Parts:
-    """The loss `name`; ValueError where reading B is asked of a loss that has none."""
+def objective_of(
+    name: str, options: TurnPolicyLossConfig, clip_range: tuple[float, float] | None = None
+) -> Objective:
+    """The loss `name` as its YAML and `options` have it, at verl's clip range (epsilon_low, epsilon_high); its credit is
+    not used. ValueError where reading B is asked of a loss that has none, and for `knobs` that the loss does not have."""
     if options.reading == "B" and name not in READING_B:
         raise ValueError(f"TurnPolicyLossConfig.reading='B': {name} has reading A alone; B is of {READING_B}")
-    weigh_turns = options.reading == "B" if options.turn_mean is None else options.turn_mean
-    if options.reading == "B":
-        return Parts(Ratio("turn", "arithmetic"), options.penalty(), weigh_turns)
-    ratio = Ratio("token" if name == "s_ppo" else "turn", "geometric")
-    return Parts(ratio, NoStabilizer() if name == "turn_ppo" else options.divisor(), weigh_turns)
+    if options.knobs and name in methods.PAPER:
+        raise ValueError(
+            f"TurnPolicyLossConfig.knobs={dict(options.knobs)}: {name} has options of its own, such as c0 and ctn_coefficient"
+        )
+    algorithm = f"{name}_ctn" if options.reading == "B" else name
+    found = methods.objective(algorithm, options.knobs, clip_range, "TurnPolicyLossConfig.knobs")
+    if isinstance(found.stabilizer, ClippingBiasNorm):
+        found = replace(found, stabilizer=options.divisor())
+    elif isinstance(found.stabilizer, CtnKL):
+        found = replace(found, stabilizer=options.penalty())
+    if options.turn_mean is not None:
+        found = replace(found, loss_aggregation="turn_mean" if options.turn_mean else "trajectory_mean")
+    return found
+
+
+def _reads_turns(objective: Objective) -> bool:
+    by_turn = objective.loss_aggregation == "turn_mean" or objective.ratio.granularity == "turn"
+    rules = isinstance(objective.ratio, StandardisedByTurn), isinstance(objective.stabilizer, KeepLikelihood)
+    return by_turn or any(rules)
 
 
 def policy_loss(
@@ -211,8 +226,8 @@ def policy_loss(
     options = config.policy_loss
     if not isinstance(options, TurnPolicyLossConfig):
         options = TurnPolicyLossConfig(loss_mode=name)
-    parts = parts_of(name, options)
-    if parts.stabilizer == ClippingBiasNorm(estimator="logprob"):
+    objective = objective_of(name, options, _clip_range(config))
+    if objective.stabilizer == ClippingBiasNorm(estimator="logprob"):
         _warn_of_default_c0(name)
     tensors = {
         "old_log_prob": old_log_prob,
@@ -235,42 +250,41 @@ def policy_loss(
     if rollout_is_weights is not None:
         off_mask = rollout_is_weights[rows].masked_fill(mask, 0.0)
         factor = factor * layout.gather(rollout_is_weights[rows].detach())
-    if parts.needs_turns:
+    if _reads_turns(objective):
         if rollout_is_weights is not None and off_mask.any():
             raise ValueError(_HOLES.format("rollout_is_weights are non-zero on tokens off response_mask"))
         _refuse_holes(layout, options.min_observation_tokens)
-    if parts.turn_mean:
+    if objective.loss_aggregation == "turn_mean":
         by_turn, by_token = (
             loss_weights(mask, to, log_prob.dtype) for to in ("turn_mean", "trajectory_mean")
         )
         factor = factor * layout.gather(by_turn) / layout.gather(by_token)
 
-    log_ratio = layout.gather(log_prob) - layout.gather(old_log_prob)
-    advantages = layout.gather(advantages.detach()).to(log_ratio.dtype)
-    tokens = Tokens(log_ratio, parts.ratio(log_ratio, layout), advantages, layout)
-    bounds = _clip(config)(tokens)
-    clipped = MinClip()(tokens, bounds)
     info = dict(config.get("global_batch_info") or {})
-    loss = agg_loss(-layout.scatter(clipped.terms * factor), mask, loss_agg_mode, **info)
-
-    weights = layout.gather(_weights(mask, loss_agg_mode, info, log_ratio.dtype)) * factor
-
-    def gradient(credit: Tensor) -> Tensor:
-        """(N,) of sum(credit * ratio) by each token's log-prob"""
-        return parts.ratio.pullback(log_ratio.detach(), tokens.ratio.detach(), credit, layout)
-
-    lost = (weights * advantages).masked_fill(~clipped.clipped, 0.0)
-    norm = float(gradient(lost).norm()) / info.get("dp_size", 1)  # the ranks' gradients are averaged
+    weights = layout.gather(_weights(mask, loss_agg_mode, info, log_prob.dtype)) * factor
+    behaviour = layout.gather(old_log_prob)
+    log_ratio = layout.gather(log_prob) - behaviour
+    if not log_ratio.requires_grad:  # the metrics look at gradients
+        log_ratio = log_ratio.detach().requires_grad_()
+    with torch.enable_grad():
+        tokens = objective.tokens(log_ratio, layout.gather(advantages), layout, behaviour)
+        terms, bounds = objective.terms(tokens)
+        loss = agg_loss(-layout.scatter(terms.terms * factor), mask, loss_agg_mode, **info)
+        lost = (weights * (terms.unrestricted - terms.terms)).sum()
+        gradient, bias = (torch.autograd.grad(of, log_ratio, retain_graph=True)[0] for of in (loss, lost))
+        penalty = objective.stabilizer.penalty(tokens, bounds)
+    norm = float(bias.norm()) / info.get("dp_size", 1)  # the ranks' gradients are averaged
     norm *= math.sqrt(_micro_batches(loss_agg_mode, info, n_rows, len(layout.rows)))
-    divisor = parts.stabilizer.divisor(norm)
+    divisor = objective.stabilizer.divisor(norm)
     loss = loss / divisor
 
-    penalty = parts.stabilizer.penalty(tokens, bounds)
-    if penalty is not None:  # a mean over trajectories, whatever the mode
-        each = penalty.expand(len(mask), 1)
-        loss = loss + agg_loss(each, torch.ones_like(each, dtype=torch.bool), "seq-mean-token-sum", **info)
+    if penalty is not None:  # a mean over tokens, or made of trajectories' means, whatever the mode
+        each, counted, mode = penalty.expand(len(mask), 1), mask.any(1, keepdim=True), "seq-mean-token-sum"
+        if isinstance(objective.stabilizer, TokenPenalty):
+            each, counted, mode = penalty.expand(mask.shape), mask, "token-mean"
+        loss = loss + agg_loss(each, counted, mode, **info)
 
-    found = diagnose(tokens, bounds, clipped, gradient(weights * advantages - lost))
+    found = diagnose(tokens, bounds, terms, gradient)
     values = torch.stack([found[source].to(torch.float64) for source in _METRICS.values()]).tolist()
     metrics = dict(zip(_METRICS, values, strict=True))
     metrics["actor/turns_per_trajectory"] = len(layout.turn_lengths) / len(mask)
@@ -312,11 +326,11 @@ for _name in VERL_LOSSES:
     register_policy_loss(_name)(partial(policy_loss, _name))
 
 
-def _clip(config: Any) -> Clip:
-    """verl's clip range: `clip_ratio` where the one-sided options are null."""
+def _clip_range(config: Any) -> tuple[float, float]:
+    """verl's (epsilon_low, epsilon_high): `clip_ratio` where the one-sided options are null."""
     both = config.clip_ratio
     low, high = config.clip_ratio_low, config.clip_ratio_high
-    return Clip(both if low is None else low, both if high is None else high)
+    return both if low is None else low, both if high is None else high
 
 
 def _weights(mask: Tensor, mode: str, info: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
@@ -353,16 +367,6 @@ _HOLES = (
 )
 
 
-def refuse_token_rejection(rollout_correction: Any) -> None:
-    """ValueError if verl's `algorithm.rollout_correction` rejects single tokens, which would split turns."""
-    modes = str((rollout_correction or {}).get("rollout_rs") or "")
-    if any(mode.strip().startswith("token") for mode in modes.split(",")):
-        raise ValueError(
-            f"algorithm.rollout_correction.rollout_rs={modes!r}: token-level rejection punches holes into "
-            "response_mask and so splits turns; use a seq_* mode, e.g. seq_mean_k1"
-        )
-
-
 def _refuse_holes(layout: Layout, shortest: int) -> None:
     starts = layout.positions[layout.turn_starts]
     gaps = starts[1:] - (starts + layout.turn_lengths)[:-1]
@@ -374,66 +378,3 @@ def _refuse_holes(layout: Layout, shortest: int) -> None:
             + ", or set actor_rollout_ref.actor.policy_loss.min_observation_tokens=1 if the "
             "environment does answer so briefly"
         )
-
-
-@register_adv_est("grpo_turn_return")
-def grpo_turn_return(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    config: Any = None,
-    index: np.ndarray | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Group-normalised turn returns (reading B's SO-GRPO): `GroupNormalised(returns="turn")` for verl.
-
-    Each turn's undiscounted return-to-go, minus the mean and over the standard deviation of its group's trajectory
-    returns; with a terminal reward only, verl's `grpo`. Groups are the equal entries of `index` (verl's uid). Rewards
-    on environment tokens belong to the turn before. A response that is alone in its group, as filtering may leave it,
-    gets 0. Returns (advantages, advantages), (B, T) and 0 off the mask. ValueError without `index`, if no group has
-    two responses, for `norm_adv_by_std_in_grpo=false` and for token-level rejection.
-    """
-    options = config if config is not None else {}
-    refuse_token_rejection(options.get("rollout_correction"))
-    if not options.get("norm_adv_by_std_in_grpo", True):
-        raise ValueError(
-            "algorithm.norm_adv_by_std_in_grpo=false: grpo_turn_return divides by the std; use grpo"
-        )
-    if index is None:
-        raise ValueError("grpo_turn_return: the batch has no uid, so its groups are unknown")
-    trajectories = _trajectories(token_level_rewards, response_mask.bool(), index)
-    sizes = torch.bincount(trajectories.group_ids)[trajectories.group_ids]
-    if int(sizes.max()) < 2:
-        raise ValueError(
-            "grpo_turn_return: a group needs at least 2 responses; set actor_rollout_ref.rollout.n >= 2"
-        )
-    advantages = torch.zeros_like(trajectories.rewards)
-    for size in sizes.unique().tolist():
-        if size > 1:
-            rows = (sizes == size).nonzero().squeeze(1)
-            rule = GroupNormalised(group_size=size, returns="turn")
-            advantages[rows] = rule(trajectories.select(rows)).advantages
-    advantages = advantages[:, 2:] * response_mask
-    return advantages, advantages
-
-
-def _trajectories(rewards: Tensor, mask: Tensor, index: np.ndarray) -> Trajectories:
-    """verl's batch in our terms, with two columns in front: a context, which verl keeps apart as the prompt, and an
-    agent token that stands in for those of a row without any, so that its return still counts in its group."""
-    n_rows, width = mask.shape
-    columns = torch.arange(width, device=mask.device).expand(n_rows, width)
-    last = columns.where(mask, columns.new_full((), -1)).cummax(1).values
-    last = last.where(last >= 0, mask.int().argmax(1, keepdim=True))  # before the first turn: its first token
-    empty = ~mask.any(1, keepdim=True)
-    on_mask = torch.zeros_like(rewards).scatter_add(1, last, rewards)
-    total = rewards.sum(1, keepdim=True)
-    groups = np.unique(np.asarray(index, dtype=str), return_inverse=True)[1]
-    agent = torch.cat([torch.zeros_like(empty), empty, mask], 1)
-    return Trajectories(
-        tokens=torch.zeros_like(agent, dtype=torch.int64),
-        lengths=torch.full((n_rows,), width + 2, device=mask.device),
-        agent_mask=agent,
-        behaviour_logprobs=torch.zeros_like(agent, dtype=rewards.dtype),
-        rewards=torch.cat([torch.zeros_like(total), total * empty, on_mask * ~empty], 1),
-        group_ids=torch.as_tensor(groups, device=mask.device),
-        policy_updates=torch.zeros(n_rows, dtype=torch.int64, device=mask.device),
-    )

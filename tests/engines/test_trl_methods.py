@@ -1,0 +1,284 @@
+"""Related methods that the TRL plug-in offers by name, against the objectives of their YAML files and TRL's own code."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+from trl import GRPOConfig, GRPOTrainer
+
+from stppo.objectives import NoStabilizer
+from stppo.plugins import methods
+from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer
+from stppo.trajectories import Layout
+from tests.engines.methods_cases import evaluated, plain_gradient, random_case, yaml_objective
+from tests.engines.test_trl_plugin import (
+    loss_and_gradient,
+    options,
+    scored,
+    small_world,
+    trainer_of,
+    warmed_up,
+)
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+NAMES = methods.OFFERED["trl"]
+MEANS = {"trajectory_mean": "grpo", "token_mean": "bnpo"}
+# A value of each method's knobs that is not its default, and acts on the batches here.
+KNOBS = {
+    "topr": {"clip": {"most": 2.0}},
+    "m2po": {"surrogate": {"tau": 0.3}},
+    "bapo": {"clip": {"high_most": 1.3}},
+    "bapo_ratio": {"clip": {"high_most": 1.3}},
+    "grpo_guard": {"ratio": {"floor": 0.5}},
+    "llds": {"stabilizer": {"coefficient": 1.5}},
+    "icepop": {"clip": {"epsilon_high": 0.3}},
+    "dppo": {"surrogate": {"delta": 0.05}},
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return small_world()
+
+
+@pytest.fixture
+def trainer(world, tmp_path):
+    def make(kind=TurnGRPOTrainer, config=TurnGRPOConfig, use_vllm=False, beta=0.0, **changes):
+        made = trainer_of(kind, config(**options(tmp_path, **changes)), world)
+        # A reference model would have to be loaded; its log-probs are given here.
+        made.use_vllm, made.beta = use_vllm, beta
+        return made
+
+    return make
+
+
+def published(name):
+    """TRL's options with which a method is its YAML's."""
+    rule = yaml_objective(name)
+    given = {"objective": name, "loss_type": MEANS[rule.loss_aggregation]}
+    if methods.clips_as_host(name):
+        given |= {"epsilon": rule.clip.epsilon_low, "epsilon_high": rule.clip.epsilon_high}
+    return given
+
+
+def inputs_of(mask, old, new, advantages):
+    """What TRL gives its loss for the same batch."""
+    columns = torch.arange(mask.shape[1]).expand(mask.shape)
+    completion = columns <= columns.where(mask, -1).amax(1, keepdim=True)
+    noise = random_case(99)[2]
+    return {
+        "prompt_ids": torch.zeros(len(mask), 1).long(),
+        "prompt_mask": torch.ones(len(mask), 1).long(),
+        "completion_ids": torch.zeros(mask.shape).long(),
+        "completion_mask": completion.long(),
+        "tool_mask": (mask | ~completion).long(),
+        "advantages": advantages[:, 0],
+        "old_per_token_logps": old,
+        "ref_per_token_logps": old + 0.1 * noise,
+        "importance_sampling_ratio": (0.2 * noise[:, :1]).exp(),
+        "num_items_in_batch": mask.sum(),
+    }
+
+
+def case_of(seed, **changes):
+    return random_case(seed, per_row=True, **changes)
+
+
+def assert_same(got, expected, tolerance=1e-10):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_gradient_and_metrics_are_those_of_the_yaml(trainer, name, monkeypatch):
+    rule, made = yaml_objective(name), trainer(**published(name))
+    for seed in range(3):
+        mask, old, new, advantages = case_of(seed)
+        got = loss_and_gradient(made, new, inputs_of(mask, old, new, advantages), monkeypatch)
+        assert_same(got, evaluated(rule, mask, old, new, advantages))
+        plain = torch.allclose(got[1], plain_gradient(rule, mask, advantages))
+        assert plain == (name == "reinforce"), "the others do something off the old policy"
+        layout, log_ratio = Layout.of(mask), (new - old)[mask]
+        found = rule.evaluate(log_ratio, advantages[mask], layout, behaviour_logprobs=old[mask]).diagnostics
+        metrics = {key: values[seed] for key, values in made._metrics["train"].items()}
+        for side, key in {
+            "region": "clip_fraction",
+            "low": "clip_fraction_low",
+            "high": "clip_fraction_high",
+        }.items():
+            assert metrics[f"clip_ratio/{side}_mean"] == pytest.approx(found[key], abs=1e-6)
+        assert metrics.get("stabilizer/ctn_penalty", 0.0) == pytest.approx(found["ctn_penalty"], abs=1e-9)
+        assert (found["ctn_penalty"] > 0) == (name == "llds")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_at_the_old_policy_the_gradient_is_the_plain_one(trainer, name, monkeypatch):
+    mask, old, _, advantages = case_of(3)
+    _, gradient = loss_and_gradient(
+        trainer(**published(name)), old, inputs_of(mask, old, old, advantages), monkeypatch
+    )
+    expected = plain_gradient(yaml_objective(name), mask, advantages)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_knobs_are_the_yamls_constants(trainer, name, monkeypatch):
+    mask, old, new, advantages = case_of(1)
+    inputs = inputs_of(mask, old, new, advantages)
+    got = loss_and_gradient(trainer(**published(name), knobs=KNOBS[name]), new, inputs, monkeypatch)
+    assert_same(got, evaluated(yaml_objective(name, **KNOBS[name]), mask, old, new, advantages))
+    without = loss_and_gradient(trainer(**published(name)), new, inputs, monkeypatch)
+    assert not torch.allclose(got[1], without[1])
+
+
+def test_every_method_with_knobs_is_tried():
+    assert set(KNOBS) == {name for name in NAMES if methods.knobs_of(name)}
+
+
+@pytest.mark.parametrize("name", ["topr", "bapo", "llds"])
+def test_turns_may_weigh_alike(trainer, name, monkeypatch):
+    mask, old, new, advantages = case_of(2)
+    made = trainer(**published(name) | {"loss_type": "turn_mean"})
+    got = loss_and_gradient(made, new, inputs_of(mask, old, new, advantages), monkeypatch)
+    assert_same(
+        got, evaluated(yaml_objective(name, loss_aggregation="turn_mean"), mask, old, new, advantages)
+    )
+
+
+OF_TRL = {
+    **{name: dict(loss_type=name) for name in ("grpo", "bnpo", "dr_grpo", "dapo")},
+    "reference KL": dict(loss_type="grpo", beta=0.1),
+    "entropy mask": dict(loss_type="grpo", top_entropy_quantile=0.5),
+    "entropy bonus": dict(loss_type="dapo", entropy_coef=0.1),
+    "off-policy mask": dict(loss_type="grpo", off_policy_mask_threshold=0.01),
+    "vLLM correction": dict(loss_type="bnpo", use_vllm=True),
+}
+
+
+@pytest.mark.parametrize("option", OF_TRL)
+def test_everything_else_is_trls(trainer, option, monkeypatch):
+    """LLDS without its penalty is GRPO, which TRL has itself, with every option that touches the loss."""
+    case = case_of(4)
+    given = OF_TRL[option] | {"use_bias_correction_kl": False, "epsilon": 0.2, "epsilon_high": 0.3}
+    ours = trainer(**given, objective="llds", knobs={"stabilizer": {"coefficient": 0.0}})
+    theirs = trainer(GRPOTrainer, GRPOConfig, **given, importance_sampling_level="token")
+    results = []
+    for made in (ours, theirs):
+        made.current_gradient_accumulation_steps = 2
+        results.append(loss_and_gradient(made, case[2], inputs_of(*case), monkeypatch))
+    assert_same(*results)
+    assert results[1][1].abs().sum() > 0
+    for key, values in theirs._metrics["train"].items():
+        assert ours._metrics["train"][key] == pytest.approx(values, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_accumulation_scales_everything(trainer, name, monkeypatch):
+    case, made = case_of(5), trainer(**published(name))
+    whole = loss_and_gradient(made, case[2], inputs_of(*case), monkeypatch)
+    made.current_gradient_accumulation_steps = 4
+    part = loss_and_gradient(made, case[2], inputs_of(*case), monkeypatch)
+    assert_same([4 * value for value in part], whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_completions_that_trl_masks_out_count_as_nothing(trainer, name, monkeypatch):
+    """But in TRL's mean over rows, which keeps counting them."""
+    mask, old, new, advantages = case_of(6)
+    inputs, made = inputs_of(mask, old, new, advantages), trainer(**published(name))
+    inputs["completion_mask"][4:] = 0
+    loss, gradient = loss_and_gradient(made, new, inputs, monkeypatch)
+    rule = yaml_objective(name)
+    first = [tensor[:4] for tensor in (mask, old, new, advantages)]
+    whole = evaluated(rule, *first)
+    # The penalty is a mean over tokens, which have not changed.
+    terms = evaluated(replace(rule, stabilizer=NoStabilizer()), *first)
+    share = 4 / 6 if rule.loss_aggregation == "trajectory_mean" else 1.0
+    assert_same((loss, gradient[:4]), [w + (share - 1) * t for w, t in zip(whole, terms, strict=True)])
+    assert gradient[:4].abs().sum() > 0 and not gradient[4:].any()
+    inputs["completion_mask"][:] = 0
+    loss, gradient = loss_and_gradient(made, new, inputs, monkeypatch)
+    assert loss == 0 and not gradient.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(objective="topo"), "objective='topo': must be one of topr, minirl"),
+        (dict(objective="vcpo"), "objective='vcpo': not offered, since it divides the learning rate"),
+        (dict(objective="st_ppo"), "objective='st_ppo': not offered, since its credit needs a critic"),
+        (dict(loss_type="vespo"), "loss_type='vespo' is an objective too, beside objective='topr': use one of grpo"),
+        (dict(loss_type="luspo"), "loss_type='luspo' is an objective too"),
+        (dict(importance_sampling_level="token"), "importance_sampling_level='token' would do nothing, since objec"),
+        (dict(ratio_aggregation="product"), "ratio_aggregation='product' would do nothing"),
+        (dict(stabilizer="ctn_kl"), "stabilizer='ctn_kl' would do nothing"),
+        (dict(delta=3.0), "delta=3.0 would do nothing"),
+        (dict(epsilon=0.3), "epsilon=0.3 would do nothing, since objective='topr' has bounds of its own"),
+        (dict(epsilon_high=0.3), "epsilon_high=0.3 would do nothing"),
+        (dict(beta=0.1), "use_bias_correction_kl=True weighs the KL by TRL's ratio, which objective='topr' replaces"),
+        (dict(knobs={"clip": {"mots": 2}}), "knobs.clip.mots: no knob of topr; allowed: clip.most"),
+        (dict(knobs={"clip": {"most": 0}}), "knobs.clip: TaperedClip.most=0: must be a number in (0"),
+        (dict(knobs=2.0), "knobs=2.0: must be a mapping"),
+        (dict(objective=None, knobs={"clip": {"most": 2}}), "knobs={'clip': {'most': 2}}: are those of a method"),
+        (dict(objective="minirl", epsilon=-1.0), "epsilon=-1.0: must be a number"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_named_in_one_line(tmp_path, changes, message):
+    with pytest.raises(ValueError) as error:
+        TurnGRPOConfig(**options(tmp_path, **{"objective": "topr", **changes}))
+    text = str(error.value)
+    assert message in text and text.startswith("TurnGRPOConfig.") and "\n" not in text
+
+
+def test_a_trainer_makes_the_updates_of_topr(world, tmp_path):
+    """Four updates on batches that TRL played, repeated by a plain loop with the objective of topr.yaml."""
+    start, rate, seen = warmed_up(world, 0), 1e-3, []
+
+    class Recording(TurnGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            seen.append({name: value for name, value in inputs.items() if torch.is_tensor(value)})
+            return super()._compute_loss(model, inputs)
+
+    given = dict(objective="topr", loss_type="bnpo", scale_rewards="none", num_iterations=2, max_steps=4)
+    config = TurnGRPOConfig(**options(tmp_path, **given, learning_rate=rate, per_device_train_batch_size=16))
+    made = trainer_of(Recording, config, world, copy.deepcopy(start))
+    made.train()
+    rows = [row for row in made.state.log_history if "clip_ratio/region_mean" in row]
+    assert len(seen) == len(rows) == 4 and all(row["completions/mean_turns"] > 1 for row in rows)
+    assert rows[1]["clip_ratio/region_mean"] > 0.01, "the second update on a batch is off-policy"
+
+    def moved(rule):
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+        for inputs in seen:
+            old, logprobs = inputs["old_per_token_logps"], scored(model, inputs)
+            layout = Layout.of((inputs["completion_mask"] * inputs["tool_mask"]).bool())
+            advantages = layout.gather(inputs["advantages"][:, None].expand(old.shape))
+            found = rule.evaluate(layout.gather(logprobs - old), advantages, layout)
+            optimizer.zero_grad()
+            found.loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            optimizer.step()
+        return flat(model)
+
+    def flat(model):
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    theirs, ours, others = flat(made.model), moved(yaml_objective("topr")), moved(yaml_objective("minirl"))
+    gap, apart, way = ((theirs - other).abs().max() for other in (ours, others, flat(start)))
+    print(f"apart by {gap:.2g}; from MiniRL by {apart:.2g}; weights moved by up to {way:.2g}")
+    assert gap < apart / 10 and way > 1e-3
