@@ -325,6 +325,23 @@ def test_ingredients_that_add_nothing_that_shows(benchmark):
         assert low < 0 < high, (one, other)
 
 
+def test_the_tolerant_push_little_at_failures(benchmark):
+    columns = ["regime", "algorithm", "iteration", "entropy", "negative_advantage_gradient_share"]
+    rows = pd.read_parquet(BENCH / "metrics/iterations.parquet", columns=columns)
+    rows = rows[(rows["regime"] == "BENCHMARK") & (rows["iteration"] <= 10)]
+    push = rows.groupby("algorithm")["negative_advantage_gradient_share"].mean()
+    finals = benchmark[0].mean()
+    n = math.ceil(len(finals) / 4)
+    least, highest = set(push.nsmallest(n).index), set(finals.nlargest(n).index)
+    told = f"Of the {n} whose gradient comes least from failures in the first ten iterations, {len(least & highest)} are among the {n}"
+    assert told in LEADERS
+    assert highest - least == {"kl_stop"} and {"topr", "sequence_mask", "turn_ppo", "gspo"} <= least
+    by = rows.pivot_table(index="algorithm", columns="iteration", values="entropy")
+    change = by[10] - by[1]
+    assert f"falls from the start, by {said(-change[list(least & highest)].max())} nats and more" in LEADERS
+    assert change["token_ppo"] > 0
+
+
 def test_confirmed_settings(benchmark):
     finals, fresh = benchmark
     means = fresh.mean()
