@@ -47,7 +47,7 @@ def test_an_incomplete_factorial_has_no_effect_and_the_title_says_who_ends_highe
     ends = {name: end for name, end in ENDS.items() if name != "s_ppo"}
     assert effects(runs(**ends), {"factorial": FACTORIAL}).empty
     plot = questions_figure(runs(**ends), {"factorial": FACTORIAL})
-    assert plot.title == "Of 3 arms ST-PPO (SO-PPO) ends highest, at 0.80"
+    assert plot.title == "Of 3 arms “ST-PPO (SO-PPO)” ends highest, at 0.80"
 
 
 def test_a_question_whose_recorded_arms_are_shown_already_gets_no_panel():

@@ -63,7 +63,8 @@ def questions_figure(metrics: Metrics, groups: Mapping[str, Group] | None = None
     title = _title(metrics, groups, found)
     question = "Which arm answers what? Final success of every run, sampled, and the mean over worlds."
     bar = Line2D([], [], color="#222222", linewidth=2, marker="|", markersize=11, markeredgewidth=2)
-    bar.set_label(f"mean, {LEVEL:.0%} interval over worlds".replace("%", " %"))
+    firm = any(metrics.arm(*arm)["world_seed"].nunique() >= fewest_worlds(LEVEL) for arm in drawn)
+    bar.set_label(f"mean, {LEVEL:.0%} interval over worlds".replace("%", " %") if firm else "mean")
     height = sum(ROW * len(rows) + HEAD for rows in panels.values())
     table = []
     with style():
@@ -99,7 +100,7 @@ def _title(metrics: Metrics, groups: Mapping[str, Group], found: pd.DataFrame) -
     group = next(group for group in groups.values() if len(_recorded(metrics, group)) > 1)
     regime, best = _recorded(metrics, group)[0]
     end = metrics.arm(regime, best).groupby("world_seed")["final"].mean().mean()
-    return f"Of {len(_recorded(metrics, group))} arms {metrics.look(best).label} ends highest, at {end:.2f}"
+    return f"Of {len(_recorded(metrics, group))} arms “{metrics.look(best).label}” ends highest, at {end:.2f}"
 
 
 def _panel(
@@ -116,7 +117,9 @@ def _panel(
             low, high = np.clip(mean(values, n_draws=4000).interval(LEVEL), 0, 1)
             ax.plot([low, high], [y, y], color="#222222", linewidth=1.8, solid_capstyle="butt", zorder=4)
         ax.plot([ends.mean()] * 2, [y - 0.3, y + 0.3], color="#222222", linewidth=2, zorder=5)
-        label = look.label + ("" if regime == MAIN else f" ({regime.lower().replace('_', ' ')})")
+        label = look.label
+        if regime != MAIN and len(group.regimes) > 1:
+            label += f", {regime.lower().replace('_', ' ')}"
         key = {"group": group.name, "regime": regime, "algorithm": name, "label": f"{label} ({len(values)})"}
         drawn.append(key | {"mean": ends.mean(), "low": low, "high": high, "worlds": len(values)})
     ax.set_yticks(range(len(rows)), [row["label"] for row in drawn])
