@@ -354,9 +354,41 @@ def test_confirmed_settings(benchmark):
     assert means["token_ppo"] >= means.max() - 0.05
 
 
-def test_all_runs_are_of_one_commit_and_one_processor():
+def test_which_commit_and_processor_made_the_runs():
     records = json.loads((BENCH / "metrics/runs.json").read_text(encoding="utf-8"))
-    where = {
-        (r["git_commit"][:7], r["git_dirty"], r["hardware"]["cpu"], r["hardware"]["cores"]) for r in records
+    assert not any(r["git_dirty"] for r in records)
+    where = {"vcpo": set(), "others": set()}
+    for r in records:
+        name = "vcpo" if r["algorithm"] == "vcpo" else "others"
+        where[name].add((r["git_commit"][:7], r["hardware"]["cpu"], r["hardware"]["cores"]))
+    assert where["others"] == {("85c0be2", "Intel(R) Xeon(R) Processor", 2)}
+    assert {cpu for _, cpu, _ in where["vcpo"]} == {"AMD EPYC"} and len(where["vcpo"]) == 1
+    starts = pd.DataFrame(
+        [
+            (r["world_seed"], r["warm_start"]["success_sampled"], r["warm_start"]["success_greedy"])
+            for r in records
+        ]
+    )
+    assert (starts.groupby(0).nunique() == 1).all(axis=None), "of the same success in every world"
+
+
+def test_which_methods_are_not_run_yet(benchmark):
+    from stppo.config_files import options
+
+    rest = set(options("algorithm")) - set(benchmark[0]) - {"so_ppo"}  # another name of st_ppo
+    named = {"llds", "grpo_guard", "agilerl_turn", "so_ppo_ctn_c", "so_grpo_ctn"}
+    variants = {
+        "bapo_ratio",
+        "loop_token",
+        "loop_trajectory",
+        "reinforce_whitened",
+        "s_ppo_cheap",
+        "st_ppo_cheap",
     }
-    assert where == {("85c0be2", False, "Intel(R) Xeon(R) Processor", 2)}
+    assert rest == named | variants
+
+
+def test_vcpo(benchmark):
+    one = benchmark[0]["vcpo"].mean()
+    five = (np.sort(benchmark[0]["vcpo"]) * np.diff((np.arange(41) / 40) ** 5)).sum()
+    assert f"{said(one)} with one try, {said(five)} with five." in LEADERS
