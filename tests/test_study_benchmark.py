@@ -1,4 +1,5 @@
 import importlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -6,11 +7,14 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from stppo import cli
 from stppo.config import ConfigError
+from stppo.config_files import VARIABLE
 from stppo.results.runs import Metrics
 from stppo.study import benchmark, benchmark_signals
 from stppo.study.benchmark import BASELINE, REGIME, best_of
 from stppo.study.benchmark_figures import pictures
+from stppo.training.campaign import Done
 from tests.synthetic_runs import Dynamics, gather, simulate
 
 
@@ -246,6 +250,50 @@ def test_the_picture_of_signals_counts_who_pushes_little_and_ends_high():
     assert plot.title == "The method that pushes least at failures ends highest"
     few = runs({BASELINE: 0.4, "turn_ppo": 0.7})
     assert benchmark_signals.signals_figure(few) is None
+
+
+def test_a_method_without_all_points_says_so_and_takes_no_title():
+    part = both(runs({BASELINE: 0.4}), runs({"turn_ppo": 0.9}, numbers=range(2)))
+    board, curves = pictures(part)[:2]
+    labels = [tick.get_text() for tick in board.figure.axes[0].get_yticklabels()]
+    assert labels == ["token PPO", "Turn-PPO (2 of 40)"]
+    assert curves.title.startswith("At the strongest settings token PPO ends highest")
+    assert curves.figure.axes[1].get_title(loc="left") == "Turn-PPO (2 of 40)"
+    drawn = curves.data[(curves.data["algorithm"] == "turn_ppo") & (curves.data["kind"] == "curve")]
+    mine = benchmark.points().set_index("point").loc[[0, 1]].eval("learning_rate * epochs")
+    assert mine.min() * 0.99 < drawn["x"].min() and drawn["x"].max() < mine.max() * 1.01, "over its own range"
+
+
+# ---- the command ------------------------------------------------------------------------------------
+def test_runs_that_have_not_ended_are_told_apart(tmp_path):
+    for name, status in (("done", "completed"), ("nan", "non_finite"), ("begun", "running")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({"status": status}))
+    folders = [tmp_path / name for name in ("done", "nan", "begun", "absent")]
+    assert benchmark.ended(folders) == (folders[:2], folders[2:3])
+
+
+def test_a_name_that_is_not_the_files_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    (tmp_path / "algorithm").mkdir()
+    text = "defaults: [turn_ppo]\nname: another\nprior: none\n"
+    (tmp_path / "algorithm/mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="mine.yaml: name is another; it must be the file's, mine"):
+        benchmark.prior_of("mine")
+
+
+@pytest.mark.parametrize("text", ["3-1", "1-", "x"])
+def test_points_that_name_none_are_refused(text):
+    with pytest.raises(ValueError, match=f"--points {text}: write numbers and ranges"):
+        cli._numbers(text)
+
+
+def test_the_time_left_does_not_count_what_was_there_already(capsys):
+    report = cli._progress()
+    report(Done("a", 1.0, "there already"), 1, 10)
+    assert "left" not in capsys.readouterr().out
+    report(Done("b", 60.0, "completed"), 2, 10)
+    assert "(60 s; about 8 min left)" in capsys.readouterr().out
 
 
 # ---- the site's page ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from stppo import cli
 from stppo.config_files import VARIABLE
 from stppo.ownership import PARENT
+from stppo.training import campaign
 from tests.conftest import TINY
 
 PRESET = """# @package _global_
@@ -79,3 +80,15 @@ def test_a_worker_takes_no_further_job_when_the_campaign_is_gone():
     }
     assert (told["gone"].returncode, told["gone"].stdout) == (1, "")
     assert told["none"].stdout.strip() == "went on"
+
+
+def test_an_error_in_a_rule_of_ones_own_names_its_line(tmp_path):
+    rule = tmp_path / "my_rules.py"
+    rule.write_text("def terms():\n    return {}['ratios']\n")
+    code = compile(rule.read_text(), str(rule), "exec")
+    space = {}
+    exec(code, space)
+    with pytest.raises(KeyError) as caught:
+        space["terms"]()
+    assert campaign._line(caught.value).startswith("KeyError: 'ratios'")
+    assert f"({rule}, line 2)" in campaign._line(caught.value)

@@ -221,7 +221,7 @@ def bench(
     kept = [committed] if committed.is_dir() else []
     if confirm:
         mine = [run_folder("benchmark", run) for run in benchmark.planned(method)]
-        mine = benchmark.not_in(committed, [folder for folder in mine if folder.exists()])
+        mine = benchmark.not_in(committed, benchmark.ended(mine)[0])
         planned = benchmark.confirmation(method, collect_runs([*kept, *mine], out / "metrics" / method))
     else:
         planned = benchmark.planned(method, None if at is None else _numbers(at))
@@ -230,13 +230,26 @@ def bench(
     if len(runs) < len(planned):
         typer.echo(f"{len(planned) - len(runs)} of {len(planned)} runs are recorded in {committed}")
     if failed := train_planned("benchmark", runs, jobs, _progress()):
+        changed = "set_aside" in str(failed[0].error)  # its checkpoint is of other code or settings
+        remedy = (
+            f"; for a changed method delete {folders[0].parent} or give it another name" if changed else ""
+        )
         raise ValueError(
-            f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}"
+            f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}{remedy}"
         )
     made = sorted(file.parent for file in run_folder("benchmark", planned[0]).parents[2].rglob("run.json"))
-    metrics = collect_runs([*kept, *benchmark.not_in(committed, made)], out / "metrics")
+    made, begun = benchmark.ended(benchmark.not_in(committed, made))
+    if begun:
+        names = ", ".join("/".join(folder.parts[-2:]) for folder in begun)
+        typer.echo(f"left out because they have not ended: {names} (`stppo bench METHOD` goes on)")
+    metrics = collect_runs([*kept, *made], out / "metrics")
     for plot in pictures(metrics):
         typer.echo(f"{plot.title}\n{plot.save(out)[1]}")
+    for _, row in (table := benchmark.leaderboard(metrics))[table["method"] == method].iterrows():
+        ends = f"{row['best_of_1']:.2f} [{row['best_of_1_low']:.2f}, {row['best_of_1_high']:.2f}]"
+        typer.echo(
+            f"{row['label']}: a random setting ends at {ends}, {row['points']} of {len(benchmark.points())} run"
+        )
 
 
 def _rerun(n: int, seed: int, jobs: int) -> None:
@@ -270,23 +283,27 @@ def _numbers(text: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdigit() or (dash and not (last.isdigit() and int(first) <= int(last))):
             raise ValueError(f"--points {text}: write numbers and ranges, such as 0-3,17")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
 
 
 def _progress():
-    """Prints a line a finished job, with the time that is left."""
+    """Prints a line a finished job, with the time that is left; what was there already says nothing about it."""
     from stppo.training.campaign import Done
 
-    began = time.monotonic()
+    worked: list[float] = []  # when each job that took its time had begun
 
     def report(done: Done, n: int, total: int) -> None:
-        left = (time.monotonic() - began) / n * (total - n) / 60
-        typer.echo(
-            f"{n}/{total} {done.name}: {done.error or done.text} ({done.seconds:.0f} s; about {left:.0f} min left)"
+        if done.seconds > 10 and done.error is None:
+            worked.append(time.monotonic() - done.seconds)
+        left = (
+            f"; about {(time.monotonic() - worked[0]) / len(worked) * (total - n) / 60:.0f} min left"
+            if worked
+            else ""
         )
+        typer.echo(f"{n}/{total} {done.name}: {done.error or done.text} ({done.seconds:.0f} s{left})")
 
     return report
 

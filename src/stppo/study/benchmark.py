@@ -8,6 +8,7 @@ paired by point.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,9 +19,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from stppo.algorithms import in_order, look
 from stppo.config import ConfigError, PlannedRun, options
-from stppo.config_files import NO_KNOB, Prior
+from stppo.config_files import NO_KNOB, Prior, lineage
 from stppo.files import repository_path
 from stppo.results.runs import Metrics, load_metrics
+from stppo.schema import COMPLETED, NON_FINITE, RUN_FILE
 
 POINTS = "results/reference/benchmark/points.csv"
 REGIME, CONFIRMATION = "BENCHMARK", "CONFIRMATION"
@@ -72,6 +74,9 @@ def prior_of(method: str) -> Prior | None:
     whose YAML does not say."""
     if method not in (known := options("algorithm")):
         raise ConfigError(f"{method}: no algorithm; known: {', '.join(known)}")
+    file, content = lineage("algorithm", method)[0]
+    if content.get("name", method) != method and "name" in content:
+        raise ConfigError(f"{file}: name is {content['name']}; it must be the file's, {method}")
     prior = look(method).prior
     if prior is None:
         raise ConfigError(
@@ -328,3 +333,13 @@ def not_in(committed: Path, folders: Iterable[Path]) -> list[Path]:
     if committed.is_dir():
         known = {(r["regime"], r["algorithm"], f"seed{r['seed']}") for r in load_metrics(committed).runs}
     return [folder for folder in folders if tuple(folder.parts[-3:]) not in known]
+
+
+def ended(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """Those of some run folders whose runs have ended, also in a loss that is not finite, and those begun but not ended."""
+    parts: tuple[list[Path], list[Path]] = ([], [])
+    for folder in folders:
+        if (file := folder / RUN_FILE).is_file():
+            status = json.loads(file.read_text(encoding="utf-8")).get("status")
+            parts[status not in (COMPLETED, NON_FINITE)].append(folder)
+    return parts

@@ -103,7 +103,12 @@ def leaderboard_figure(metrics: Metrics) -> Plot:
             ax.set_xlabel(name, fontsize=8.5)
         axes[0].set_yticks(
             range(len(table)),
-            [row["label"] + (" (plain)" if row["null"] else "") for _, row in table.iterrows()],
+            [
+                row["label"]
+                + " (plain)" * row["null"]
+                + f" ({row['points']} of {len(points())})" * (not row["complete"])
+                for _, row in table.iterrows()
+            ],
         )
         for ax in axes:
             ax.tick_params(axis="y", length=0, labelsize=8.5)
@@ -130,12 +135,12 @@ def tolerance_figure(metrics: Metrics) -> Plot:
     intensity = table["learning_rate"] * table["epochs"]
     at = np.geomspace(intensity.min(), intensity.max(), 40)
     curves = {name: tolerance_curve(runs[runs["algorithm"] == name], metrics, at) for name in methods}
-    strongest = {
-        name: curve[-8:].mean() for name, curve in curves.items()
-    }  # the last fifth, on the logarithm
+    counts = runs["algorithm"].value_counts()
+    whole = [name for name in methods if counts[name] == len(table)] or methods
+    strongest = {name: curves[name][-8:].mean() for name in whole}  # the last fifth, on the logarithm
     best = max(strongest, key=strongest.__getitem__)
     title = f"At the strongest settings {metrics.look(best).label} ends highest, at {strongest[best]:.2f}"
-    if BASELINE in curves and best != BASELINE:
+    if BASELINE in strongest and best != BASELINE:
         title += f"; token PPO at {strongest[BASELINE]:.2f}"
     question = "How far can each method be pushed? Final sampled success against learning rate × epochs."
     n_columns = min(COLUMNS, len(methods))
@@ -151,8 +156,10 @@ def tolerance_figure(metrics: Metrics) -> Plot:
                 ax.plot(at, curves[BASELINE], color=GREY, linewidth=1.5)
             x = intensity.loc[mine["seed"]].to_numpy()
             ax.plot(x, mine["final"], "o", color=its.color, markersize=3, alpha=0.6)
-            ax.plot(at, curves[name], color=its.color, linewidth=2)
-            ax.set_title(its.label, fontsize=8.5, color=its.color, fontweight="bold")
+            seen = (at >= 0.999 * x.min()) & (at <= 1.001 * x.max())
+            ax.plot(at[seen], curves[name][seen], color=its.color, linewidth=2)
+            part = "" if name in whole else f" ({counts[name]} of {len(table)})"
+            ax.set_title(its.label + part, fontsize=8.5, color=its.color, fontweight="bold")
             ax.set(xscale="log", ylim=(0, 1))
             ax.tick_params(labelsize=7.5)
             worlds = mine["world_seed"].to_numpy()
@@ -161,7 +168,11 @@ def tolerance_figure(metrics: Metrics) -> Plot:
                     {"x": x, "value": mine["final"], "world": worlds, "kind": "run", "algorithm": name}
                 )
             )
-            rows.append(pd.DataFrame({"x": at, "value": curves[name], "kind": "curve", "algorithm": name}))
+            curve = {"x": at[seen], "value": curves[name][seen], "kind": "curve", "algorithm": name}
+            rows.append(pd.DataFrame(curve))
+        for ax in axes[max(0, len(methods) - n_columns) : len(methods)]:  # the lowest of each column
+            ax.tick_params(labelbottom=True)
+            ax.set_xlabel("learning rate × epochs", fontsize=7.5)
         for ax in axes[len(methods) :]:
             ax.set_visible(False)
     caption = (

@@ -12,9 +12,11 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -173,4 +175,12 @@ def _train(name: str, config: dict, folder: Path, start: Path) -> Done:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    """The error in one line, with its place where that is a file of the user's own."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not Path(frame.filename).is_relative_to(Path(__file__).parents[1])
+        and not re.search(r"[/\\](site-packages|lib[/\\]python[^/\\]*)[/\\]|^<", frame.filename)
+    ]
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
