@@ -127,6 +127,7 @@ def test_topr_does_better_than_the_papers(runs, text):
     assert n == len(topr) and low > 0
     if "above ST-PPO" in text:
         assert f"{said(mean)} above ST-PPO [{said(low)}, {said(high)}]" in text
+    assert f"it ended at {said(topr['sampled'].mean())} in twelve other worlds" in LEADERS and n == 12
     assert topr["sampled"].mean() == max(part["sampled"].mean() for part in runs.values())
 
 
