@@ -47,19 +47,23 @@ def test_table(runs):
 
 def test_turn_weights_end_high_and_token_weights_do_not(runs):
     turn = runs.loc[TURN_WEIGHTS, "sampled"]
-    token = runs.drop(index=[*TURN_WEIGHTS, "kl_stop"], level=0)["sampled"]
-    high = (token >= 0.55).sum()
     assert len(turn) == 9 and (turn >= 0.55).all() and "at .55 or higher in 9 of 9 runs" in TEXT
-    assert high == 1 and f"one run of {len(token)} does" in TEXT
+    token = runs.loc[["token_ppo", "weight_token_decides_turn"], "sampled"]
+    assert (token >= 0.55).sum() == 1 and len(token) == 6 and "one run of 6 does" in TEXT
+    assert (runs.loc["kl_stop", "sampled"] >= 0.55).sum() == 1 and "with the KL stop one of 3" in TEXT
 
 
 def test_neither_the_clip_nor_the_credit(runs, early):
     mean = runs["sampled"].groupby("algorithm").mean().map(said)
-    assert f"does not help ({mean.weight_token_decides_turn} against {mean.token_ppo})" in TEXT
+    assert f"count ends at {mean.weight_token_decides_turn} against {mean.token_ppo}" in TEXT
+    apart = runs.loc["weight_token_decides_turn", "sampled"] - runs.loc["token_ppo", "sampled"]
+    signs = ["−" * (x < 0) + "+" * (x > 0) + said(abs(x)) for x in apart]
+    assert f"world by world {signs[0]}, {signs[1]} and {signs[2]}" in TEXT
     push = early.groupby("algorithm")["negative_advantage_gradient_share"].mean().map(said)
     told = f"({push.weight_token_decides_turn} against {push.turn_ppo}; token PPO {push.token_ppo})"
     assert told in TEXT
-    assert f"on token ratios ends at {mean.token_ppo_turn_mean}" in TEXT
+    own = f"turn weights end at {mean.turn_ppo}, with own advantages at {mean.weight_turn_decides_turn}"
+    assert own in TEXT and f"on token ratios that credit ends at {mean.token_ppo_turn_mean}" in TEXT
     assert f"(dual clip, {mean.dual_clip})" in TEXT
 
 

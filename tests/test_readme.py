@@ -71,11 +71,10 @@ def test_number_of_runs_is_said():
 def test_who_learns_and_who_collapses(runs, text):
     token, st = runs["token_ppo"], runs["st_ppo"]
     assert len(token) == len(st) == 16
-    assert (
-        f"From {said(st['start'].mean())} before training, **ST-PPO ended at {said(st['sampled'].mean())} and "
-        in text
+    ends = (
+        f"**ST-PPO ended at {said(st['sampled'].mean())} and token PPO at {said(token['sampled'].mean())}**"
     )
-    assert f"token PPO at {said(token['sampled'].mean())}** (16 worlds each)" in text
+    assert f"{ends}, from {said(st['start'].mean())} (16 worlds each)" in text
     assert f"ST-PPO learned without a crash in {counts(st, 'learned')} worlds" in text
     never = counts(token, "did not learn", "lost its start")
     recovered = counts(token, "crashed and recovered")
@@ -83,6 +82,9 @@ def test_who_learns_and_who_collapses(runs, text):
         f"{counts(token, 'collapsed')} collapsed, {recovered} crashed and recovered, {never} never learned"
         in text
     )
+    fresh = pd.read_csv(BENCH / "metrics/summary.csv").query("regime == 'CONFIRMATION'")
+    best = fresh[fresh["algorithm"] == "token_ppo"]["final"].mean()
+    assert f"At its best setting token PPO reaches {said(best)}" in text
 
 
 @TEXTS
@@ -94,16 +96,18 @@ def test_it_is_the_turn_ratio(runs, text):
         in text
     )
     assert (
-        f"ended at {said(s['sampled'].mean())}: it collapsed in {counts(s, 'collapsed')} of {len(s)}, against"
+        f"ended at {said(s['sampled'].mean())} and collapsed in {counts(s, 'collapsed')} of {len(s)}: no sign"
         in text
     )
     assert s["sampled"].mean() < runs["token_ppo"]["sampled"].mean() + 0.05 < turn["sampled"].mean()
+    verdicts = pd.read_csv(STUDY / "claims/claims.csv").groupby("id")["verdict"].first()
+    assert verdicts["C2.s_ppo"] == "inconclusive"
 
 
-def apart(runs, one: str, other: str) -> tuple[int, float, float, float]:
-    """Worlds of both, mean difference in final sampled success, and its 95 % interval over worlds."""
-    both = runs[one].join(runs[other]["final"], rsuffix="_other", how="inner")
-    values = (both["final"] - both["final_other"]).to_numpy()
+def apart(runs, one: str, other: str, column: str = "final") -> tuple[int, float, float, float]:
+    """Worlds of both, mean difference in a column (final sampled success), and its 95 % interval over worlds."""
+    both = runs[one].join(runs[other][column], rsuffix="_other", how="inner")
+    values = (both[column] - both[f"{column}_other"]).to_numpy()
     drawn = np.random.default_rng(0).choice(values, (20000, len(values))).mean(axis=1)
     return len(values), float(values.mean()), *np.quantile(drawn, [0.025, 0.975])
 
@@ -114,6 +118,10 @@ def test_what_the_divisor_adds_to_turn_ratios(runs, text):
     assert low < 0 < high and abs(mean) < 0.01, "else the sentence is another one"
     told = f"ended alike in {n} worlds (difference {signed(mean)}, 95 % interval {signed(low)} to {signed(high)})"
     assert f"ST-PPO and Turn-PPO {told}" in text
+    _, mean, low, high = apart(runs, "st_ppo", "turn_ppo", "after_10")
+    assert (
+        f"ST-PPO is {said(mean)} ahead after ten iterations [{said(low)}, {said(high)}]" in text and low > 0
+    )
 
 
 @TEXTS
@@ -126,7 +134,8 @@ def test_topr_does_better_than_the_papers(runs, text):
     n, mean, low, high = apart(runs, "topr", "st_ppo")
     assert n == len(topr) and low > 0
     if "above ST-PPO" in text:
-        assert f"{said(mean)} above ST-PPO [{said(low)}, {said(high)}]" in text
+        greedy = apart(runs, "topr", "st_ppo", "greedy_final")[1]
+        assert f"{said(mean)} above ST-PPO [{said(low)}, {said(high)}], greedy {said(greedy)}" in text
     assert f"it ended at {said(topr['sampled'].mean())} in twelve other worlds" in LEADERS and n == 12
     assert topr["sampled"].mean() == max(part["sampled"].mean() for part in runs.values())
 
@@ -134,7 +143,7 @@ def test_topr_does_better_than_the_papers(runs, text):
 @TEXTS
 def test_without_a_critic_and_plain_remedies(runs, text):
     end = {name: said(part["sampled"].mean()) for name, part in runs.items()}
-    one_ratio = "GSPO, which has one ratio a trajectory, at"
+    one_ratio = "GSPO, with a ratio a trajectory and a much narrower clip, at"
     assert f"GRPO ended at {end['grpo']}, SO-GRPO at {end['so_grpo']}, {one_ratio} {end['gspo']}" in text
     stop = runs["kl_stop"]
     share = round(100 * stop["updates"].mean() / runs["token_ppo"]["updates"].mean())
@@ -143,19 +152,29 @@ def test_without_a_critic_and_plain_remedies(runs, text):
     assert f"crashed in {crashed} of {len(stop)} worlds" in text
     mild = pd.read_csv(STUDY.parent / "mild/metrics/summary.csv").groupby("algorithm")["final"].mean()
     numbers = [said(mild[name]) for name in ("kl_stop", "st_ppo", "token_ppo")]
-    assert "as well as ST-PPO, {} and {} (token PPO: {})".format(*numbers) in text
+    assert "it ends near ST-PPO, {} and {} (token PPO: {})".format(*numbers) in text
 
 
 @TEXTS
 def test_who_clips_more(runs, text):
     st, token = (said(runs[name]["clip_fraction_mean"].mean()) for name in ("st_ppo", "token_ppo"))
-    assert f"ST-PPO clips more tokens than token PPO ({st} against {token})" in text and st > token
+    if "ST-PPO clips more" in text:
+        assert f"ST-PPO clips more tokens than token PPO ({st} against {token})" in text and st > token
+        fewer = -apart(runs, "st_ppo", "turn_ppo", "clip_fraction_mean")[1]
+        assert f"and {said(fewer)} fewer than Turn-PPO" in text
 
 
 def test_largest_gradients(runs):
     largest = {name: runs[name]["gradient_norm_max"].median() for name in ("token_ppo", "st_ppo")}
     told = f"is {largest['token_ppo']:.0f} (median over worlds), ST-PPO's {largest['st_ppo']:.1f}"
     assert told in " ".join(PAGE.split())
+    rows = pd.read_parquet(STUDY / "metrics/iterations.parquet").query("algorithm == 'token_ppo'")
+    crash = runs["token_ppo"]["crash_iteration"].dropna()
+    at = rows.loc[rows.groupby("seed")["gradient_norm_max"].idxmax()].set_index("seed")["iteration"]
+    late = (at.loc[crash.index] >= crash).sum()
+    assert f"in {late} of its {len(crash)} crashed runs it comes at the crash or after it" in " ".join(
+        PAGE.split()
+    )
 
 
 def test_picture_is_named_by_what_it_found():
@@ -279,6 +298,18 @@ def test_one_try_five_tries_and_the_strongest_settings(benchmark):
         in LEADERS
     )
     assert f"{one.topr} with one try, {five.topr} with five, {strong.topr} at the 20 strongest" in LEADERS
+    assert f"TOPR ({five.topr}) and VESPO ({five.vespo}) stand out" in LEADERS
+    greedy = pd.read_csv(BENCH / "metrics/summary.csv").query("regime == 'BENCHMARK'")
+    greedy = greedy.groupby("algorithm")["greedy_final"].mean().map(said)
+    assert (
+        f"(greedy with one try: {greedy.topr}, ST-PPO {greedy.st_ppo}, token PPO {greedy.token_ppo})"
+        in LEADERS
+    )
+    best = fresh.mean().map(said)
+    assert (
+        f"Each at its best setting, in fresh worlds, it ends at {best.topr}, token PPO at {best.token_ppo}"
+        in LEADERS
+    )
     assert finals.mean().idxmax() == "topr"
     worst = finals.mean().nsmallest(5).index
     assert set(worst) == {"reinforce", "rloo", "cispo", "sapo", "tis"}
@@ -341,6 +372,26 @@ def test_the_tolerant_push_little_at_failures(benchmark):
     change = by[10] - by[1]
     assert f"falls from the start, by {said(-change[list(least & highest)].max())} nats and more" in LEADERS
     assert change["token_ppo"] > 0
+    assert (
+        f"over all {len(finals)} methods the rank correlation is {signed(finals.corr(push, method='spearman'))}"
+        in LEADERS
+    )
+
+
+def test_reuse_strains_more_than_age(benchmark):
+    points = pd.read_csv(BENCH / "points.csv").set_index("point")
+    points["reuse"] = points["learning_rate"] * points["epochs"]
+    rank = {
+        (name, column): benchmark[0][name].corr(points[column], method="spearman")
+        for name in ("token_ppo", "turn_ppo", "topr")
+        for column in ("reuse", "staleness", "knob")
+    }
+    told = f"(rank correlation {signed(rank['token_ppo', 'reuse'])}) and less with the age of the batch ({signed(rank['token_ppo', 'staleness'])})"
+    assert told in LEADERS
+    turn = f"Turn-PPO's {signed(rank['turn_ppo', 'reuse'])} and {signed(rank['turn_ppo', 'staleness'])}"
+    assert turn in LEADERS
+    assert max(abs(rank["topr", column]) for column in ("reuse", "staleness")) < 0.1, "TOPR's with neither"
+    assert f"its knob; rank correlation {signed(rank['topr', 'knob'])}" in LEADERS
 
 
 def test_confirmed_settings(benchmark):
