@@ -422,13 +422,13 @@ def _trends_title(metrics: Metrics, regime: str, table: pd.DataFrame) -> str:
     )
     part = table[table["metric"] == metric].set_index("algorithm")
     what = {"clipping_bias_norm": "clipping-bias norm ‖C‖"}.get(metric, "gradient norm")
-    told = []
-    for name in findings.pair(metrics, regime, list(part.index)):
+    told, named = [], findings.pair(metrics, regime, list(part.index))
+    for name in named:
         row = part.loc[name]
         firm = row["r_squared"] >= FIRM
         trend = f"× {row['factor_per_10']:.2f} per 10 iterations" if firm else "no steady trend"
         told.append(f"{trend} with {findings.name_of(metrics, name)} (R² {row['r_squared']:.2f})")
-    n_worlds = min(metrics.arm(regime, name)["world_seed"].nunique() for name in part.index)
+    n_worlds = min(metrics.arm(regime, name)["world_seed"].nunique() for name in named)
     few = f"{findings.few_words(n_worlds)}: " if n_worlds < fewest_worlds(LEVEL) else ""
     return f"{few}{what if few else what[0].upper() + what[1:]}: {', '.join(told)}"
 

@@ -139,9 +139,11 @@ def tolerance_figure(metrics: Metrics) -> Plot:
     whole = [name for name in methods if counts[name] == len(table)] or methods
     strongest = {name: curves[name][-8:].mean() for name in whole}  # the last fifth, on the logarithm
     best = max(strongest, key=strongest.__getitem__)
-    title = f"At the strongest settings {metrics.look(best).label} ends highest, at {strongest[best]:.2f}"
+    title = (
+        f"At the strongest settings {metrics.look(best).label}'s curve is highest, at {strongest[best]:.2f}"
+    )
     if BASELINE in strongest and best != BASELINE:
-        title += f"; token PPO at {strongest[BASELINE]:.2f}"
+        title += f"; token PPO's is at {strongest[BASELINE]:.2f}"
     question = "How far can each method be pushed? Final sampled success against learning rate × epochs."
     n_columns = min(COLUMNS, len(methods))
     n_rows = -(-len(methods) // n_columns)
