@@ -279,16 +279,24 @@ class DecidedBy(Mask):
     clip's bounds and as PPO's min would, by the geometric ratio of its segment of this kind (`stppo.trajectories.SEGMENTS`).
 
     Every token keeps its own advantage and score: a turn ratio's gradient would give its tokens the turn's mean advantage.
+    weighed: False puts the weight 1 in place of the ratio. most: the weight is held at or below it.
     """
 
     granularity: str = "turn"
+    weighed: bool = True
+    most: float = float("inf")
 
     def __post_init__(self) -> None:
         one_of(self, "granularity", SEGMENTS)
+        in_range(self, "most", 0.0, low_open=True)
 
     def keep(self, tokens: Tokens, bounds: Bounds) -> Tensor:
         decisive = Ratio(self.granularity)(tokens.log_ratio.detach(), tokens.layout)
         return ~beyond(replace(tokens, ratio=decisive), bounds)
+
+    def factor(self, tokens: Tokens, bounds: Bounds) -> Tensor:
+        found = super().factor(tokens, bounds)
+        return (found if self.weighed else (found > 0).to(found.dtype)).clamp(max=self.most)
 
 
 @dataclass(frozen=True)
