@@ -444,11 +444,16 @@ def test_limits_of_a_knob_are_other_methods(name, changed, other, what):
 
 
 @pytest.mark.parametrize(
-    ("weight", "decides"), [("token", "turn"), ("turn", "token"), ("turn", "turn"), ("token", "token")]
+    ("weight", "decides", "options"),
+    [
+        *(("token", "turn", {}), ("turn", "token", {}), ("turn", "turn", {}), ("token", "token", {})),
+        *(("token", "token", {"weighed": False}), ("token", "turn", {"most": 1.2})),
+    ],
 )
-def test_one_ratio_weighs_and_another_decides(weight, decides):
-    """d loss / d log pi of a token is -(w A / length / rows) where the deciding ratio is in range, by hand."""
-    rule = {"_target_": "stppo.objectives.rivals.DecidedBy", "granularity": decides}
+def test_one_ratio_weighs_and_another_decides(weight, decides, options):
+    """d loss / d log pi of a token is -(w A / length / rows) where the deciding ratio is in range, by hand; w is 1 or held
+    at a value where the options say so."""
+    rule = {"_target_": "stppo.objectives.rivals.DecidedBy", "granularity": decides, **options}
     section = FILES["token_ppo"]["objective"] | {"surrogate": rule}
     objective = configs.build(section | {"ratio": section["ratio"] | {"granularity": weight}}, "objective")
     policy, batch = TabularPolicy(), mixed_batch()
@@ -467,7 +472,12 @@ def test_one_ratio_weighs_and_another_decides(weight, decides):
             a, decisive = advantages[row, t], ratios[decides]
             inside = not ((a > 0 and decisive > 1.2) or (a < 0 and decisive < 0.8))
             kept += inside
-            expected = -ratios[weight] * a * inside / len(agent) / len(batch)
+            w = (
+                1.0
+                if not options.get("weighed", True)
+                else min(float(ratios[weight]), options.get("most", math.inf))
+            )
+            expected = -w * a * inside / len(agent) / len(batch)
             assert found[row, t].item() == pytest.approx(float(expected), abs=1e-12)
     assert 0.2 < kept / int(batch.agent_mask.sum()) < 0.95, "both kinds of token occur"
 
@@ -510,6 +520,7 @@ def test_bapos_rules_differ_in_what_a_clipped_token_counts():
         (lambda: GradientClip(max_norm=-1.0), "GradientClip.max_norm=-1.0"),
         (lambda: KLStop(target_kl=0.0), "KLStop.target_kl=0.0"),
         (lambda: DecidedBy("word"), "granularity='word'"),
+        (lambda: DecidedBy(most=0.0), "DecidedBy.most=0.0"),
     ],
 )
 def test_bad_options_are_refused_by_name(make, message):
