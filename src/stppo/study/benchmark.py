@@ -75,8 +75,8 @@ def prior_of(method: str) -> Prior | None:
     if method not in (known := options("algorithm")):
         raise ConfigError(f"{method}: no algorithm; known: {', '.join(known)}")
     file, content = lineage("algorithm", method)[0]
-    if content.get("name", method) != method and "name" in content:
-        raise ConfigError(f"{file}: name is {content['name']}; it must be the file's, {method}")
+    if (name := content.get("name", method)) != method:  # one that inherits all may have none
+        raise ConfigError(f"{file}: name is {name}; it must be the file's, {method}")
     prior = look(method).prior
     if prior is None:
         raise ConfigError(

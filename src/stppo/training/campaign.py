@@ -154,7 +154,7 @@ def _recorded_start(config: Config, name: str) -> Path | None:
     fits = [
         start
         for start in kept
-        if json.loads((start / WARM_START_FILE).read_text("utf-8"))["made_for"] == made_for(config)
+        if json.loads((start / WARM_START_FILE).read_text("utf-8")).get("made_for") == made_for(config)
     ]
     return fits[0] if fits else None
 
