@@ -231,7 +231,7 @@ def test_completions_that_trl_masks_out_count_as_nothing(trainer, name, monkeypa
         (dict(epsilon_high=0.3), "epsilon_high=0.3 would do nothing"),
         (dict(beta=0.1), "use_bias_correction_kl=True weighs the KL by TRL's ratio, which objective='topr' replaces"),
         (dict(knobs={"clip": {"mots": 2}}), "knobs.clip.mots: no knob of topr; allowed: clip.most"),
-        (dict(knobs={"clip": {"most": 0}}), "knobs.clip: TaperedClip.most=0: must be a number in (0"),
+        (dict(knobs={"clip": {"most": -1}}), "knobs.clip: TaperedClip.most=-1: must be a number in [0"),
         (dict(knobs=2.0), "knobs=2.0: must be a mapping"),
         (dict(objective=None, knobs={"clip": {"most": 2}}), "knobs={'clip': {'most': 2}}: are those of a method"),
         (dict(objective="minirl", epsilon=-1.0), "epsilon=-1.0: must be a number"),

@@ -186,12 +186,12 @@ class BalancedClip(ClipRule):
 
 @dataclass(frozen=True)
 class TaperedClip(ClipRule):
-    """TOPR (arXiv 2503.14286), for `ClippedWeight`: weight 1 for A > 0, min(w, most) for A <= 0."""
+    """TOPR (arXiv 2503.14286), for `ClippedWeight`: weight 1 for A > 0, min(w, most) for A <= 0 (most 0: no failure counts)."""
 
     most: float = 1.0
 
     def __post_init__(self) -> None:
-        in_range(self, "most", 0.0, low_open=True)
+        in_range(self, "most", 0.0)
 
     def bounds(self, tokens: Tokens) -> Bounds:
         positive = tokens.advantages > 0
