@@ -43,7 +43,7 @@ RIVALS = (
     *("topr", "cispo", "tis", "vespo", "vcpo"),
     *("minirl", "icepop", "sequence_mask", "dppo", "m2po"),
     *("sapo", "gmpo", "llds"),
-    *("grad_clip", "kl_stop"),
+    *("grad_clip", "kl_stop", "successes_only", "weight_one"),
 )
 # The order of tables and legends; files that are not named here come behind, by name.
 ORDER = (*PAPER, *RIVALS)

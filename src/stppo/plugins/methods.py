@@ -38,6 +38,7 @@ _MORE_THAN_A_LOSS = {
     **dict.fromkeys(("loop_token", "loop_turn", "loop_trajectory"), _DROPS),
     "kl_stop": "it ends the updates on a batch, which a loss cannot",
 }
+_NULL = "it is a null of the studies: minirl's mask without minirl's weight"
 _BYPASS = "verl has it: loss_mode=bypass_mode with rollout_correction.loss_type=reinforce, rollout_is=token, rollout_is_threshold="
 _CRITIC = "its credit needs a critic, which TRL does not have; on TRL's advantages its loss is "
 _OUR_LEVEL = "it is importance_sampling_level="
@@ -59,6 +60,8 @@ _ELSEWHERE = {
         "reinforce": "verl has it: loss_mode=gpg",
         "reinforce_whitened": "verl has it: loss_mode=gpg, algorithm.adv_estimator=reinforce_plus_plus",
         "rloo": "verl has it: loss_mode=gpg, algorithm.adv_estimator=rloo",
+        "successes_only": "it is loss_mode=topr with policy_loss.knobs={clip: {most: 0}}",
+        "weight_one": _NULL,
         "so_ppo_ctn": "it is loss_mode=so_ppo, reading=B",
         "so_grpo_ctn": "it is loss_mode=so_grpo, reading=B",
         "s_ppo_cheap": "it needs the last block's gradient; loss_mode=s_ppo has the cheap divisor that a loss can have",
@@ -88,6 +91,8 @@ _ELSEWHERE = {
         "sapo": f"{_OUR_LEVEL}'token' with loss_type='sapo'",
         "vespo": f"{_OUR_LEVEL}'token' with loss_type='vespo'",
         "sequence_mask": f"{_OUR_LEVEL}'token' with off_policy_mask_threshold=0.5",
+        "successes_only": "it is objective='topr' with knobs={'clip': {'most': 0}}",
+        "weight_one": _NULL,
         "gmpo": "TRL has a trainer for it: trl.experimental.gmpo",
         "rloo": "it is objective='reinforce' with scale_rewards='none', but for a constant factor",
         "reinforce_whitened": "it is objective='reinforce' with scale_rewards='batch', but for the group's mean",
