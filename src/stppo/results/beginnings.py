@@ -34,11 +34,12 @@ SIGNALS = {  # column of the iterations: name
 
 
 def beginnings_of(metrics: Metrics, regime: str) -> pd.DataFrame:
-    """One row per run of a regime: `algorithm`, `world`, `seed`, `final` success, and each signal's mean over its first
+    """One row per run of a regime's `Metrics.methods`: `algorithm`, `world`, `seed`, `final` success, and each signal's mean over its first
     `EARLY` iterations; NaN where it was not recorded."""
-    rows = []
+    rows, methods = [], metrics.methods(regime)
     for record in metrics.runs:
-        if record["regime"] != regime or record["iterations"] < 2 * EARLY:
+        shown = record["regime"] == regime and record["algorithm"] in methods
+        if not shown or record["iterations"] < 2 * EARLY:
             continue
         its = metrics.select(metrics.iterations, record)
         early = its[its["iteration"] <= EARLY]
@@ -87,7 +88,7 @@ def beginnings(metrics: Metrics) -> Plot | None:
         f"What in the first {EARLY} iterations tells how a run ends? Left: the strongest signal, a dot for each run. Right: "
         "rank correlation of each signal with final success, over the methods of a world."
     )
-    algorithms = in_order(metrics.algorithms(regime))
+    algorithms = in_order(metrics.methods(regime))
     with style():
         fig = page(
             title, question, source_of(metrics, [regime], algorithms), 3.6, line_handles(metrics, algorithms)

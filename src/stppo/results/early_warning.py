@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from stppo.results.curves import page, source_of
@@ -255,6 +256,8 @@ def early_warning(metrics: Metrics) -> Plot | None:
     colors = {"crash": "#D55E00", "no crash": "#8A8A8A"}
     words = {"crash": "runs that fall", "no crash": "runs that do not"}
     handles = [Line2D([], [], color=color, linewidth=2, label=words[kind]) for kind, color in colors.items()]
+    bars = {"alarm rang before": 1.0, "rang in the fall's own iteration": 0.25}
+    handles += [Patch(color="#0061A8", alpha=alpha, label=word) for word, alpha in bars.items()]
     with style():
         fig = page(title, question, source_of(metrics, regimes, algorithms), 4.3, handles)
         left, right = fig.subfigures(1, 2, width_ratios=[1.25, 1])
@@ -290,7 +293,7 @@ def early_warning(metrics: Metrics) -> Plot | None:
         f"{question} A run counts once it has learned (rose by {LEARNED:.2f}); a fall is the first evaluation below half of its "
         f"gain. Lines: medians, bands: quartiles. An alarm announces a fall if it rings in the {AHEAD} iterations before; "
         f"thresholds allow {BUDGET:g} false alarm in 100 iterations where they are tuned. Ahead: median, in iterations; false: "
-        "alarms in 100 iterations without a fall. Pale: first rang in the iteration of the fall itself."
+        "alarms in 100 iterations without a fall. Dark: the signal that did best in the half that it was tuned in."
     )
     return Plot("early_warning", fig, paths, caption, tables={"alarms": table}, title=title)
 

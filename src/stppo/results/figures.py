@@ -119,7 +119,8 @@ def learning(metrics: Metrics) -> Plot | None:
     base = metrics.look(findings.pair(metrics, regime, algorithms)[0]).label
     caption = (
         f"{question} The title compares sampled success: of runs that learned (rose by {LEARNED:.2f}), the share of that gain "
-        f"which the last tenth of the run keeps, else final success. Thin: one run of {base}, the one of median area. "
+        f"which the last tenth of the run keeps, else final success; means over all worlds, while lines leave out the best and the "
+        f"worst quarter. Thin: one run of {base}, the one of median area. "
         f"{BANDS} {STYLE_NOTE}"
     )
     title = findings.learning(metrics, regime, algorithms)
@@ -135,7 +136,7 @@ def _typical(metrics: Metrics, regime: str, algorithm: str) -> list[int]:
 def every_algorithm(metrics: Metrics) -> Plot | None:
     """A panel for every algorithm, the baseline's mean behind it."""
     regime = main_regime(metrics)
-    algorithms = in_order(metrics.algorithms(regime))
+    algorithms = in_order(metrics.methods(regime))
     question = "How does every algorithm fare? Sampled success on held-out questions; below each name, what became of its runs."
     title = findings.every_algorithm(metrics, regime)
     n_columns = min(3 if len(algorithms) <= 21 else 4, len(algorithms))
@@ -189,7 +190,7 @@ def stability(metrics: Metrics) -> Plot | None:
     regime = main_regime(metrics)
     means = {
         name: metrics.arm(regime, name).groupby("world_seed")["final"].mean().mean()
-        for name in metrics.algorithms(regime)
+        for name in metrics.methods(regime)
     }
     algorithms = sorted(in_order(means), key=lambda name: -means[name])
     question = "Where do the runs end? Mean success of the last tenth of each run, and the mean over worlds."
@@ -277,12 +278,13 @@ def clip_ratio(metrics: Metrics) -> Plot | None:
         metrics,
         "clip_ratio",
         regime,
-        metrics.algorithms(regime),
+        metrics.methods(regime),
         panels,
         findings.trend_of(metrics, regime, "clip_fraction", "clip fraction", "{:.0f}", " %", 100),
         "How much is clipped, and how far does the policy move from the one that sampled?",
         "Clip fraction: share of agent tokens whose term takes the clipped branch. A turn-level clip takes a whole turn, so "
-        "compare the course of one algorithm, not levels across granularities. The title compares the first third of the "
+        "compare the course of one algorithm, not levels across granularities. Where the ratio is a weight (TOPR), the share whose "
+        "weight is another than the ratio. The title compares the first third of the "
         "iterations (after the queue has filled) with the last. The lowest 3 % of a logarithmic axis are cut off.",
         filling=True,
     )
@@ -304,7 +306,7 @@ def norms(metrics: Metrics) -> Plot | None:
         metrics,
         "norms",
         regime,
-        metrics.algorithms(regime),
+        metrics.methods(regime),
         NORM_PANELS,
         findings.spikes(metrics, regime),
         "Do gradients explode before success falls? L2 norms before any clipping, means over each iteration's updates.",
@@ -321,7 +323,7 @@ def signals(metrics: Metrics) -> Plot | None:
         metrics,
         "signals",
         regime,
-        metrics.algorithms(regime),
+        metrics.methods(regime),
         SIGNAL_PANELS,
         findings.trend_of(metrics, regime, "entropy", "entropy", "{:.2f}", " nats"),
         "What changes while success does? Entropy, format, ratios, critic and advantages of the training batches.",
@@ -334,7 +336,7 @@ def signals(metrics: Metrics) -> Plot | None:
 def trends(metrics: Metrics) -> Plot | None:
     """Reviewers' question 4: log-linear trends of the norms, with their R^2, for every algorithm."""
     regime = main_regime(metrics)
-    algorithms = in_order(metrics.algorithms(regime))
+    algorithms = in_order(metrics.methods(regime))
     panels, rows = [], []
     for panel in NORM_PANELS[:3]:
         moving = [name for name in algorithms if moves(metrics, regime, name, panel.column)]

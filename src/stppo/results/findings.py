@@ -225,7 +225,7 @@ def every_algorithm(metrics: Metrics, regime: str) -> str:
     """How many algorithms learn, and which of them lose it again."""
     if short := too_short(metrics, [regime]):
         return short
-    names = in_order(metrics.algorithms(regime))
+    names = in_order(metrics.methods(regime))
     arms = {name: metrics.arm(regime, name) for name in names}
     if len(names) == 1:
         return learning(metrics, regime, names)
@@ -257,7 +257,7 @@ def stability(metrics: Metrics, regime: str) -> str:
     """How many algorithms end clearly above and below the baseline, or who ends highest."""
     if short := too_short(metrics, [regime]):
         return short
-    names = in_order(metrics.algorithms(regime))
+    names = in_order(metrics.methods(regime))
     if len(names) == 1:
         return learning(metrics, regime, names)
     means = {name: metrics.arm(regime, name).groupby("world_seed")["final"].mean().mean() for name in names}

@@ -24,6 +24,7 @@ from stppo.results.outcomes import AFTER, Outcome, judge
 from stppo.results.statistics import area_under_curve, final_mean
 
 KEYS = list(schema.KEY_COLUMNS)
+CROWD = 12  # algorithms beyond which a picture shows those with a file of their own alone
 INTEGERS = ("seed", "iteration", "n_questions")
 # Columns of `Metrics.summary` whose means stand in `Metrics.table`.
 TABLE_MEANS = ("start", "peak", "final", "greedy_start", "greedy_final", "gain_kept", "area")
@@ -278,6 +279,13 @@ class Metrics:
     def algorithms(self, regime: str | None = None) -> list[str]:
         """Algorithms present (in a regime), sorted."""
         return sorted({run["algorithm"] for run in self.runs if regime in (None, run["regime"])})
+
+    def methods(self, regime: str) -> list[str]:
+        """The algorithms of a regime that one picture shows: of more than `CROWD` those with a file of their own. A study's
+        other arms, methods with one thing changed, are in the picture of its questions (`stppo.study.questions`)."""
+        present = self.algorithms(regime)
+        own = [name for name in present if look(name).file is not None]
+        return own if len(present) > CROWD and len(own) > 1 else present
 
     def select(self, frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
         """Rows of one run in `iterations` or `evaluations`."""
