@@ -83,6 +83,21 @@ def test_a_method_without_a_prior_is_refused(tmp_path, monkeypatch):
         benchmark.planned("mine")
 
 
+def test_a_misspelt_knob_is_told_by_the_files_name_and_its_key(tmp_path, monkeypatch):
+    (tmp_path / "algorithm").mkdir()
+    text = (
+        (Path(__file__).parents[1] / "configs/algorithm/topr.yaml")
+        .read_text("utf-8")
+        .replace("name: topr", "name: mine")
+    )
+    (tmp_path / "algorithm/mine.yaml").write_text(text.replace("most: 1.0", "moost: 1.0"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"mine\.yaml: prior\.key is objective\.clip\.most, and the file has no"
+    ):
+        benchmark.planned("mine")
+
+
 def test_a_number_that_is_no_point_is_refused():
     with pytest.raises(ValueError, match="no point 40: there are 0 to 39"):
         benchmark.planned("token_ppo", [0, 40])

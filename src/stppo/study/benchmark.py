@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from stppo.algorithms import in_order, look
 from stppo.config import ConfigError, PlannedRun, options
-from stppo.config_files import NO_KNOB, Prior, lineage
+from stppo.config_files import NO_KNOB, Prior, lineage, value
 from stppo.files import repository_path
 from stppo.results.runs import Metrics, load_metrics
 from stppo.schema import COMPLETED, NON_FINITE, RUN_FILE
@@ -74,7 +74,8 @@ def prior_of(method: str) -> Prior | None:
     whose YAML does not say."""
     if method not in (known := options("algorithm")):
         raise ConfigError(f"{method}: no algorithm; known: {', '.join(known)}")
-    file, content = lineage("algorithm", method)[0]
+    chain = lineage("algorithm", method)
+    file, content = chain[0]
     if (name := content.get("name", method)) != method:  # one that inherits all may have none
         raise ConfigError(f"{file}: name is {name}; it must be the file's, {method}")
     prior = look(method).prior
@@ -83,7 +84,12 @@ def prior_of(method: str) -> Prior | None:
             f"algorithm/{method}.yaml declares no prior for its knob, so it cannot have the same budget as the others; add "
             f"`prior: {{key: objective.clip.epsilon_low, low: 0.1, high: 0.4, scale: log}}`, or `prior: {NO_KNOB}`"
         )
-    return None if prior == NO_KNOB else prior
+    if prior == NO_KNOB:
+        return None
+    for key in prior.keys:
+        if all(value(stated, key.split(".")) is None for _, stated in chain):
+            raise ConfigError(f"{file}: prior.key is {key}, and the file has no {key}: one of the two is misspelt")
+    return prior
 
 
 def planned(method: str, numbers: Iterable[int] | None = None) -> list[PlannedRun]:
