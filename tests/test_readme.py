@@ -27,15 +27,24 @@ def signed(value: float) -> str:
     return said(abs(value)) if round(value, 2) >= 0 else "−" + said(abs(value))
 
 
-@pytest.fixture(scope="module")
-def runs() -> dict[str, pd.DataFrame]:
-    """Runs of the main setting by algorithm, a row a world: the package's summary, and final successes from the curves."""
-    summary = pd.read_csv(STUDY / "metrics/summary.csv").query("regime == 'OFF_POLICY'").set_index("seed")
-    rows = pd.read_parquet(STUDY / "metrics/evaluations.parquet").query("regime == 'OFF_POLICY'")
+def runs_of(regime: str) -> dict[str, pd.DataFrame]:
+    """Runs of a regime by algorithm, a row a world: the package's summary, and final successes from the curves."""
+    summary = pd.read_csv(STUDY / "metrics/summary.csv").query("regime == @regime").set_index("seed")
+    rows = pd.read_parquet(STUDY / "metrics/evaluations.parquet").query("regime == @regime")
     rows = rows.assign(kind=rows["temperature"].map({1.0: "sampled", 0.0: "greedy"})).sort_values("iteration")
     curves = rows.groupby(["algorithm", "seed", "kind"])["success"]
     ends = curves.apply(lambda curve: curve.iloc[-math.ceil(len(curve) / 10) :].mean()).unstack()
     return {name: part.join(ends.loc[name]) for name, part in summary.groupby("algorithm")}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, pd.DataFrame]:
+    return runs_of("OFF_POLICY")
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, pd.DataFrame]:
+    return runs_of("ON_POLICY")
 
 
 def counts(part: pd.DataFrame, *outcomes: str) -> int:
@@ -43,26 +52,70 @@ def counts(part: pd.DataFrame, *outcomes: str) -> int:
 
 
 def test_table_of_the_study(runs):
-    shown = {
-        name: cells
-        for name, *cells in re.findall(r"^\| [^|]+ \(`(\w+)`\) \|" + r" ([.\d]+) \|" * 7, PAGE, re.M)
-    }
-    assert set(shown) == set(runs), "every algorithm that was trained, and no other"
-    for name, part in runs.items():
+    rows = re.findall(
+        r"^\| [^|]+ \(`(\w+)`\) \| (\d+) \| ([.\d]+) \| \[([.\d]+), ([.\d]+)\] \| (.+) \|$", PAGE, re.M
+    )
+    methods = {file.stem for file in (ROOT / "configs/algorithm").glob("*.yaml")}
+    assert {name for name, *_ in rows} == set(runs) & methods, "every method that was trained, and no other"
+    for name, worlds, mean, low, high, rest in rows:
+        part = runs[name]
         outcomes = (
             counts(part, "learned"),
             counts(part, "crashed and recovered"),
             counts(part, "collapsed"),
             counts(part, "did not learn", "lost its start"),
         )
-        expected = [len(part), said(part["sampled"].mean()), said(part["greedy"].mean()), *outcomes]
-        assert shown[name] == [str(cell) for cell in expected], name
+        assert (worlds, mean) == (str(len(part)), said(part["sampled"].mean())), name
+        ends = interval(part["sampled"].to_numpy(), part.index.to_numpy())
+        assert np.allclose([float(low), float(high)], ends, atol=0.015), name  # another draw of worlds
+        assert rest.split(" | ") == [said(part["greedy"].mean()), *map(str, outcomes)], name
         assert sum(outcomes) == len(part)
+
+
+def test_nearly_on_policy(runs, fresh):
+    rows = re.findall(r"^\| ([^|`]+) \| (\d+) \| ([.\d]+) \| ([.\d]+) \| (\d+) \| (\d+) \|$", PAGE, re.M)
+    names = {"successes only": "successes_only", "TOPR": "topr", "token PPO": "token_ppo"}
+    names |= {"Turn-PPO": "turn_ppo", "ST-PPO (SO-PPO)": "st_ppo"}
+    assert {names[label] for label, *_ in rows} == set(fresh)
+    for label, *cells in rows:
+        new = fresh[names[label]]
+        old = runs[names[label]].loc[new.index]
+        crashes = [str(int(part["crash_iteration"].notna().sum())) for part in (new, old)]
+        assert cells == [str(len(new)), said(new["sampled"].mean()), said(old["sampled"].mean()), *crashes], (
+            label
+        )
+
+
+@TEXTS
+def test_old_data_does_it(runs, fresh, text):
+    end = {name: said(part["sampled"].mean()) for name, part in fresh.items()}
+    least = min(len(fresh[name]) for name in ("token_ppo", "st_ppo", "turn_ppo"))
+    told = f"token PPO ended at {end['token_ppo']} at the same rate, ST-PPO at {end['st_ppo']} and Turn-PPO at {end['turn_ppo']}"
+    assert f"{told} ({least} worlds each)" in text
+    assert {len(fresh[name]) for name in ("token_ppo", "st_ppo", "turn_ppo")} == {least}
+    updates = fresh["token_ppo"]["updates"].mean() / runs["token_ppo"]["updates"].mean()
+    assert updates == 0.5 and "so half as many updates" in text
+    assert apart(fresh, "st_ppo", "token_ppo")[2] < 0 < apart(fresh, "st_ppo", "token_ppo")[3]
+    assert apart(fresh, "turn_ppo", "token_ppo")[2] < 0 < apart(fresh, "turn_ppo", "token_ppo")[3]
+
+
+@TEXTS
+def test_the_two_nulls(runs, fresh, text):
+    one, successes = runs["weight_one"], runs["successes_only"]
+    free = f"ended at {{}} and learned without a crash in {counts(one, 'learned')} of {len(one)}"
+    assert free.format(f"{said(one['sampled'].mean())}") in text
+    assert (
+        f"ended at {said(successes['sampled'].mean())}, without a crash in {counts(successes, 'learned')} of {len(successes)}"
+        in text
+    )
+    assert successes["sampled"].mean() == max(part["sampled"].mean() for part in runs.values())
+    assert f"at {said(fresh['successes_only']['sampled'].mean())} on fresh data" in text
+    assert apart(runs, "weight_one", "token_ppo")[2] > 0
 
 
 def test_number_of_runs_is_said():
     n = len(pd.read_csv(STUDY / "metrics/summary.csv"))
-    assert f"{n} runs so far" in " ".join(README.split()) and f"{n} of its 618 runs are recorded" in " ".join(
+    assert f"{n} runs so far" in " ".join(README.split()) and f"{n} of its 660 runs are recorded" in " ".join(
         PAGE.split()
     )
 
@@ -137,7 +190,6 @@ def test_topr_does_better_than_the_papers(runs, text):
         greedy = apart(runs, "topr", "st_ppo", "greedy_final")[1]
         assert f"{said(mean)} above ST-PPO [{said(low)}, {said(high)}], greedy {said(greedy)}" in text
     assert f"it ended at {said(topr['sampled'].mean())} in twelve other worlds" in LEADERS and n == 12
-    assert topr["sampled"].mean() == max(part["sampled"].mean() for part in runs.values())
 
 
 @TEXTS
@@ -150,9 +202,10 @@ def test_without_a_critic_and_plain_remedies(runs, text):
     assert f"(KL stop) ended at {end['kl_stop']}, with {share} % of the updates" in text
     crashed = counts(stop, "crashed and recovered", "collapsed")
     assert f"crashed in {crashed} of {len(stop)} worlds" in text
-    mild = pd.read_csv(STUDY.parent / "mild/metrics/summary.csv").groupby("algorithm")["final"].mean()
-    numbers = [said(mild[name]) for name in ("kl_stop", "st_ppo", "token_ppo")]
-    assert "it ends near ST-PPO, {} and {} (token PPO: {})".format(*numbers) in text
+    if "it ends near ST-PPO" in text:
+        mild = pd.read_csv(STUDY.parent / "mild/metrics/summary.csv").groupby("algorithm")["final"].mean()
+        numbers = [said(mild[name]) for name in ("kl_stop", "st_ppo", "token_ppo")]
+        assert "it ends near ST-PPO, {} and {} (token PPO: {})".format(*numbers) in text
 
 
 @TEXTS

@@ -57,6 +57,23 @@ def test_every_algorithm_is_in_every_figure_of_its_kind(plots):
         assert set(plots[name].data["algorithm"]) == set(SHOWN), name
 
 
+def test_of_many_algorithms_those_with_a_file_are_shown():
+    names = ["token_ppo", "st_ppo", *(f"arm{i}" for i in range(11))]
+    many = gather([simulate(name, world, dynamics=MINE) for name in names for world in range(2)])
+    assert many.methods("A") == ["st_ppo", "token_ppo"] and len(many.algorithms("A")) == 13
+    few = gather([simulate(name, dynamics=MINE) for name in names[:12]])
+    assert few.methods("A") == few.algorithms("A")
+
+
+def test_methods_that_weigh_have_no_clip_fraction_and_a_kl():
+    runs = study_of(("token_ppo", "mine"))
+    for record, *_ in runs[3:]:
+        record["objective"] = {"clip": {"_target_": "stppo.objectives.rivals.TaperedClip", "most": 1.0}}
+    plot = FIGURES["clip_ratio"].draw(gather(runs))
+    drawn = plot.data.groupby("metric")["algorithm"].unique().map(set)
+    assert drawn["clip_fraction"] == {"token_ppo"} and drawn["kl_behaviour_k3"] == {"token_ppo", "mine"}
+
+
 def test_the_headline_has_four_lines_at_most(plots):
     assert set(plots["learning"].data["algorithm"]) == {"token_ppo", "turn_ppo", "s_ppo", "st_ppo"}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
@@ -409,13 +410,19 @@ def panel_figure(
     question: str,
     caption: str,
     filling: bool = False,
+    without: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> Plot | None:
     """Quantities against the iteration: up to four algorithms together, more in columns with the baseline in grey.
 
-    Panels of which nothing was recorded are left out; None if that is all of them.
+    without: algorithms that a column says nothing of. Panels of which nothing was recorded are left out; None if that is
+    all of them.
     """
     algorithms = in_order(algorithms)
-    moving = {p.column: {a for a in algorithms if moves(metrics, regime, a, p.column)} for p in panels}
+    moving = {
+        p.column: {a for a in algorithms if moves(metrics, regime, a, p.column)}
+        - set(without.get(p.column, ()))
+        for p in panels
+    }
     panels = [panel for panel in panels if moving[panel.column]]
     if not panels:
         return None

@@ -8,7 +8,7 @@ paper's first version that asks the same; what is drawn is always our own measur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ HAPPENS, TOLERATES, WHY = "what happens", "how much it tolerates", "why"  # grou
 SAMPLED_PANEL = Panel(SUCCESS, "success, sampled", share=True)
 GREEDY_PANEL = Panel(GREEDY, "success, greedy", share=True)
 CLIP_PANELS = (
-    Panel("clip_fraction", "clip fraction", share=True),
+    Panel("clip_fraction", "clip fraction", share=True, idle="no clip"),
     Panel("kl_behaviour_k3", "KL to behaviour\n(nats per token)", log=True),
 )
 BOUND_PANELS = (Panel("clip_low", "lower clip bound"), Panel("clip_high", "upper clip bound"))
@@ -273,28 +273,41 @@ def _ends(ax: Axes, metrics: Metrics, regime: str, name: str, column: str, y: fl
 def clip_ratio(metrics: Metrics) -> Plot | None:
     """Fig. 5: clip fraction and KL to the behaviour policy; the bounds too, where they were recorded and move."""
     regime = main_regime(metrics)
-    panels = [*CLIP_PANELS, *(panel for panel in BOUND_PANELS if _varies(metrics, regime, panel.column))]
+    free = [name for name in metrics.methods(regime) if not _clips(metrics, regime, name)]
+    bounds = [panel for panel in BOUND_PANELS if _varies(metrics, regime, panel.column, free)]
     return panel_figure(
         metrics,
         "clip_ratio",
         regime,
         metrics.methods(regime),
-        panels,
+        [*CLIP_PANELS, *bounds],
         findings.trend_of(metrics, regime, "clip_fraction", "clip fraction", "{:.0f}", " %", 100),
         "How much is clipped, and how far does the policy move from the one that sampled?",
         "Clip fraction: share of agent tokens whose term takes the clipped branch. A turn-level clip takes a whole turn, so "
-        "compare the course of one algorithm, not levels across granularities. Where the ratio is a weight (TOPR), the share whose "
-        "weight is another than the ratio. The title compares the first third of the "
+        "compare the course of one algorithm, not levels across granularities. No clip fraction is drawn of "
+        "methods that weigh and do not clip, such as TOPR. The title compares the first third of the "
         "iterations (after the queue has filled) with the last. The lowest 3 % of a logarithmic axis are cut off.",
         filling=True,
+        without={panel.column: free for panel in (CLIP_PANELS[0], *BOUND_PANELS)},
     )
 
 
-def _varies(metrics: Metrics, regime: str, column: str) -> bool:
-    """Whether an algorithm's own values change."""
+def _clips(metrics: Metrics, regime: str, name: str) -> bool:
+    """Whether the clip fraction is one: not where a weight takes the ratio's place, which differs from it everywhere."""
+    record = next(r for r in metrics.runs if (r["regime"], r["algorithm"]) == (regime, name))
+    rules = record.get("objective") or {}
+    clip, surrogate = (rules.get(part) or {} for part in ("clip", "surrogate"))
+    weighs = str(surrogate.get("_target_")).endswith(("Unweighted", "GammaWeight"))
+    by_sign = str(clip.get("_target_")).endswith("TaperedClip")
+    return not (weighs or by_sign or surrogate.get("weighed") is False)
+
+
+def _varies(metrics: Metrics, regime: str, column: str, but: Sequence[str]) -> bool:
+    """Whether an algorithm's own values change, those of `but` apart."""
     if column not in metrics.iterations:
         return False
-    values = metrics.iterations[metrics.iterations["regime"] == regime].groupby("algorithm")[column]
+    rows = metrics.iterations[metrics.iterations["regime"] == regime]
+    values = rows[~rows["algorithm"].isin(but)].groupby("algorithm")[column]
     return bool((values.max() - values.min() > 1e-6 * values.max().abs()).any())
 
 

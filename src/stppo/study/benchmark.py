@@ -19,7 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from stppo.algorithms import in_order, look
 from stppo.config import ConfigError, PlannedRun, options
-from stppo.config_files import NO_KNOB, Prior, lineage, value
+from stppo.config_files import NO_KNOB, Prior, lineage
+from stppo.config_files import value as stated
 from stppo.files import repository_path
 from stppo.results.runs import Metrics, load_metrics
 from stppo.schema import COMPLETED, NON_FINITE, RUN_FILE
@@ -87,8 +88,10 @@ def prior_of(method: str) -> Prior | None:
     if prior == NO_KNOB:
         return None
     for key in prior.keys:
-        if all(value(stated, key.split(".")) is None for _, stated in chain):
-            raise ConfigError(f"{file}: prior.key is {key}, and the file has no {key}: one of the two is misspelt")
+        if all(stated(content, key.split(".")) is None for _, content in chain):
+            raise ConfigError(
+                f"{file}: prior.key is {key}, and the file has no {key}: one of the two is misspelt"
+            )
     return prior
 
 
