@@ -247,9 +247,9 @@ def names(preset, *overrides):
 NINE = set(ALGORITHMS) - {"so_ppo"}
 
 
-def test_laptop_plans_the_algorithms_two_plain_remedies_and_the_leader_in_three_worlds():
+def test_laptop_plans_the_algorithms_three_nulls_and_the_leader_in_three_worlds():
     runs = configs.planned_runs("laptop")
-    arms = NINE | {"kl_stop", "grad_clip", "topr"}
+    arms = NINE | {"kl_stop", "grad_clip", "topr", "successes_only"}
     assert {run.name for run in runs} == {f"OFF_POLICY/{a}/seed{s}" for a in arms for s in range(3)}
     seeds = ["seed", "warm_start_seed"]
     one = {run.algorithm: run.config for run in runs if run.seed == 2}

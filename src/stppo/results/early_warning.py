@@ -243,7 +243,9 @@ def early_warning(metrics: Metrics) -> Plot | None:
         f"{best['by_chance']:.1f}"
     )
     if best["announced"]:
-        title += f"; it rings {best['lead']:g} iteration{'s' * (best['lead'] != 1)} ahead at the median"
+        title += (
+            f"; it rings {best['lead']:g} iteration{'' if best['lead'] == 1 else 's'} ahead at the median"
+        )
     question = (
         "Does anything announce a crash? Left: signals on the way to a fall of success, and in runs that never fell. Right: an "
         "alarm on each, tuned in one half of the worlds, tried in the other."
