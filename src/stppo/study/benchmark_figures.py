@@ -30,11 +30,13 @@ INGREDIENTS = (
     ("divisor, to Turn-PPO", "st_ppo", "turn_ppo"),
     ("turn ratio and divisor, to GRPO", "so_grpo", "grpo"),
     ("trajectory ratio, to GRPO", "gspo", "grpo"),
+    ("weight 1 in place of the ratio, to token PPO", "weight_one", "token_ppo"),
     ("KL stop, to token PPO", "kl_stop", "token_ppo"),
     ("gradient clip, to token PPO", "grad_clip", "token_ppo"),
     ("dual clip, to token PPO", "dual_clip", "token_ppo"),
     ("wider upper clip, to GRPO", "dapo", "grpo"),
     ("no critic: GRPO for token PPO", "grpo", "token_ppo"),
+    ("failures left out, to TOPR", "successes_only", "topr"),
     # These two also average differently: over tokens, over trajectories.
     ("TOPR's weight on failures, to REINFORCE", "topr", "reinforce"),
     ("no push at failures grown unlikely, to GRPO", "sequence_mask", "grpo"),
