@@ -11,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from stppo import cli
+from stppo import config as configs
 from stppo.config_files import VARIABLE
 from stppo.ownership import PARENT
 from stppo.training import campaign
+from stppo.training.warm_start import made_for
 from tests.conftest import TINY
 
 PRESET = """# @package _global_
@@ -63,6 +65,21 @@ def test_recorded_runs_are_left_out_and_their_warm_start_is_taken(tmp_path, monk
 
     assert "2 of 2" not in command(*train, "--again")
     assert sorted(folder.name for folder in runs.iterdir()) == ["grpo", "so_grpo"]
+
+
+@pytest.mark.parametrize(("target", "fits"), [(0.18, True), (0.15, True), (0.03, False)])
+def test_a_recorded_start_that_had_reached_the_target_before_is_another(tmp_path, monkeypatch, target, fits):
+    monkeypatch.chdir(tmp_path)
+    config = configs.compose([*TINY, f"warm_start.target_success={target}", "+pipeline.recorded=record"])
+    folder = tmp_path / "record/warm_start/seed0-abc"
+    folder.mkdir(parents=True)
+    measured = [{"stage": "reading", "step": 9}] + [
+        {"stage": "searching", "step": step, "success": success} for step, success in ((50, 0.05), (100, 0.2))
+    ]
+    record = {"made_for": made_for(config), "history": measured}
+    (folder / "warm_start.json").write_text(json.dumps(record))
+    found = campaign._recorded_start(config, "seed0-xyz")
+    assert (found is not None and found.name == "seed0-abc") is fits
 
 
 def test_a_worker_takes_no_further_job_when_the_campaign_is_gone():

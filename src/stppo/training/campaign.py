@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass
 from pathlib import Path
 
-from stppo.config import Config, PlannedRun, compose, warm_start_dir
+from stppo.config import Config, PlannedRun, warm_start_dir
 from stppo.files import repository_path
 from stppo.ownership import announce_parent, is_orphan
 
@@ -143,21 +143,22 @@ def _recorded_start(config: Config, name: str) -> Path | None:
     """The warm start that the preset's recorded runs of this world began from, where it was kept: made again on another
     kind of processor it has other weights, and the runs of a world are compared because they begin alike.
 
-    It is told by its seed, world and policy: the rest of its folder's name changes with the code, its weights do not. A run
-    whose warm start is to be another than the preset's has none.
+    It is told by its seed, world and policy: the rest of its folder's name changes with the code, its weights do not.
+    One that had reached this run's target before its last measurement is another start.
     """
     from stppo.training.warm_start import WARM_START_FILE, made_for
 
     folder = (config.get("pipeline") or {}).get("recorded")
-    if not folder or config["warm_start"] != compose([f"preset={config['preset']}"])["warm_start"]:
+    if not folder:
         return None
     kept = sorted((repository_path(folder) / "warm_start").glob(f"{name.partition('-')[0]}-*"))
-    fits = [
-        start
-        for start in kept
-        if json.loads((start / WARM_START_FILE).read_text("utf-8")).get("made_for") == made_for(config)
-    ]
-    return fits[0] if fits else None
+    for start in kept:
+        record = json.loads((start / WARM_START_FILE).read_text("utf-8"))
+        on_the_way = [row["success"] for row in record["history"] if row["stage"] == "searching"][:-1]
+        reached = any(success >= config["warm_start"]["target_success"] for success in on_the_way)
+        if record.get("made_for") == made_for(config) and not reached:
+            return start
+    return None
 
 
 def _train(name: str, config: dict, folder: Path, start: Path) -> Done:
