@@ -87,7 +87,7 @@ def test_nearly_on_policy(runs, fresh):
 
 
 @TEXTS
-def test_old_data_does_it(runs, fresh, text):
+def test_a_batch_used_too_often_does_it(runs, fresh, text):
     end = {name: said(part["sampled"].mean()) for name, part in fresh.items()}
     least = min(len(fresh[name]) for name in ("token_ppo", "st_ppo", "turn_ppo"))
     told = f"token PPO ended at {end['token_ppo']} at the same rate, ST-PPO at {end['st_ppo']} and Turn-PPO at {end['turn_ppo']}"
@@ -95,6 +95,9 @@ def test_old_data_does_it(runs, fresh, text):
     assert {len(fresh[name]) for name in ("token_ppo", "st_ppo", "turn_ppo")} == {least}
     updates = fresh["token_ppo"]["updates"].mean() / runs["token_ppo"]["updates"].mean()
     assert updates == 0.5 and "so half as many updates" in text
+    search = pd.read_csv(STUDY.parent / "search/metrics/summary.csv").query("regime == 'E4_L0_1e-3_160'")
+    crashed = counts(search, "crashed and recovered", "collapsed")
+    assert f"on fresh batches too ({crashed} of {len(search)} runs of" in text and crashed == len(search)
     assert apart(fresh, "st_ppo", "token_ppo")[2] < 0 < apart(fresh, "st_ppo", "token_ppo")[3]
     assert apart(fresh, "turn_ppo", "token_ppo")[2] < 0 < apart(fresh, "turn_ppo", "token_ppo")[3]
 
