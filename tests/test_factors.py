@@ -23,8 +23,11 @@ def test_every_algorithm_has_a_factor_and_belongs_to_one_group(table):
 
 def test_on_fresh_data_the_factor_is_one(table):
     fresh = table[np.isclose(table["ratio"], 1.0)].pivot(index="algorithm", columns="sign", values="factor")
-    # Reading C's penalty looks at the whole minibatch, of which other tokens are clipped.
-    assert np.allclose(fresh.drop("so_ppo_ctn_c"), 1.0) and np.allclose(fresh, 1.0, atol=0.01)
+    # Successes alone takes nothing from failures. Reading C's penalty looks at the whole minibatch, of which other tokens are
+    # clipped.
+    assert fresh.loc["successes_only"].to_dict() == {-1: 0.0, 1: 1.0}
+    rest = fresh.drop("successes_only")
+    assert np.allclose(rest.drop("so_ppo_ctn_c"), 1.0) and np.allclose(rest, 1.0, atol=0.01)
 
 
 def test_token_ppo_is_cut_where_a_step_would_lead_further_out(table):
