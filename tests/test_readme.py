@@ -124,6 +124,18 @@ def test_the_two_nulls(runs, fresh, text):
     assert apart(runs, "weight_one", "token_ppo")[2] > 0
 
 
+def test_where_success_is_rare():
+    rare = runs_of("RARE")
+    end = {name: said(part["sampled"].mean()) for name, part in rare.items()}
+    start = said(np.mean([part["start"].mean() for part in rare.values()]))
+    told = (
+        f"(a start of {start}; {len(rare['topr'])} worlds) successes alone ended at {end['successes_only']}, TOPR at {end['topr']}, "
+        f"Turn-PPO at {end['turn_ppo']}, ST-PPO at {end['st_ppo']} and token PPO at {end['token_ppo']}"
+    )
+    assert told in " ".join(PAGE.split())
+    assert {len(part) for part in rare.values()} == {len(rare["topr"])}
+
+
 def test_number_of_runs_is_said():
     n = len(pd.read_csv(STUDY / "metrics/summary.csv"))
     assert f"{n} runs so far" in " ".join(README.split()) and f"{n} of its 690 runs are recorded" in " ".join(
@@ -232,7 +244,9 @@ def test_largest_gradients(runs):
     largest = {name: runs[name]["gradient_norm_max"].median() for name in ("token_ppo", "st_ppo")}
     told = f"is {largest['token_ppo']:.0f} (median over worlds), ST-PPO's {largest['st_ppo']:.1f}"
     assert told in " ".join(PAGE.split())
-    rows = pd.read_parquet(STUDY / "metrics/iterations.parquet").query("algorithm == 'token_ppo'")
+    rows = pd.read_parquet(STUDY / "metrics/iterations.parquet").query(
+        "algorithm == 'token_ppo' and regime == 'OFF_POLICY'"
+    )
     crash = runs["token_ppo"]["crash_iteration"].dropna()
     at = rows.loc[rows.groupby("seed")["gradient_norm_max"].idxmax()].set_index("seed")["iteration"]
     late = (at.loc[crash.index] >= crash).sum()
