@@ -66,3 +66,10 @@ def test_the_figure_names_the_strongest_signal_and_never_success_itself(monkeypa
         "clip_fraction", "correlation"
     ] == pytest.approx(-1, abs=0.3)
     assert len(plot.data) == 2 * FEWEST
+
+
+def test_a_weight_has_no_clip_fraction():
+    runs = [simulate(name, 0) for name in ("token_ppo", "st_ppo")]
+    runs[0][0]["objective"] = {"clip": {"_target_": "stppo.objectives.rivals.TaperedClip", "most": 1.0}}
+    found = beginnings_of(gather(runs), "A").set_index("algorithm")["clip_fraction"]
+    assert np.isnan(found["token_ppo"]) and np.isfinite(found["st_ppo"])

@@ -11,7 +11,7 @@ from scipy import stats
 from stppo.algorithms import in_order
 from stppo.results.curves import line_handles, page, source_of
 from stppo.results.findings import main_regime
-from stppo.results.runs import Metrics
+from stppo.results.runs import Metrics, clips
 from stppo.results.style import Plot, style
 
 EARLY = 10  # iterations whose mean is taken
@@ -44,6 +44,8 @@ def beginnings_of(metrics: Metrics, regime: str) -> pd.DataFrame:
         its = metrics.select(metrics.iterations, record)
         early = its[its["iteration"] <= EARLY]
         known = {name: float(early[name].mean()) if name in early else math.nan for name in SIGNALS}
+        if not clips(record):
+            known["clip_fraction"] = math.nan
         keys = {"algorithm": record["algorithm"], "world": int(record["world_seed"]), "seed": record["seed"]}
         rows.append({**keys, "final": metrics.outcome(record).final, **known})
     return pd.DataFrame(rows)

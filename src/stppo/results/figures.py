@@ -8,7 +8,7 @@ paper's first version that asks the same; what is drawn is always our own measur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ from stppo.results.findings import main_regime
 from stppo.results.granularity import granularity
 from stppo.results.outcomes import LABELS, LEARNED
 from stppo.results.resampling import by_world, fewest_worlds, mean
-from stppo.results.runs import Metrics
+from stppo.results.runs import Metrics, clips
 from stppo.results.settings_map import settings_map
 from stppo.results.statistics import log_linear_trend
 from stppo.results.style import STYLE_NOTE, Plot, style
@@ -273,7 +273,7 @@ def _ends(ax: Axes, metrics: Metrics, regime: str, name: str, column: str, y: fl
 def clip_ratio(metrics: Metrics) -> Plot | None:
     """Fig. 5: clip fraction and KL to the behaviour policy; the bounds too, where they were recorded and move."""
     regime = main_regime(metrics)
-    free = [name for name in metrics.methods(regime) if not _clips(metrics, regime, name)]
+    free = {r["algorithm"] for r in metrics.runs if r["regime"] == regime and not clips(r)}
     bounds = [panel for panel in BOUND_PANELS if _varies(metrics, regime, panel.column, free)]
     return panel_figure(
         metrics,
@@ -292,17 +292,7 @@ def clip_ratio(metrics: Metrics) -> Plot | None:
     )
 
 
-def _clips(metrics: Metrics, regime: str, name: str) -> bool:
-    """Whether the clip fraction is one: not where a weight takes the ratio's place, which differs from it everywhere."""
-    record = next(r for r in metrics.runs if (r["regime"], r["algorithm"]) == (regime, name))
-    rules = record.get("objective") or {}
-    clip, surrogate = (rules.get(part) or {} for part in ("clip", "surrogate"))
-    weighs = str(surrogate.get("_target_")).endswith(("Unweighted", "GammaWeight"))
-    by_sign = str(clip.get("_target_")).endswith("TaperedClip")
-    return not (weighs or by_sign or surrogate.get("weighed") is False)
-
-
-def _varies(metrics: Metrics, regime: str, column: str, but: Sequence[str]) -> bool:
+def _varies(metrics: Metrics, regime: str, column: str, but: Collection[str]) -> bool:
     """Whether an algorithm's own values change, those of `but` apart."""
     if column not in metrics.iterations:
         return False

@@ -76,7 +76,7 @@ def granularity(metrics: Metrics) -> Plot | None:
                 ax.plot([x], [found.value], "D", color=color, ms=8, mec="white", zorder=5)
                 above = found.value < 0.85
                 ax.annotate(
-                    metrics.look(name).label,
+                    metrics.look(name).label.replace(", ", ",\n"),
                     (x, arm["final"].max() if above else arm["final"].min()),
                     xytext=(0, 9 if above else -9),
                     textcoords="offset points",

@@ -257,6 +257,15 @@ def load_metrics(metrics_dir: str | Path) -> Metrics:
     )
 
 
+def clips(record: schema.RunRecord) -> bool:
+    """Whether a run's clip fraction is one: not where a weight takes the ratio's place, which differs from it everywhere."""
+    rules = record.get("objective") or {}
+    clip, surrogate = (rules.get(part) or {} for part in ("clip", "surrogate"))
+    weighs = str(surrogate.get("_target_")).endswith(("Unweighted", "GammaWeight"))
+    by_sign = str(clip.get("_target_")).endswith("TaperedClip")
+    return not (weighs or by_sign or surrogate.get("weighed") is False)
+
+
 @dataclass(frozen=True)
 class Metrics:
     """All recorded metrics of a set of runs."""
