@@ -365,6 +365,8 @@ FORMULAS = {
     "llds": llds,
     "grad_clip": ppo(),
     "kl_stop": ppo(),
+    "successes_only": weighted(lambda s: np.where(s.a > 0, 1.0, 0.0)),
+    "weight_one": weighted(lambda s: by_sign(0.8, 1.2)(s, np.exp(s.l)).astype(float)),
 }
 
 
