@@ -154,7 +154,8 @@ def _recorded_start(config: Config, name: str) -> Path | None:
     kept = sorted((repository_path(folder) / "warm_start").glob(f"{name.partition('-')[0]}-*"))
     for start in kept:
         record = json.loads((start / WARM_START_FILE).read_text("utf-8"))
-        on_the_way = [row["success"] for row in record["history"] if row["stage"] == "searching"][:-1]
+        history = record.get("history", [])
+        on_the_way = [row["success"] for row in history if row["stage"] == "searching"][:-1]
         reached = any(success >= config["warm_start"]["target_success"] for success in on_the_way)
         if record.get("made_for") == made_for(config) and not reached:
             return start
