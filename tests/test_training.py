@@ -181,6 +181,17 @@ def test_non_finite_numbers_stop_the_run_and_keep_what_was_measured(
     assert np.isfinite(rows["gradient_norm"].iloc[0]) and len(evaluations) >= 1
 
 
+def test_a_run_that_ended_non_finite_is_not_repeated(tmp_path, tiny, barely_trained):
+    def overflow(trainer):
+        raise FloatingPointError("a loss is not finite")
+
+    interrupted(tiny(), tmp_path, barely_trained)
+    ended = Trainer(tiny(), tmp_path, barely_trained, on_iteration=overflow, progress=False).train()
+    assert ended["status"] == "non_finite"
+    assert run(tiny(), tmp_path, barely_trained) == ended, "nothing stops it any more, yet it does not go on"
+    assert run(tiny(), tmp_path, barely_trained, resume="never")["status"] == "completed"
+
+
 def test_non_finite_critic_stops_the_run(tmp_path, tiny, barely_trained):
     record = run(tiny("training.critic_learning_rate=1e30"), tmp_path, barely_trained)
     assert record["status"] == "non_finite" and "critic" in record["non_finite"]["what"]

@@ -29,10 +29,11 @@ from stppo.agent.policy import check_vocabulary, load_tokenizer, save_policy
 from stppo.agent.rollout import Rollout, Sampler
 from stppo.config import Config, ConfigError, build, code_of, fingerprint, label_of, validate
 from stppo.files import write_atomically
+from stppo.foreign import parse_json
 from stppo.objectives import Objective
 from stppo.ownership import FolderLock, is_orphan
 from stppo.provenance import config_targets, environment
-from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUNNING
+from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUN_FILE, RUNNING
 from stppo.settings import RunConfig
 from stppo.training.checkpoint import (
     CHECKPOINT_DIR,
@@ -216,6 +217,8 @@ class Trainer:
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.environment = environment()
         state = self._saved(resume)
+        if state is not None and (ended := self._ended()) is not None:
+            return ended
         taken_up = False
         try:
             _ = self.sampler  # before optimizer states fill the GPU
@@ -560,6 +563,15 @@ class Trainer:
                     raise
                 log.warning("%s", error)
         return None
+
+    def _ended(self) -> dict[str, Any] | None:
+        """The record of the run that this folder's checkpoint belongs to, where a number that is not finite ended it: a run
+        is not repeated for that, and would end so again."""
+        try:
+            record = parse_json((self.run_dir / RUN_FILE).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return record if record.get("status") == NON_FINITE else None
 
     def _take_up(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint's state, or make room for a run that begins."""
