@@ -363,7 +363,7 @@ def spikes(metrics: Metrics, regime: str) -> str:
 
 
 def coarser(metrics: Metrics, regime: str, families: Sequence[Mapping[str, str]]) -> str:
-    """In how many steps to a coarser ratio success ends clearly higher, or lower. families: granularity -> algorithm."""
+    """In how many steps to a coarser ratio success ends higher, and clearly higher or lower. families: granularity -> algorithm."""
     if short := too_short(metrics, [regime]):
         return short
     steps = [
@@ -384,7 +384,7 @@ def coarser(metrics: Metrics, regime: str, families: Sequence[Mapping[str, str]]
     worse = sum(one.clear and one.other < one.one for one in found)
     if not better and not worse:
         return f"No clear difference between coarser and finer ratios in {len(steps)} comparisons"
-    return (
-        f"A coarser ratio ends clearly higher in {better or 'none'} of {len(steps)} comparisons, "
-        f"clearly lower in {worse or 'none'}"
-    )
+    higher = sum(one.other > one.one for one in found)
+    told = f"A coarser ratio ends higher in {higher or 'none'} of {len(steps)} comparisons"
+    clearly = [f"clearly {word} in {n}" for word, n in (("higher", better), ("lower", worse)) if n]
+    return ", ".join([told, *clearly])

@@ -25,6 +25,8 @@ from stppo.results.resampling import by_world, fewest_worlds, mean
 from stppo.results.runs import Metrics
 from stppo.results.style import Plot, style
 
+LABEL = 0.16  # of an axis: height of a label of two lines
+
 
 def granularity(metrics: Metrics) -> Plot | None:
     """Final success as the ratio goes from token to turn to sequence, everything else equal by the recorded configs."""
@@ -44,14 +46,14 @@ def granularity(metrics: Metrics) -> Plot | None:
     title = findings.coarser(metrics, regime, ladders)
     rows = []
     with style():
-        n_columns = min(4, len(ladders))
+        n_columns = min(3 if len(ladders) > 4 else 4, len(ladders))
         n_rows = -(-len(ladders) // n_columns)
         fig = page(
             title, question, source_of(metrics, [regime], algorithms), 2.6 * n_rows + 0.1, [start_handle()]
         )
         axes = list(fig.subplots(n_rows, n_columns, squeeze=False, sharey=True, sharex=True).flat)
         for ax, family in zip(axes, ladders, strict=False):
-            middles = {}
+            middles, labelled = {}, -math.inf
             for rung, name in family.items():
                 x, color = rungs.index(rung), metrics.look(name).color
                 arm = metrics.arm(regime, name).sort_values("seed")
@@ -74,15 +76,21 @@ def granularity(metrics: Metrics) -> Plot | None:
                 )
                 ax.plot([x, x], np.clip([low, high], 0, 1), color="#222222", linewidth=1.8, zorder=4)
                 ax.plot([x], [found.value], "D", color=color, ms=8, mec="white", zorder=5)
-                above = found.value < 0.85
+                above, label = found.value < 0.85, metrics.look(name).label.replace(", ", ",\n")
+                place = arm["final"].max() if above else arm["final"].min()
+                if (
+                    above and "\n" in label and abs(place - labelled) < LABEL
+                ):  # wide: it would overlap the one before
+                    place = labelled + LABEL
+                labelled = place if above else labelled
                 ax.annotate(
-                    metrics.look(name).label.replace(", ", ",\n"),
-                    (x, arm["final"].max() if above else arm["final"].min()),
+                    label,
+                    (x, place),
                     xytext=(0, 9 if above else -9),
                     textcoords="offset points",
                     ha="center",
                     va="bottom" if above else "top",
-                    fontsize=8,
+                    fontsize=7.5,
                     color=color,
                     fontweight="bold",
                 )

@@ -39,6 +39,7 @@ SETTINGS = {
     "epochs": "epochs per batch",
     "staleness": "staleness (iterations)",
 }
+FEWEST = 3  # values of a setting; two are no curve
 
 
 def tolerance(metrics: Metrics) -> Plot | None:
@@ -117,15 +118,16 @@ def _with_settings(metrics: Metrics) -> pd.DataFrame:
 def _slice(runs: pd.DataFrame, name: str) -> pd.DataFrame | None:
     """Runs that differ in one setting alone: of the settings of the others, the one at which it takes most values."""
     fixed = [other for other in SETTINGS if other != name] + ["policy", "world", "horizon"]
-    best, most = None, (1, 0)
+    best, most = None, (FEWEST - 1, 0)
     for _, part in runs.dropna(subset=list(SETTINGS)).groupby(fixed):
         size = (part[name].nunique(), len(part))
-        if size > most and size[0] > 1:
+        if size > most and size[0] >= FEWEST:
             best, most = part, size
     if best is None:
         return None
     varied = best.groupby("algorithm")[name].nunique()
-    return best[best["algorithm"].isin(varied[varied > 1].index)] if (varied > 1).any() else None
+    kept = varied[varied >= FEWEST].index
+    return best[best["algorithm"].isin(kept)] if len(kept) else None
 
 
 def _tolerance_line(

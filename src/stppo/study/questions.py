@@ -131,5 +131,5 @@ def _panel(
         for row in found.itertuples()
     ]
     text = group.question + (f" Effects: {'; '.join(told)}" if told else "")
-    ax.set_title(textwrap.fill(text, 88), fontsize=9.5, color="#333333", x=0, loc="left")
+    ax.set_title(textwrap.fill(text, 68), fontsize=9.5, color="#333333", x=0, loc="left")
     return drawn
