@@ -239,7 +239,7 @@ def early_warning(metrics: Metrics) -> Plot | None:
         return None
     best = table.set_index("signal").loc["best"]
     title = (
-        f"The best alarm announces {best['announced']} of {best['crashes']} crashes, chance would announce "
+        f"An alarm chosen on other worlds announces {best['announced']} of {best['crashes']} crashes, chance would announce "
         f"{best['by_chance']:.1f}"
     )
     if best["announced"]:
@@ -289,6 +289,7 @@ def early_warning(metrics: Metrics) -> Plot | None:
         ax.set_yticks(range(len(drawn)), drawn["name"], fontsize=8.5)
         ax.set_xlim(0, 1.45)
         ax.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+        ax.spines["bottom"].set_bounds(0, 1)  # what is right of it holds words
         ax.set_xlabel("crashes announced")
         ax.grid(axis="y", visible=False)
     caption = (
