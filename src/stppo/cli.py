@@ -237,7 +237,9 @@ def bench(
         raise ValueError(
             f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}{remedy}"
         )
-    made = sorted(file.parent for file in run_folder("benchmark", planned[0]).parents[2].rglob("run.json"))
+    made = sorted(
+        file.parent for file in run_folder("benchmark", planned[0]).parents[2].glob("*/*/*/run.json")
+    )
     made, begun = benchmark.ended(benchmark.not_in(committed, made))
     if begun:
         names = ", ".join("/".join(folder.parts[-2:]) for folder in begun)

@@ -571,7 +571,7 @@ class Trainer:
             record = parse_json((self.run_dir / RUN_FILE).read_bytes())
         except (OSError, ValueError):
             return None
-        return record if record.get("status") == NON_FINITE else None
+        return record if isinstance(record, dict) and record.get("status") == NON_FINITE else None
 
     def _take_up(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint's state, or make room for a run that begins."""
