@@ -181,11 +181,13 @@ def test_non_finite_numbers_stop_the_run_and_keep_what_was_measured(
     assert np.isfinite(rows["gradient_norm"].iloc[0]) and len(evaluations) >= 1
 
 
-def test_a_run_that_ended_non_finite_is_not_repeated(tmp_path, tiny, barely_trained):
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_run_that_ended_non_finite_is_not_repeated(checkpoint, tmp_path, tiny, barely_trained):
     def overflow(trainer):
         raise FloatingPointError("a loss is not finite")
 
-    interrupted(tiny(), tmp_path, barely_trained)
+    if checkpoint:
+        interrupted(tiny(), tmp_path, barely_trained)
     ended = Trainer(tiny(), tmp_path, barely_trained, on_iteration=overflow, progress=False).train()
     assert ended["status"] == "non_finite"
     assert run(tiny(), tmp_path, barely_trained) == ended, "nothing stops it any more, yet it does not go on"

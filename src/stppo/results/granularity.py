@@ -78,10 +78,8 @@ def granularity(metrics: Metrics) -> Plot | None:
                 ax.plot([x], [found.value], "D", color=color, ms=8, mec="white", zorder=5)
                 above, label = found.value < 0.85, metrics.look(name).label.replace(", ", ",\n")
                 place = arm["final"].max() if above else arm["final"].min()
-                if (
-                    above and "\n" in label and abs(place - labelled) < LABEL
-                ):  # wide: it would overlap the one before
-                    place = labelled + LABEL
+                if above and "\n" in label and abs(place - labelled) < LABEL:
+                    place = labelled + LABEL  # so wide a label would overlap the one before
                 labelled = place if above else labelled
                 ax.annotate(
                     label,

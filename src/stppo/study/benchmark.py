@@ -98,9 +98,7 @@ def prior_of(method: str) -> Prior | None:
 def planned(method: str, numbers: Iterable[int] | None = None) -> list[PlannedRun]:
     """A method's runs at the points (all, or those of these numbers). ValueError for a number that is no point."""
     table, prior = points().set_index("point"), prior_of(method)
-    wanted = list(
-        dict.fromkeys(table.index if numbers is None else numbers)
-    )  # a point named twice is one run
+    wanted = list(dict.fromkeys(table.index if numbers is None else numbers))  # named twice it is one run
     if unknown := sorted(set(wanted) - set(table.index)):
         raise ValueError(f"no point {unknown[0]}: there are {table.index.min()} to {table.index.max()}")
     return [_run(method, REGIME, number, table.loc[number], prior) for number in wanted]

@@ -217,7 +217,7 @@ class Trainer:
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.environment = environment()
         state = self._saved(resume)
-        if state is not None and (ended := self._ended()) is not None:
+        if resume != "never" and (ended := self._ended()) is not None:
             return ended
         taken_up = False
         try:
@@ -565,13 +565,20 @@ class Trainer:
         return None
 
     def _ended(self) -> dict[str, Any] | None:
-        """The record of the run that this folder's checkpoint belongs to, where a number that is not finite ended it: a run
-        is not repeated for that, and would end so again."""
+        """The record of this very run, by config and code, where a number that is not finite ended it: it would end so again."""
         try:
             record = parse_json((self.run_dir / RUN_FILE).read_bytes())
-        except (OSError, ValueError):
+        except (
+            OSError,
+            ValueError,
+        ):  # none yet, or damaged: the checkpoint decides, and a new record is written
             return None
-        return record if isinstance(record, dict) and record.get("status") == NON_FINITE else None
+        mine = {
+            "status": NON_FINITE,
+            "config_fingerprint": fingerprint(self.identity),
+            "code_hash": self.code_hash,
+        }
+        return record if isinstance(record, dict) and mine.items() <= record.items() else None
 
     def _take_up(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint's state, or make room for a run that begins."""
