@@ -95,7 +95,9 @@ def test_compared_numbers_are_those_of_the_evaluations(tmp_path):
     (row,) = compare_runs([tmp_path]).to_dict("records")
     assert (row["algorithm"], row["variant"], row["seeds"]) == ("st_ppo", "", 2)
     assert row["auc_sampled_mean"] == pytest.approx(0.2) and row["auc_sampled_max"] == pytest.approx(0.3)
-    assert row["peak_sampled_min"] == pytest.approx(0.2) and row["peak_sampled_max"] == pytest.approx(0.6)
+    assert row["highest_sampled_min"] == pytest.approx(0.2) and row["highest_sampled_max"] == pytest.approx(
+        0.6
+    )
     assert 0.35 < row["final_sampled_mean"] < 0.4, "mean of the last tenth"
     assert row["final_greedy_mean"] == pytest.approx(0.2) and row["final_greedy_max"] == pytest.approx(0.3)
     record = json.loads((tmp_path / "run0" / schema.RUN_FILE).read_text())
@@ -111,9 +113,22 @@ def test_table_has_a_row_a_variant_and_the_best_first(sweep, tmp_path):
     ]
     assert list(table["final_sampled_mean"]) == sorted(table["final_sampled_mean"], reverse=True)
     collect(find_runs([sweep]), tmp_path / "metrics")
-    columns = ["algorithm", "variant", "seeds", "final_sampled_mean", "peak_greedy_max"]
+    columns = ["algorithm", "variant", "seeds", "final_sampled_mean", "highest_greedy_max"]
     pd.testing.assert_frame_equal(compare_runs([tmp_path / "metrics"])[columns], table[columns], rtol=1e-5)
     assert FAST in text(table) and SHARED not in text(table)
+
+
+def test_a_run_that_ended_non_finite_counts_as_zero_from_there(tmp_path):
+    make_run(tmp_path / "long", "st_ppo", 0, iterations=40)
+    make_run(tmp_path / "ended", "st_ppo", 1, iterations=10, non_finite=True)
+    (row,) = compare_runs([tmp_path]).to_dict("records")
+    summary = collect(find_runs([tmp_path]), tmp_path / "metrics").summary.set_index("seed")
+    assert row["final_sampled_min"] == row["final_greedy_min"] == 0 == summary.loc[1, "final"]
+    for kind, column in (("sampled", "area"), ("greedy", "greedy_area")):
+        low, high = sorted(summary[column])
+        assert (row[f"auc_{kind}_min"], row[f"auc_{kind}_max"]) == pytest.approx((low, high)), kind
+        alone = compare_runs([tmp_path / "ended"]).loc[0, f"auc_{kind}_mean"]
+        assert low < alone / 2, "30 of its 40 iterations count as 0"
 
 
 def test_unfinished_run_is_left_out_and_named(sweep, tmp_path):

@@ -130,6 +130,7 @@ def test_other_run_in_the_same_folder_moves_the_earlier_one_aside(tmp_path, tiny
     before = (tmp_path / "updates.parquet").read_bytes()
     run(tiny("training.iterations=2"), tmp_path, barely_trained, resume="set_aside")
     assert (tmp_path / "earlier-1" / "updates.parquet").read_bytes() == before
+    assert {file.name for file in (tmp_path / "earlier-1" / "policy").iterdir()} >= {"model.safetensors"}
     assert len(tables(tmp_path)[0]) == 8
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from stppo import config as configs
 from stppo.config_files import VARIABLE
 from stppo.ownership import PARENT
 from stppo.training import campaign
-from stppo.training.warm_start import made_for
+from stppo.training.warm_start import made_for, recorded_start
 from tests.conftest import TINY
 
 PRESET = """# @package _global_
@@ -77,9 +78,43 @@ def test_a_recorded_start_that_had_reached_the_target_before_is_another(tmp_path
         {"stage": "searching", "step": step, "success": success} for step, success in ((50, 0.05), (100, 0.2))
     ]
     record = {"made_for": made_for(config), "history": measured}
+    record |= {"success_sampled": 0.2, "success_greedy": 0.4, "n_sampled": 300}
     (folder / "warm_start.json").write_text(json.dumps(record))
-    found = campaign._recorded_start(config, "seed0-xyz")
+    found = recorded_start(config)
     assert (found is not None and found.name == "seed0-abc") is fits
+
+
+def starts(config):
+    number = config["warm_start_seed"]
+    return campaign.Done(f"start {number}", 0.0, "", "no corpus" if number == BAD_WORLD else None)
+
+
+def trains(name, config, folder, start):
+    if name == KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return campaign.Done(name, 0.0, "completed")
+
+
+BAD_WORLD, KILLED = 1, "OFF_POLICY/token_ppo/seed0"
+
+
+def test_a_killed_process_and_a_failed_start_end_their_runs_alone(monkeypatch):
+    """jobs=1: nothing runs beside the killed one. Told of every run, whatever became of it."""
+    monkeypatch.setattr(campaign, "_start", starts)
+    monkeypatch.setattr(campaign, "_train", trains)
+    chosen = ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,st_ppo]"]
+    runs = [run for run in configs.planned_runs("laptop", chosen) if run.regime == "OFF_POLICY"]
+    assert len(runs) == 6
+    told = []
+    failed = campaign.train_planned("laptop", runs, 1, lambda done, n, total: told.append((done, n, total)))
+    assert [n for _, n, _ in told] == list(range(1, 6 + 3 + 1)) and {total for *_, total in told} == {9}
+    errors = {done.name: done.error for done in failed}
+    assert errors.pop(KILLED).startswith("its process was killed")
+    assert errors.pop(f"start {BAD_WORLD}") == "no corpus"
+    assert {name.rpartition("/")[2] for name in errors} == {"seed1"} and len(errors) == 2
+    assert set(errors.values()) == {"its warm start failed: no corpus"}
+    completed = {done.name for done, *_ in told if done.text == "completed"}
+    assert completed == {run.name for run in runs} - {KILLED, *errors}
 
 
 def test_a_worker_takes_no_further_job_when_the_campaign_is_gone():

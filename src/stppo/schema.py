@@ -5,10 +5,13 @@ Training writes these names and the analysis reads them; this file is all the tw
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypedDict
 
 # --- files of one run folder -----------------------------------------------------------------
 RUN_FILE = "run.json"
+POLICY_DIR = "policy"  # weights and tokenizer at the end
+SET_ASIDE = "earlier-"  # begins the names of the sub-folders of what a run set aside
 UPDATES_FILE = "updates.parquet"
 EVALUATIONS_FILE = "evaluations.parquet"
 TRAJECTORIES_FILE = "trajectories.json"
@@ -24,6 +27,12 @@ RUNS_FILE = "runs.json"
 ITERATIONS_FILE = "iterations.parquet"
 COLLECTED_EVALUATIONS_FILE = "evaluations.parquet"
 SUMMARY_FILE = "summary.csv"
+
+
+def is_set_aside(file: Path, folder: Path) -> bool:
+    """Whether a file below a folder belongs to what a run of that folder set aside."""
+    return any(part.startswith(SET_ASIDE) for part in file.relative_to(folder).parts)
+
 
 # --- values of RunRecord.status ---------------------------------------------------------------
 COMPLETED, NON_FINITE, RUNNING = "completed", "non_finite", "running"

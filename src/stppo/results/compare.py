@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import pandas as pd
 
 from stppo import schema
 from stppo.foreign import parse_json
-from stppo.results.runs import recorded, told_apart
+from stppo.results.outcomes import with_zeros
+from stppo.results.runs import recorded, stopped_at, told_apart
 from stppo.results.statistics import area_under_curve, final_mean
 
-MEASURES = ("start", "final", "auc", "peak")
+MEASURES = ("start", "final", "auc", "highest")
 KINDS = ("sampled", "greedy")
 STATISTICS = ("mean", "min", "max")
 
@@ -29,7 +31,7 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
             folder.rglob(schema.RUN_FILE),
             folder.rglob(schema.RUNS_FILE),
         ):
-            here = {f.parent for f in files if "earlier-" not in str(f.relative_to(folder))}
+            here = {f.parent for f in files if not schema.is_set_aside(f, folder)}
             if here:
                 found |= here
                 break
@@ -46,7 +48,8 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     Columns: `regime`, `algorithm`, `variant` (the overrides that not all runs of the regime share), `seeds`, and for
     each of `MEASURES`, `KINDS` and `STATISTICS` over seeds one such as `final_greedy_mean`: success of the warm start;
     mean of the last tenth of the evaluations; area under the curve over iterations, divided by their number; highest
-    evaluation. NaN where a run has no evaluation of that kind. Unfinished runs are left out; `attrs["unfinished"]`
+    evaluation. NaN where a run has no evaluation of that kind. A run that ended in a number that is not finite counts as 0
+    from there to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]`
     names them. ValueError if no run is finished; other errors are those of `find_runs` and `runs.read_run`.
     """
     found = find_runs(folders)
@@ -55,13 +58,19 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     if not runs:
         raise ValueError(f"no finished run among {', '.join(map(str, unfinished))}")
     rows = []
-    for (record, _, evaluations), (algorithm, variant) in zip(
+    horizons: dict[str, int] = defaultdict(int)
+    for record, *_ in runs:
+        horizons[record["regime"]] = max(horizons[record["regime"]], record["iterations"])
+    for (record, iterations, evaluations), (algorithm, variant) in zip(
         runs, told_apart([record for record, *_ in runs]), strict=True
     ):
         row = {"regime": record["regime"], "algorithm": algorithm, "variant": variant}
         for kind in KINDS:
             chosen = (evaluations["temperature"] == 0) == (kind == "greedy")
-            values = _measures(evaluations[chosen].sort_values("iteration"))
+            stopped = stopped_at(record, iterations)
+            values = _measures(
+                evaluations[chosen].sort_values("iteration"), stopped, horizons[record["regime"]]
+            )
             values["start"] = record["warm_start"][f"success_{kind}"]
             row |= {f"{measure}_{kind}": values[measure] for measure in MEASURES}
         rows.append(row)
@@ -100,10 +109,12 @@ def text(table: pd.DataFrame) -> str:
     return shown.to_string(index=False)
 
 
-def _measures(rows: pd.DataFrame) -> dict[str, float]:
-    """Final mean, area and peak of one run's evaluations of one kind."""
+def _measures(rows: pd.DataFrame, stopped: float | None, horizon: int) -> dict[str, float]:
+    """Final mean, area and maximum of one run's evaluations of one kind."""
     if rows.empty:
         return dict.fromkeys(MEASURES, float("nan"))
-    success = rows["success"]
-    area = area_under_curve(rows["iteration"], success)
-    return {"final": final_mean(success), "auc": area, "peak": float(success.max())}
+    iterations, success = rows["iteration"].to_numpy(), rows["success"].to_numpy()
+    if stopped is not None:
+        iterations, success = with_zeros(iterations, success, stopped, horizon)
+    final = final_mean(success) if stopped is None else 0.0
+    return {"final": final, "auc": area_under_curve(iterations, success), "highest": float(success.max())}

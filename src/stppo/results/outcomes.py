@@ -99,7 +99,7 @@ def judge(
     if not ((success >= 0) & (success <= 1)).all() or not 0 <= start <= 1:
         raise ValueError("success must lie in [0, 1] and be finite")
     if non_finite_iteration is not None:
-        iterations, success = _with_zeros(iterations, success, non_finite_iteration, horizon)
+        iterations, success = with_zeros(iterations, success, non_finite_iteration, horizon)
 
     smoothed = trailing_mean(success)
     best = np.fmax(np.fmax.accumulate(smoothed), start) if len(smoothed) else smoothed
@@ -130,10 +130,10 @@ def judge(
     )
 
 
-def _with_zeros(
+def with_zeros(
     iterations: NDArray, success: NDArray, stopped: float, horizon: float | None
 ) -> tuple[NDArray, NDArray]:
-    """The curve with 0 at the evaluations that a stopped run did not reach."""
+    """The curve of a run that stopped at an iteration, with 0 at the evaluations up to the horizon that it did not reach."""
     spacing = np.median(np.diff(iterations)) if len(iterations) > 1 else 1.0
     missing = np.arange(
         max(stopped, iterations[-1] if len(iterations) else 0) + spacing, (horizon or 0) + 1, spacing
@@ -143,7 +143,7 @@ def _with_zeros(
 
 def _after(iterations: NDArray, smoothed: NDArray, n: int) -> float:
     """S at the last evaluation not after n iterations; NaN where the run was shorter or too rarely evaluated."""
-    if not len(iterations) or iterations[-1] < n:
+    if not len(iterations) or not iterations[0] <= n <= iterations[-1]:
         return math.nan
     return float(smoothed[np.searchsorted(iterations, n, side="right") - 1])
 

@@ -16,7 +16,7 @@ import yaml
 
 from stppo.foreign import parse_json
 from stppo.ownership import in_use
-from stppo.schema import COMPLETED, CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, RUNNING
+from stppo.schema import COMPLETED, CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, RUNNING, is_set_aside
 
 MILESTONES = 4  # lines a run: at its start, then at each quarter
 _WIDTH = 20
@@ -98,8 +98,7 @@ def read_progress(record: Path, folder: Path) -> Progress | None:
 
 def records(folder: Path) -> list[Path]:
     """Every `run.json` below a folder, sorted; not those of earlier runs that were set aside."""
-    found = folder.rglob(RUN_FILE)
-    return sorted(path for path in found if not any(part.startswith("earlier-") for part in path.parts))
+    return sorted(path for path in folder.rglob(RUN_FILE) if not is_set_aside(path, folder))
 
 
 def all_progress(folder: str | Path) -> list[Progress]:

@@ -20,7 +20,7 @@ from stppo import schema
 from stppo.algorithms import Algorithm, in_order, look
 from stppo.files import repository_path, write_atomically
 from stppo.foreign import parse_json
-from stppo.results.outcomes import AFTER, Outcome, judge
+from stppo.results.outcomes import AFTER, Outcome, judge, with_zeros
 from stppo.results.statistics import area_under_curve, final_mean
 
 KEYS = list(schema.KEY_COLUMNS)
@@ -266,6 +266,14 @@ def clips(record: schema.RunRecord) -> bool:
     return not (weighs or by_sign or surrogate.get("weighed") is False)
 
 
+def stopped_at(record: schema.RunRecord, iterations: pd.DataFrame) -> float | None:
+    """The iteration in which a number that is not finite ended a run, given its rows; None for any other run."""
+    if not record.get("non_finite"):
+        return None
+    last = float(iterations["iteration"].max())
+    return 0.0 if math.isnan(last) else last
+
+
 @dataclass(frozen=True)
 class Metrics:
     """All recorded metrics of a set of runs."""
@@ -346,13 +354,14 @@ class Metrics:
     def outcome(self, record: schema.RunRecord) -> Outcome:
         """The rules of `results.outcomes` applied to one run."""
         rows = self.success(record)
-        stopped = None
-        if record.get("non_finite"):
-            stopped = float(self.select(self.iterations, record)["iteration"].max())
-            stopped = 0.0 if math.isnan(stopped) else stopped
         start = record["warm_start"]["success_sampled"]
-        horizon = max(r["iterations"] for r in self.runs if r["regime"] == record["regime"])
+        stopped, horizon = self._stopped(record)
         return judge(rows["iteration"], rows["success"], start, stopped, horizon)
+
+    def _stopped(self, record: schema.RunRecord) -> tuple[float | None, int]:
+        """Where a number that is not finite ended a run, None for any other; iterations of its regime."""
+        horizon = max(r["iterations"] for r in self.runs if r["regime"] == record["regime"])
+        return stopped_at(record, self.select(self.iterations, record)), horizon
 
     @cached_property
     def outcomes(self) -> dict[tuple[str, str, int], Outcome]:
@@ -366,7 +375,11 @@ class Metrics:
         for record in self.runs:
             outcome = self.outcomes[tuple(record[name] for name in KEYS)]
             iterations = self.select(self.iterations, record)
-            greedy = self.success(record, temperature=0.0)
+            rows = self.success(record, temperature=0.0)
+            greedy = (rows["iteration"].to_numpy(), rows["success"].to_numpy())
+            stopped, horizon = self._stopped(record)
+            if stopped is not None:
+                greedy = with_zeros(*greedy, stopped, horizon)
             gradient = "gradient_norm_max" if "gradient_norm_max" in iterations else "gradient_norm"
             values = {
                 **{name: record[name] for name in [*KEYS, "world_seed", "warm_start_seed", "status"]},
@@ -376,8 +389,8 @@ class Metrics:
                 "area": outcome.area,
                 **{f"after_{n}": outcome.after[n] for n in AFTER},
                 "greedy_start": record["warm_start"]["success_greedy"],
-                "greedy_final": 0.0 if outcome.non_finite else final_mean(greedy["success"]),
-                "greedy_area": area_under_curve(greedy["iteration"], greedy["success"]),
+                "greedy_final": 0.0 if outcome.non_finite else final_mean(greedy[1]),
+                "greedy_area": area_under_curve(*greedy),
                 "learned": outcome.learned,
                 "gain_kept": outcome.gain_kept,
                 "crash_iteration": math.nan if outcome.crash_iteration is None else outcome.crash_iteration,

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import logging
 import multiprocessing
 import os
 import re
-import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from stppo.config import Config, PlannedRun, warm_start_dir
+from stppo.config import PlannedRun, warm_start_dir
 from stppo.files import repository_path
 from stppo.ownership import announce_parent, is_orphan
 
@@ -48,7 +47,8 @@ def train_planned(
     """Train runs in their order, `jobs` at a time, each warm start before the first run that needs it.
 
     A finished run is found complete and costs a second; an interrupted one goes on from its checkpoint. report(done, n,
-    total) is called after each job. A run that fails is reported and the others go on. Returns what failed.
+    total) is called after each job. A run that fails is reported and the others go on, also where its process was killed
+    (whatever ran beside it fails with it) or its warm start failed. Returns what failed.
     """
     for run in runs:
         run.config  # noqa: B018 (composed and checked before anything is trained)
@@ -57,36 +57,61 @@ def train_planned(
     total = len(runs) + len(set(starts.values()))
     announce_parent()  # killed, it leaves no run behind for longer than to its next checkpoint
     finished = 0
+
+    def tell(done: Done) -> None:
+        nonlocal finished
+        finished += 1
+        if done.error is not None:
+            failed.append(done)
+        report(done, finished, total)
+
     active: dict[Future[Done], tuple[PlannedRun | None, Path]] = {}
-    context = multiprocessing.get_context("spawn")  # torch does not survive a fork with threads
-    with ProcessPoolExecutor(jobs, context, initializer=_quiet) as pool:
-        try:
-            while pending or active:
-                while len(active) < jobs and (job := _next(pending, starts, ready, active)):
-                    run, start = job
-                    if run is None:
-                        first = next(r for r in pending if starts[r.name] == start)
-                        active[pool.submit(_start, first.config)] = (None, start)
-                    else:
-                        pending.remove(run)
-                        folder = run_folder(preset, run)
-                        active[pool.submit(_train, run.name, run.config, folder, start)] = (run, start)
-                for future in wait(active, return_when=FIRST_COMPLETED).done:
-                    run, start = active.pop(future)
+    pool = _pool(jobs)
+    try:
+        while pending or active:
+            while len(active) < jobs and (job := _next(pending, starts, ready, active)):
+                run, start = job
+                if run is None:
+                    first = next(r for r in pending if starts[r.name] == start)
+                    active[pool.submit(_start, first.config)] = (None, start)
+                else:
+                    pending.remove(run)
+                    folder = run_folder(preset, run)
+                    active[pool.submit(_train, run.name, run.config, folder, start)] = (run, start)
+            ended = wait(active, return_when=FIRST_COMPLETED).done
+            if any(isinstance(future.exception(), BrokenProcessPool) for future in ended):
+                ended = wait(active).done  # the pool has ended every other process with it
+                pool.shutdown()
+                pool = _pool(jobs)
+            for future in ended:
+                run, start = active.pop(future)
+                try:
                     done = future.result()
-                    finished += 1
-                    if done.error is not None:
-                        failed.append(done)
-                    if run is None and done.error is None:
-                        ready.add(start)
-                    elif run is None:
-                        pending = [other for other in pending if starts[other.name] != start]
-                    report(done, finished, total)
-        except KeyboardInterrupt:
-            for process in list(pool._processes.values()):
-                process.terminate()
-            raise
+                except BrokenProcessPool:
+                    name = f"warm start {start.name}" if run is None else run.name
+                    done = Done(name, 0.0, "", _KILLED)
+                tell(done)
+                if run is None and done.error is None:
+                    ready.add(start)
+                elif run is None:
+                    for other in [other for other in pending if starts[other.name] == start]:
+                        pending.remove(other)
+                        tell(Done(other.name, 0.0, "", f"its warm start failed: {done.error}"))
+    except KeyboardInterrupt:
+        for process in list(pool._processes.values()):
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown()
     return failed
+
+
+_KILLED = "its process was killed, or one beside it was: often for want of memory (--jobs 1 needs less); the same command goes on"
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    """Processes for `jobs` jobs; spawned, because torch does not survive a fork with threads."""
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_quiet)
 
 
 def _next(
@@ -121,7 +146,7 @@ def _between_jobs() -> None:
 
 
 def _start(config: dict) -> Done:
-    from stppo.training.warm_start import WARM_START_FILE, warm_start
+    from stppo.training.warm_start import WARM_START_FILE, recorded_start, warm_start
 
     _between_jobs()
     path, began = warm_start_dir(config), time.perf_counter()
@@ -129,37 +154,14 @@ def _start(config: dict) -> Done:
     try:
         if (path / WARM_START_FILE).is_file():
             return Done(name, 0.0, "there already")
-        if (kept := _recorded_start(config, path.name)) is not None:
-            shutil.copytree(kept, path)
-            return Done(name, 0.0, f"that of {kept.parent}, which the recorded runs began from")
+        kept = recorded_start(config)
         record = warm_start(config, path, progress=False, again=False)
     except Exception as error:  # one job's failure is reported; the others go on
         return Done(name, time.perf_counter() - began, "", _line(error))
     text = f"sampled {record['success_sampled']:.2f}, greedy {record['success_greedy']:.2f}"
+    if kept is not None:
+        text += f": that of {kept.parent}, which the recorded runs began from"
     return Done(name, time.perf_counter() - began, text)
-
-
-def _recorded_start(config: Config, name: str) -> Path | None:
-    """The warm start that the preset's recorded runs of this world began from, where it was kept: made again on another
-    kind of processor it has other weights, and the runs of a world are compared because they begin alike.
-
-    It is told by its seed, world and policy: the rest of its folder's name changes with the code, its weights do not.
-    One that had reached this run's target before its last measurement is another start.
-    """
-    from stppo.training.warm_start import WARM_START_FILE, made_for
-
-    folder = (config.get("pipeline") or {}).get("recorded")
-    if not folder:
-        return None
-    kept = sorted((repository_path(folder) / "warm_start").glob(f"{name.partition('-')[0]}-*"))
-    for start in kept:
-        record = json.loads((start / WARM_START_FILE).read_text("utf-8"))
-        history = record.get("history", [])
-        on_the_way = [row["success"] for row in history if row["stage"] == "searching"][:-1]
-        reached = any(success >= config["warm_start"]["target_success"] for success in on_the_way)
-        if record.get("made_for") == made_for(config) and not reached:
-            return start
-    return None
 
 
 def _train(name: str, config: dict, folder: Path, start: Path) -> Done:

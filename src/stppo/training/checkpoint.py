@@ -22,7 +22,9 @@ from stppo.schema import (
     BY_BENCHMARK_FILE,
     CONFIG_FILE,
     EVALUATIONS_FILE,
+    POLICY_DIR,
     RUN_FILE,
+    SET_ASIDE,
     TRAJECTORIES_FILE,
     UPDATES_FILE,
 )
@@ -195,12 +197,12 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in a run folder to a new sub-folder, losing nothing; None if it is empty."""
     names = (RUN_FILE, UPDATES_FILE, EVALUATIONS_FILE, BY_BENCHMARK_FILE, TRAJECTORIES_FILE, CONFIG_FILE)
-    names = (CHECKPOINT_DIR, EARLIER_FILE, *names, *FOLDERS)
+    names = (CHECKPOINT_DIR, EARLIER_FILE, POLICY_DIR, *names, *FOLDERS)
     found = [run_dir / name for name in names if (run_dir / name).exists()]
     if not found:
         return None
-    number = next(n for n in itertools.count(1) if not (run_dir / f"earlier-{n}").exists())
-    aside = run_dir / f"earlier-{number}"
+    number = next(n for n in itertools.count(1) if not (run_dir / f"{SET_ASIDE}{n}").exists())
+    aside = run_dir / f"{SET_ASIDE}{number}"
     aside.mkdir()
     for path in found:
         os.replace(path, aside / path.name)

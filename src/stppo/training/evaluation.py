@@ -31,6 +31,7 @@ from stppo.schema import (
     BENCHMARK_COLUMNS,
     BENCHMARKS_FILE,
     BENCHMARKS_TABLE_FILE,
+    POLICY_DIR,
     RESULT_FILE,
     RUN_FILE,
     TRAJECTORIES_FILE,
@@ -224,9 +225,9 @@ def _policy_folder(checkpoint: str | Path) -> str | Path:
     path = Path(checkpoint)
     if not (path / RUN_FILE).is_file():
         return checkpoint
-    if not (path / "policy").is_dir():
+    if not (path / POLICY_DIR).is_dir():
         raise FileNotFoundError(f"{path} is a run that has not ended: it has no folder `policy` yet")
-    return path / "policy"
+    return path / POLICY_DIR
 
 
 def sample_of_each(asked: list[Question], most: int | None, seed: int) -> dict[str, list[Question]]:

@@ -33,7 +33,7 @@ from stppo.foreign import parse_json
 from stppo.objectives import Objective
 from stppo.ownership import FolderLock, is_orphan
 from stppo.provenance import config_targets, environment
-from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, RUN_FILE, RUNNING
+from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, POLICY_DIR, RUN_FILE, RUNNING
 from stppo.settings import RunConfig
 from stppo.training.checkpoint import (
     CHECKPOINT_DIR,
@@ -66,8 +66,6 @@ from stppo.waiting import saying
 from stppo.world.protocol import Question
 
 log = logging.getLogger(__name__)
-
-POLICY_DIR = "policy"  # in a run folder; weights and tokenizer at the end
 
 
 @dataclass

@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 import random
+import shutil
 import time
 from collections import deque
 from pathlib import Path
@@ -35,7 +36,7 @@ from stppo.agent.policy import (
 )
 from stppo.agent.rollout import Board, Sampler
 from stppo.config import Config, build, data_section, fingerprint, validate, warm_start_dir, world_section
-from stppo.files import write_json
+from stppo.files import repository_path, write_json
 from stppo.foreign import parse_json
 from stppo.ownership import FolderLock
 from stppo.settings import RunConfig, WarmStartConfig
@@ -107,7 +108,8 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True, again: bool
     into what is saved. The record holds sampled success S0 (from `final_samples` trajectories on the evaluation questions), greedy success, steps of both stages, what was measured on the way, and seconds. Raises
     ValueError where a stage does not reach its target within its `max_steps`, and where `out_dir` holds a warm start
     for another world or policy; RunStopped where memory runs out. Where another process makes one there, it is waited
-    for. again=False: a finished one is left as it is.
+    for. again=False: a finished one is left as it is. Where the folder holds none and `recorded_start` finds one, that
+    is copied in place of training.
     """
     run = validate(config)
     record = out_dir / WARM_START_FILE
@@ -123,6 +125,14 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True, again: bool
                     )
                 if not again:
                     return found
+            elif (kept := recorded_start(config)) is not None:
+                log.info("the warm start is that of %s, which the recorded runs began from", kept.parent)
+                shutil.copytree(
+                    kept, out_dir, ignore=shutil.ignore_patterns(WARM_START_FILE), dirs_exist_ok=True
+                )
+                found = read_record(kept / WARM_START_FILE)
+                write_json(record, found)  # last, as below
+                return found
             return _warm_start(config, run, out_dir, progress)
     except Exception as error:
         stopped = warm_start_stopped(error, run)
@@ -375,6 +385,27 @@ def made_for(config: Config) -> str:
     """Fingerprint of the world and policy that a warm start fits."""
     data = data_section(config)
     return fingerprint([world_section(config), config["policy"], *([data] if data else [])])
+
+
+def recorded_start(config: Config) -> Path | None:
+    """The warm start that the preset's recorded runs of this world began from, where it was kept: made again on another
+    kind of processor it has other weights, and the runs of a world are compared because they begin alike.
+
+    It is told by its seed, world and policy: the rest of its folder's name changes with the code, its weights do not.
+    One that had reached this run's target before its last measurement is another start.
+    """
+    folder = (config.get("pipeline") or {}).get("recorded")
+    if not folder:
+        return None
+    seed = warm_start_dir(config).name.partition("-")[0]
+    for start in sorted((repository_path(folder) / "warm_start").glob(f"{seed}-*")):
+        record = read_record(start / WARM_START_FILE)
+        history = record.get("history", [])
+        on_the_way = [row["success"] for row in history if row["stage"] == "searching"][:-1]
+        reached = any(success >= config["warm_start"]["target_success"] for success in on_the_way)
+        if record.get("made_for") == made_for(config) and not reached:
+            return start
+    return None
 
 
 def ensure_warm_start(config: Config) -> Path:
