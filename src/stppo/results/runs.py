@@ -375,8 +375,8 @@ class Metrics:
         for record in self.runs:
             outcome = self.outcomes[tuple(record[name] for name in KEYS)]
             iterations = self.select(self.iterations, record)
-            rows = self.success(record, temperature=0.0)
-            greedy = (rows["iteration"].to_numpy(), rows["success"].to_numpy())
+            curve = self.success(record, temperature=0.0)
+            greedy = (curve["iteration"].to_numpy(), curve["success"].to_numpy())
             stopped, horizon = self._stopped(record)
             if stopped is not None:
                 greedy = with_zeros(*greedy, stopped, horizon)
