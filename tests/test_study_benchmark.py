@@ -1,5 +1,6 @@
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,22 @@ def test_the_difference_of_two_methods_is_paired_by_point():
     assert found["mean_high"] - found["mean_low"] < 0.03, "far less than the points differ"
     with pytest.raises(ValueError, match="no point in common"):
         benchmark.difference(runs({BASELINE: 0.5}, numbers=[0]), BASELINE, "turn_ppo")
+
+
+def test_a_changed_method_does_not_take_the_committed_runs(tmp_path):
+    """As if turn_ppo.yaml had changed since its runs: they discounted."""
+    committed = benchmark.metrics_folder()
+    benchmark.check_unchanged(committed, "turn_ppo")
+    benchmark.check_unchanged(tmp_path / "nothing", "turn_ppo")
+    older = shutil.copytree(committed, tmp_path / "older")
+    records = json.loads((older / "runs.json").read_text())
+    for record in records:
+        if record["algorithm"] == "turn_ppo":
+            record["objective"]["credit"]["gamma"] = 0.9
+    (older / "runs.json").write_text(json.dumps(records))
+    benchmark.check_unchanged(older, "st_ppo")
+    with pytest.raises(ValueError, match="turn_ppo: its objective is not the one of its runs"):
+        benchmark.check_unchanged(older, "turn_ppo")
 
 
 # ---- runs made again ------------------------------------------------------------------------------

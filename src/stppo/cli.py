@@ -218,6 +218,7 @@ def bench(
         return _rerun(rerun, seed, jobs)
     if not method:
         raise ValueError("which method? An algorithm's name or its file; or --rerun N")
+    benchmark.check_unchanged(committed, method)
     kept = [committed] if committed.is_dir() else []
     if confirm:
         mine = [run_folder("benchmark", run) for run in benchmark.planned(method)]

@@ -336,6 +336,19 @@ def metrics_folder() -> Path:
     return repository_path(POINTS).parent / "metrics"
 
 
+def check_unchanged(committed: Path, method: str) -> None:
+    """Refuse a method whose objective is no longer that of its committed runs: they would count as its own. ValueError."""
+    recorded = load_metrics(committed).runs if committed.is_dir() else []
+    mine = [r for r in recorded if (r["regime"], r["algorithm"]) == (REGIME, method)]
+    if (
+        mine
+        and planned(method, [mine[0]["seed"]])[0].config["algorithm"]["objective"] != mine[0]["objective"]
+    ):
+        raise ValueError(
+            f"{method}: its objective is not the one of its runs in {committed}; give the changed one a name of its own"
+        )
+
+
 def not_in(committed: Path, folders: Iterable[Path]) -> list[Path]:
     """The run folders (REGIME/method/seedN) of whose runs the committed metrics have none."""
     known: set[tuple[str, str, str]] = set()
