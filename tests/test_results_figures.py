@@ -47,7 +47,7 @@ def plots(metrics):
 
 # ---- the figures ----------------------------------------------------------------------------------
 def test_every_figure_is_drawn_and_has_a_group(plots):
-    elsewhere = ("settings_map", "beginnings", "early_warning")  # drawn in tests of their own
+    elsewhere = ("settings_map", "one_change", "beginnings", "early_warning")  # drawn in tests of their own
     assert list(plots) == [name for name in FIGURES if name not in elsewhere]
     assert {kind.group for kind in FIGURES.values()} == {"what happens", "how much it tolerates", "why"}
 
@@ -215,7 +215,14 @@ def test_smoke_size_runs_conclude_nothing(smoke):
 
 def test_one_run_of_one_algorithm_is_enough():
     drawn = {plot.name for plot in all_figures(gather([simulate("st_ppo")]))}
-    assert drawn == set(FIGURES) - {"tolerance", "settings_map", "beginnings", "early_warning", "granularity"}
+    assert drawn == set(FIGURES) - {
+        "tolerance",
+        "settings_map",
+        "one_change",
+        "beginnings",
+        "early_warning",
+        "granularity",
+    }
 
 
 def test_columns_that_were_never_recorded_leave_no_panel(smoke):

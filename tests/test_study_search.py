@@ -66,3 +66,17 @@ def test_the_map_shows_every_run_and_how_it_ended():
 
 def test_a_few_settings_make_no_map():
     assert settings_map.settings_map(runs({(8, 2, 1e-4): LEARNS, (4, 0, 1e-3): LEARNS})) is None
+
+
+def test_one_change_at_a_time_has_a_panel_a_change():
+    ways = {"AS_CHOSEN": COLLAPSES, "ONE_HOP": LEARNS, "LONG": RECOVERS}
+    made = [simulate("token_ppo", i, name, dynamics=what) for name, what in ways.items() for i in range(2)]
+    draw = FIGURES["one_change"].draw
+    plot = draw(gather(made))
+    assert "4 of 6 runs" in plot.title
+    drawn = plot.data.groupby("regime")["kind"].agg(set).to_dict()
+    ends = {"AS_CHOSEN": {"collapsed"}, "ONE_HOP": {"learned"}, "LONG": {"crashed and recovered"}}
+    assert drawn == ends
+    assert draw(gather(made[:4])) is None, "two are a comparison, not a map"
+    assert draw(gather([*made, simulate("st_ppo", 0, "LONG")])) is None
+    assert draw(gather([*made, simulate("token_ppo", 0, "SLOW", learning_rate=1e-5)])) is None, "another grid"

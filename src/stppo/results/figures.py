@@ -47,6 +47,7 @@ from stppo.results.curves import (
 from stppo.results.early_warning import early_warning
 from stppo.results.findings import main_regime
 from stppo.results.granularity import granularity
+from stppo.results.one_change import one_change
 from stppo.results.outcomes import LABELS, LEARNED
 from stppo.results.resampling import by_world, fewest_worlds, mean
 from stppo.results.runs import Metrics, clips
@@ -80,11 +81,6 @@ SIGNAL_PANELS = (
 )
 MARKERS = dict(zip(LABELS, ("o", "D", "X", "o", "v"), strict=True))
 HOLLOW = LABELS[3:]  # outcomes of runs that never learned
-SETTINGS = {
-    "learning_rate": "learning rate",
-    "epochs": "epochs per batch",
-    "staleness": "staleness (iterations)",
-}
 
 
 # ---- what happens -------------------------------------------------------------------------------
@@ -456,6 +452,7 @@ FIGURES: dict[str, Kind] = {
         (HAPPENS, clip_ratio),
         (TOLERATES, tolerance),
         (TOLERATES, settings_map),
+        (TOLERATES, one_change),
         (WHY, beginnings),
         (WHY, norms),
         (WHY, signals),

@@ -13,7 +13,6 @@ from stppo.results.runs import Metrics
 from stppo.results.style import Plot, style
 
 COLORS = dict(zip(LABELS, ("#0061A8", "#E69F00", "#D55E00", "#8A8A8A", "#1D2530"), strict=True))
-GRID = ("iterations", "staleness", "epochs", "intensity")
 FEWEST = 6  # settings below which a map says no more than `tolerance`
 
 
@@ -111,7 +110,7 @@ def _block(block, metrics: Metrics, table: pd.DataFrame, heading: str) -> list[p
             if found.empty:
                 ax.text(0.5, 0.5, "not run", transform=ax.transAxes, ha="center", fontsize=7, color="#888888")
             for regime in found["regime"]:
-                rows += _runs(ax, metrics, regime)
+                rows += draw_runs(ax, metrics, regime)
             if c == 0:
                 ax.set_ylabel(f"{plain(n_epochs)} epochs", fontsize=8)
         first = lag not in [other for other, _ in columns[:c]]
@@ -122,8 +121,8 @@ def _block(block, metrics: Metrics, table: pd.DataFrame, heading: str) -> list[p
     return rows
 
 
-def _runs(ax, metrics: Metrics, regime: str) -> list[pd.DataFrame]:
-    """Curves of a regime's runs, from the start of each; what was drawn."""
+def draw_runs(ax, metrics: Metrics, regime: str) -> list[pd.DataFrame]:
+    """Curves of a regime's runs of the baseline, from the start of each, in the colours of their ends; what was drawn."""
     curves, rows = curves_of(metrics, regime, BASELINE, SUCCESS), []
     arm = metrics.arm(regime, BASELINE).set_index("seed")
     for world, seed in curves:
