@@ -125,6 +125,12 @@ def test_finished_run_is_not_repeated(tmp_path, tiny, barely_trained):
     pd.testing.assert_frame_equal(timed, tables(tmp_path)[0], check_exact=True)  # timing columns too
 
 
+def test_a_world_without_a_seed_is_recorded_as_world_0(tmp_path, tiny, barely_trained):
+    trainer = Trainer(tiny("training.iterations=1"), tmp_path, barely_trained, progress=False)
+    del trainer.config["world"]["seed"]  # as a world of one's own may be
+    assert trainer.train()["world_seed"] == 0, "figures group runs by it"
+
+
 def test_other_run_in_the_same_folder_moves_the_earlier_one_aside(tmp_path, tiny, barely_trained):
     run(tiny("training.iterations=1"), tmp_path, barely_trained)
     before = (tmp_path / "updates.parquet").read_bytes()

@@ -444,7 +444,7 @@ def warm_start_overrides(overrides: Iterable[str]) -> list[str]:
 
 @functools.cache
 def code_of(*entries: str) -> str:
-    """Hash of the syntax of every module that the entries import (`analysis.provenance.code_hash`)."""
+    """Hash of the syntax of every module that the entries import (`provenance.code_hash`)."""
     return code_hash(entries)
 
 

@@ -493,7 +493,7 @@ class Trainer:
             "preset": self.config["preset"],
             "world": self.config["world"]["_target_"].rsplit(".", 1)[-1].removesuffix("World").lower(),
             "warm_start_seed": self.settings.warm_start_seed,
-            "world_seed": self.config["world"].get("seed"),
+            "world_seed": self.config["world"].get("seed") or 0,  # a world of one's own may have none
             "policy": self.settings.policy.name,
             "policy_parameters": sum(p.numel() for p in self.parameters),
             "config_fingerprint": fingerprint(self.identity),
