@@ -127,8 +127,21 @@ def test_crashes_on_fresh_data(runs, fresh, once):
         for name in ("turn_ppo", "st_ppo", "token_ppo")
     ]
     assert "against {}, {} and {}.".format(*main) in page
-    told = f"Token PPO still crashed there in {crashes(once['token_ppo'])} worlds, and in {crashes(fresh['token_ppo'])} when batches are used twice"
+    more = runs_of("FRESH_SAME_UPDATES")
+    end = [said(more[name]["sampled"].mean()) for name in ("turn_ppo", "st_ppo", "token_ppo")]
+    assert "so as many updates, do no better: {}, {} and {}.".format(*end) in page
+    for name in ("turn_ppo", "st_ppo", "token_ppo"):
+        updates = {part[name]["updates"].mean() for part in (more, runs)}
+        assert len(updates) == 1 and {len(part[name]) for part in (more, once)} == {6}
+        ends = (more[name]["final"] - once[name]["final"]).to_numpy()
+        assert interval(ends, np.arange(6))[0] < 0, (name, "no better that shows")
+    told = (
+        f"Token PPO crashed in {crashes(once['token_ppo'])} worlds on the fewer, in {crashes(more['token_ppo'])} on the more, "
+        f"and in {crashes(fresh['token_ppo'])} when batches are used twice"
+    )
     assert told in page
+    assert crashes(more["st_ppo"]) == crashes(more["turn_ppo"])
+    assert f"with four times as many batches both crashed in {crashes(more['st_ppo'])}." in page
     search = pd.read_csv(STUDY.parent / "search/metrics/summary.csv").query("regime == 'E4_L0_1e-3_160'")
     assert f"on fresh batches in {crashes(search)} runs of" in page
     told = f"ST-PPO crashed in {crashes(fresh['st_ppo'])} worlds on fresh batches used twice, in {crashes(once['st_ppo'])} on those used once"

@@ -155,9 +155,10 @@ def train_planned_command(
     from stppo.results.runs import missing_runs
     from stppo.training.campaign import train_planned
 
-    chosen = overrides or []
-    preset = next((o.partition("=")[2] for o in chosen if o.startswith("preset=")), "laptop")
-    runs = planned_runs(preset, [o for o in chosen if not o.startswith("preset=")])
+    preset, others = _preset(overrides)
+    runs = planned_runs(preset, others)
+    if not runs:
+        raise ValueError(f"preset={preset} plans no run: its regimes have no algorithms or no seeds")
     runs = [run for run in runs if only is None or only in run.name]
     if not runs:
         raise ValueError(
@@ -207,7 +208,15 @@ def bench(
     from stppo.study.benchmark_figures import pictures
     from stppo.training.campaign import run_folder, train_planned
 
-    if method.endswith((".yaml", ".yml")):
+    if method and rerun:
+        raise ValueError(
+            f"{method} --rerun {rerun}: --rerun draws among all recorded runs; leave the method out"
+        )
+    if method.endswith(".yml"):
+        raise ValueError(
+            f"{method}: rename it to {Path(method).stem}.yaml, which is how YAML files are found"
+        )
+    if method.endswith(".yaml"):
         file = Path(method).resolve()
         if file.parent.name != "algorithm" or not file.is_file():
             raise ValueError(f"{method}: must be a file FOLDER/algorithm/NAME.yaml")
@@ -279,6 +288,15 @@ def _rerun(n: int, seed: int, jobs: int) -> None:
     typer.echo(f"{len(runs) - len(elsewhere)} of {len(runs)} equal in every number")
     for line in elsewhere:
         typer.echo(f"not compared in its numbers, because on another kind of processor: {line}")
+
+
+def _preset(overrides: list[str] | None) -> tuple[str, list[str]]:
+    """The preset that overrides name (laptop where they name none), and the others; ValueError where they name two."""
+    chosen = overrides or []
+    named = [o.partition("=")[2] for o in chosen if o.partition("=")[0] == "preset"] or ["laptop"]
+    if len(named) > 1:
+        raise ValueError(f"preset={named[0]} preset={named[1]}: name one preset")
+    return named[0], [o for o in chosen if o.partition("=")[0] != "preset"]
 
 
 def _numbers(text: str) -> list[int]:
@@ -368,9 +386,10 @@ def plan_command(overrides: Overrides = None, config_dir: ConfigDir = None) -> N
     """
     from stppo.plan import plan
 
-    chosen = overrides or []
-    presets = [o.partition("=")[2] for o in chosen if o.partition("=")[0] == "preset"] or ["laptop"]
-    groups = plan(presets[-1], [o for o in chosen if o.partition("=")[0] != "preset"])
+    preset, others = _preset(overrides)
+    groups = plan(preset, others)
+    if not groups:
+        raise ValueError(f"preset={preset} plans no run: its regimes have no algorithms or no seeds")
     first, width = (max(len(getattr(g, name)) for g in groups) + 2 for name in ("regime", "algorithm"))
     for g in groups:
         typer.echo(f"{g.regime:<{first}}{g.algorithm:<{width}}{g.runs:>5} runs{60 * g.hours:>8.1f} min")
