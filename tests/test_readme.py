@@ -172,7 +172,49 @@ def test_one_ratio_for_the_trajectory(runs, text):
         assert f"Sequence PPO ended at {end}, Turn-PPO at {both} in the same six worlds" in text
         assert f"(difference {said(mean)} [{said(low)}, {said(high)}])" in text
     else:
-        assert f"One ratio for the whole trajectory does better than one a turn: {end} (6 worlds)" in text
+        assert f"One ratio for the whole trajectory does better than one a turn: {end} (6 worlds)," in text
+
+
+@TEXTS
+def test_longer_chains(text):
+    chains = runs_of("CHAINS")
+    assert {len(part) for part in chains.values()} == {6}
+    end = {name: said(part["sampled"].mean()) for name, part in chains.items()}
+    assert counts(chains["sequence_ppo"], "learned") == 6
+
+    def difference(one: str, other: str) -> tuple[str, float, float]:
+        _, mean, low, high = apart(chains, one, other)
+        return f"{signed(mean)} [{signed(low)}, {signed(high)}]", low, high
+
+    ratio, low, _ = difference("sequence_ppo", "turn_ppo")
+    assert low > 0
+    if not is_page(text):
+        assert f"on chains of two to five hops {end['sequence_ppo']} against {end['turn_ppo']}" in text
+        return
+    wider = f"the gap is wider: {end['sequence_ppo']} and without a crash in 6 of 6 worlds against {end['turn_ppo']} ({ratio})"
+    assert (
+        f"{wider}; TOPR ends at {end['topr']} there, ST-PPO at {end['st_ppo']}, token PPO at {end['token_ppo']}."
+        in text
+    )
+    divisor, low, _ = difference("st_ppo", "turn_ppo")
+    placebo, below, above = difference("st_ppo", "turn_ppo_shuffled")
+    assert low > 0 and below < 0 < above
+    assert f"({end['st_ppo']} to {end['turn_ppo']}, difference {divisor})" in text
+    assert (
+        f"do part of that ({end['turn_ppo_shuffled']}), and from them it is not told apart ({placebo})"
+        in text
+    )
+
+
+def test_where_an_episode_is_a_single_turn():
+    one = runs_of("ONE_TURN")
+    end = {name: said(part["sampled"].mean()) for name, part in one.items()}
+    start = said(np.mean([part["start"].mean() for part in one.values()]))
+    told = (
+        f"from {start}, the KL stop ended at {end['kl_stop']}, Turn-PPO at {end['turn_ppo']}, ST-PPO at {end['st_ppo']} "
+        f"and token PPO at {end['token_ppo']} (6 worlds each)"
+    )
+    assert told in " ".join(PAGE.split()) and {len(part) for part in one.values()} == {6}
 
 
 @TEXTS
