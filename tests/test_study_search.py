@@ -66,6 +66,8 @@ def test_the_map_shows_every_run_and_how_it_ended():
 
 def test_a_few_settings_make_no_map():
     assert settings_map.settings_map(runs({(8, 2, 1e-4): LEARNS, (4, 0, 1e-3): LEARNS})) is None
+    one_rate = {(epochs, lag, 5e-4): LEARNS for epochs in (4, 8) for lag in (0, 2, 8)}
+    assert settings_map.settings_map(runs(one_rate)) is None, "what else differs is no setting"
 
 
 def test_one_change_at_a_time_has_a_panel_a_change():

@@ -52,6 +52,8 @@ def settings_map(metrics: Metrics) -> Plot | None:
     table = cells(metrics) if BASELINE in metrics.algorithms() else pd.DataFrame()
     if len(table):  # a setting with a number of epochs that no other has is no part of a grid
         table = table[table.groupby("epochs")["regime"].transform("size") > 1]
+    if not len(table) or table["learning_rate"].nunique() < 2:
+        return None  # regimes of one rate differ in their world, policy or length
     if len(table) < FEWEST or (table[["epochs", "staleness", "learning_rate"]].nunique() > 1).sum() < 2:
         return None  # along one setting alone `tolerance` shows more
     table["rate"] = table["intensity"].map(
