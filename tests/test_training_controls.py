@@ -146,6 +146,12 @@ def test_placebo_beside_a_stabilizer_is_refused(tmp_path, tiny, barely_trained):
             Trainer(tiny(f"algorithm={algorithm}", f"{PLACEBO}={tmp_path}/source"), tmp_path, barely_trained)
 
 
+def test_placebo_of_a_method_that_steps_turn_by_turn_is_refused(tmp_path, tiny, barely_trained):
+    source_run(tmp_path / "source")
+    with pytest.raises(configs.ConfigError, match="a divisor a minibatch, but LastTurnsFirst"):
+        Trainer(tiny("algorithm=seeupo", f"{PLACEBO}={tmp_path}/source"), tmp_path, barely_trained)
+
+
 def test_run_is_known_by_its_divisors_not_by_their_place(tmp_path, tiny, barely_trained, monkeypatch):
     source_run(tmp_path / "one")
     source_run(tmp_path / "moved")

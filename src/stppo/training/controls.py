@@ -36,7 +36,7 @@ class ReplayedDivisors:
 
     Called with iteration (from 1), epoch and minibatch (from 0) it returns the divisor. Raises ConfigError for a
     source that is missing, unfinished, of other epochs or minibatches, or too short, and where the
-    objective has a stabiliser of its own.
+    objective has a stabiliser of its own or steps turn by turn.
     """
 
     def __init__(self, training: TrainingConfig, objective: Objective, seed: int) -> None:
@@ -44,6 +44,11 @@ class ReplayedDivisors:
             raise ConfigError(
                 "training.divisors.from_run takes a stabiliser's place, but algorithm.objective.stabilizer is "
                 f"{type(objective.stabilizer).__name__}; use an algorithm without one, such as token_ppo"
+            )
+        if objective.surrogate.one_turn_at_a_time:
+            raise ConfigError(
+                "training.divisors.from_run has a divisor a minibatch, but "
+                f"{type(objective.surrogate).__name__} steps on each turn of one; use another algorithm"
             )
         source = repository_path(training.divisors.from_run)
         recorded = _whole_iterations(
