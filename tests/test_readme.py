@@ -497,6 +497,29 @@ def test_the_run_that_named_the_rate():
 
 
 # ---- the benchmark's page -------------------------------------------------------------------------
+SEARCH = ROOT / "results/reference/search"
+
+
+def test_what_the_critical_setting_depends_on():
+    page = (SEARCH / "README.md").read_text(encoding="utf-8")
+    runs = pd.read_csv(SEARCH / "dependence/metrics/summary.csv")
+    rows = re.findall(r"^\| [^|]+ \(`([A-Z_0-9]+)`\) \| (.+) \|$", page, re.M)
+    assert sorted(name for name, _ in rows) == sorted(runs["regime"].unique())
+    for name, cells in rows:
+        part = runs[runs["regime"] == name]
+        shows = int((part["learned"] & part["crash_iteration"].notna()).sum())
+        means = [said(part[column].mean()) for column in ("start", "peak", "final")]
+        lost = counts(part, "lost its start")
+        assert cells.split(" | ") == [*means, f"{shows} of {len(part)}", str(lost)], name
+    highest = runs.groupby("regime")["final"].mean().max()
+    assert f"ends at {said(highest)} or less whatever is changed" in page
+    rows = pd.read_parquet(SEARCH / "dependence/metrics/evaluations.parquet").set_index(
+        ["seed", "temperature", "iteration"]
+    )
+    long, short = (rows[rows["regime"] == name]["success"] for name in ("LONG", "AS_CHOSEN"))
+    assert (long[short.index] == short).all(), "number for number"
+
+
 BENCH = ROOT / "results/reference/benchmark"
 LEADERS = " ".join((BENCH / "README.md").read_text(encoding="utf-8").split())
 
