@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 from stppo.results.curves import BASELINE, page, plotted, source_of, start_handle
 from stppo.results.outcomes import LABELS
 from stppo.results.runs import Metrics
-from stppo.results.settings_map import COLORS, cells, draw_runs
+from stppo.results.settings_map import COLORS, SHOWN, cells, draw_runs
 from stppo.results.style import Plot, style
 
 FEWEST = 3  # regimes that a comparison of changes needs
@@ -23,12 +23,15 @@ def one_change(metrics: Metrics) -> Plot | None:
     table = cells(metrics) if metrics.algorithms() == [BASELINE] else pd.DataFrame()
     if len(table) < FEWEST or len(table[["epochs", "staleness", "learning_rate"]].drop_duplicates()) > 1:
         return None
-    crashed, n = int(table["shows"].sum()), int(table["runs"].sum())
+    shown = int((table["share"] >= SHOWN).sum())
     label = metrics.look(BASELINE).label
-    title = f"With one thing changed at a time, {label} learns and then loses half of its gain in {crashed} of {n} runs"
+    title = (
+        f"One thing changed at a time: {label} learns and then loses half of its gain in most runs of {shown} of "
+        f"{len(table)} settings"
+    )
     question = (
-        "What does its fate depend on? Sampled success of every run, coloured by its end; highest mean of three "
-        "evaluations, mean over runs."
+        "What does its fate depend on? Sampled success of every run, coloured by its end. Highest: mean of three "
+        "evaluations in a row, averaged over runs."
     )
     ends = [outcome for outcome in LABELS if table[outcome].any()]
     handles = [Line2D([], [], color=COLORS[outcome], linewidth=2, label=outcome) for outcome in ends]
@@ -41,7 +44,7 @@ def one_change(metrics: Metrics) -> Plot | None:
         for ax, row in zip(axes, table.to_dict("records"), strict=False):
             rows += draw_runs(ax, metrics, row["regime"])
             name = row["regime"].replace("_", " ").lower()
-            ax.set_title(f"{name}: to {row['peak']:.2f}", fontsize=9.5)
+            ax.set_title(f"{name}: highest {row['peak']:.2f}", fontsize=9.5)
             ax.set(ylim=(0, 1), yticks=[0, 0.5, 1], xlabel="iteration")
         for ax in axes[len(table) :]:
             ax.set_axis_off()
