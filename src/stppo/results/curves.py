@@ -385,11 +385,13 @@ def filling_handle() -> Patch:
 
 def name_lines(ax: Axes, metrics: Metrics, algorithms: Sequence[str], room: int, columns: int = 1) -> None:
     """The algorithms of a column, named above its first panel in their colours; `room` rows are kept free for them."""
+    handles = line_handles(metrics, algorithms)
+    long = any(len(handle.get_label()) > 20 for handle in handles)  # would touch the next column's
     legend = ax.legend(
-        handles=line_handles(metrics, algorithms),
+        handles=handles,
         loc="lower left",
         bbox_to_anchor=(-0.02, 1.0),
-        fontsize=8.5,
+        fontsize=7.5 if long else 8.5,
         borderaxespad=0.1,
         labelspacing=0.25,
         handlelength=2.2,
