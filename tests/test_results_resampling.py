@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from rliable import metrics
-from scipy.stats import beta, mannwhitneyu, norm, t
+from scipy.stats import beta, norm, t
 
 from stppo.results import resampling
 from stppo.results.resampling import contrast, difference, fewest_worlds, joint_level, mean
@@ -155,11 +155,3 @@ def test_band_averages_a_world_and_needs_three():
     value, low, high = resampling.curve_band(curves, [31, 31, 32, 33], 200, 0.95)
     assert value == pytest.approx([resampling.interquartile_mean(worlds([2, 5, 8])).value, 5.0])
     assert low[0] < value[0] < high[0] and np.isnan([low[1], high[1]]).all()
-
-
-def test_probability_of_improvement_is_the_u_statistic():
-    rng = np.random.default_rng(0)
-    one, other = rng.integers(0, 6, 12) + 1.0, rng.integers(0, 6, 12) + 0.0
-    estimate = resampling.probability_of_improvement(worlds(one), worlds(other))
-    assert estimate.value == pytest.approx(mannwhitneyu(one, other).statistic / 12**2)
-    assert 0 <= estimate.interval(0.99)[0] < estimate.value < estimate.interval(0.99)[1] <= 1

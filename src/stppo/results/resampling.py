@@ -14,9 +14,9 @@ worlds with replacement, the same for every arm: arms are compared in the worlds
 - **No collapse, or nothing but.** A plain bootstrap of 0 collapses in n runs is an interval of no width. So a share (values 0
   or 1, `bounds=(0, 1)`) is mixed, draw by draw, with half a run at either bound, in weights from Dirichlet(n, 1/2, 1/2): for 0
   of n that is Jeffreys' Beta(1/2, n + 1/2) (Brown, Cai & DasGupta 2001), elsewhere it widens slightly. Each arm is smoothed
-  on its own; Student's factor is not for shares and not for probabilities.
+  on its own; Student's factor is not for shares.
 
-The IQM and the probability of improvement are those of Agarwal et al. 2021 (arXiv 2108.13264, rliable).
+The IQM is that of Agarwal et al. 2021 (arXiv 2108.13264, rliable).
 """
 
 from __future__ import annotations
@@ -130,15 +130,6 @@ def curve_band(
             drawn = found.n_worlds >= MIN_BAND_WORLDS
             columns[:, place] = found.value, *(found.interval(level) if drawn else (math.nan, math.nan))
     return tuple(columns)
-
-
-def probability_of_improvement(one: Values, other: Values, n_draws: int = DRAWS, seed: int = 0) -> Estimate:
-    """Probability that `one` in some world ends above `other` in some world, ties half."""
-    first, second = _common([one, other])
-    won = np.greater.outer(first, second) + np.equal.outer(first, second) / 2
-    shares = _shares(len(first), n_draws, seed)
-    draws = _stretched(((shares @ won) * shares).sum(axis=1), won.mean(), len(first))
-    return Estimate(float(won.mean()), _smoothed(draws, len(first), (0.0, 1.0), seed), len(first), True)
 
 
 def _common(arms: Sequence[Values]) -> NDArray[np.float64]:
