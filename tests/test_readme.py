@@ -236,6 +236,19 @@ def test_where_an_episode_is_a_single_turn():
     assert kept == ["turn_ppo"] and "one run kept what it had learned, of Turn-PPO" in page
 
 
+def test_a_policy_of_a_million_parameters():
+    million = runs_of("MILLION")
+    assert {len(part) for part in million.values()} == {4}
+    end = {name: said(part["sampled"].mean()) for name, part in million.items()}
+    assert {counts(million[name], "lost its start") for name in ("token_ppo", "turn_ppo", "st_ppo")} == {4}
+    assert {end[name] for name in ("token_ppo", "turn_ppo", "st_ppo")} == {".00"}
+    start = said(np.mean([part["start"].mean() for part in million.values()]))
+    told = (
+        f"ended at .00 in 4 of 4 worlds, the KL stop at {end['kl_stop']}, from {start}. In two of six worlds"
+    )
+    assert told in " ".join(PAGE.split())
+
+
 @TEXTS
 def test_plain_remedies(runs, text):
     clip, half = runs["grad_clip"], runs["token_ppo_lr0.5"]
