@@ -23,7 +23,7 @@ PRESET = """# @package _global_
 defaults:
   - override /world: synthetic_small
 preset: mini
-warm_start: {target_success: 0.0, max_steps: 20, evaluate_every: 20, evaluate_questions: 16, final_samples: 16}
+warm_start: {target_success: 0.0, max_steps: 20, evaluate_every: 20, evaluate_questions: 16, final_samples: 16, demonstrations: 64, reading: {max_steps: 0}}
 pipeline:
   recorded: record
   regimes:
@@ -43,7 +43,8 @@ def test_recorded_runs_are_left_out_and_their_warm_start_is_taken(tmp_path, monk
         assert done.exit_code == 0, done.output
         return done.output
 
-    train = ("train-planned", "preset=mini", *TINY[1:], "--jobs", "1")
+    small = [override for override in TINY[1:] if not override.startswith("warm_start.")]
+    train = ("train-planned", "preset=mini", *small, "--jobs", "1")
     assert "runs are in" not in command(*train), "there is no record yet"
     runs = Path("results/mini/runs/OFF_POLICY")
     made_here = {
@@ -68,19 +69,26 @@ def test_recorded_runs_are_left_out_and_their_warm_start_is_taken(tmp_path, monk
     assert sorted(folder.name for folder in runs.iterdir()) == ["grpo", "so_grpo"]
 
 
-@pytest.mark.parametrize(("target", "fits"), [(0.18, True), (0.15, True), (0.03, False)])
-def test_a_recorded_start_that_had_reached_the_target_before_is_another(tmp_path, monkeypatch, target, fits):
+@pytest.mark.parametrize(
+    ("changed", "fits"),
+    [
+        ("training.epochs=7", True),
+        ("warm_start.target_success=0.11", False),
+        ("warm_start.noise.malformed=0.3", False),
+        ("world.n_train=100", False),
+        ("policy.hidden_size=32", False),
+        ("warm_start_seed=5", False),
+    ],
+)
+def test_a_recorded_start_fits_what_it_was_made_with_alone(tmp_path, monkeypatch, changed, fits):
     monkeypatch.chdir(tmp_path)
-    config = configs.compose([*TINY, f"warm_start.target_success={target}", "+pipeline.recorded=record"])
+    recorded = ["preset=smoke", "warm_start_seed=0", "+pipeline.recorded=record"]
     folder = tmp_path / "record/warm_start/seed0-abc"
     folder.mkdir(parents=True)
-    measured = [{"stage": "reading", "step": 9}] + [
-        {"stage": "searching", "step": step, "success": success} for step, success in ((50, 0.05), (100, 0.2))
-    ]
-    record = {"made_for": made_for(config), "history": measured}
-    record |= {"success_sampled": 0.2, "success_greedy": 0.4, "n_sampled": 300}
+    record = {"success_sampled": 0.2, "success_greedy": 0.4, "n_sampled": 300}
+    record["made_for"] = made_for(configs.compose(recorded))
     (folder / "warm_start.json").write_text(json.dumps(record))
-    found = recorded_start(config)
+    found = recorded_start(configs.compose([*recorded, changed]))
     assert (found is not None and found.name == "seed0-abc") is fits
 
 

@@ -157,8 +157,6 @@ def train_planned_command(
 
     preset, others = _preset(overrides)
     runs = planned_runs(preset, others)
-    if not runs:
-        raise ValueError(f"preset={preset} plans no run: its regimes have no algorithms or no seeds")
     runs = [run for run in runs if only is None or only in run.name]
     if not runs:
         raise ValueError(
@@ -388,8 +386,6 @@ def plan_command(overrides: Overrides = None, config_dir: ConfigDir = None) -> N
 
     preset, others = _preset(overrides)
     groups = plan(preset, others)
-    if not groups:
-        raise ValueError(f"preset={preset} plans no run: its regimes have no algorithms or no seeds")
     first, width = (max(len(getattr(g, name)) for g in groups) + 2 for name in ("regime", "algorithm"))
     for g in groups:
         typer.echo(f"{g.regime:<{first}}{g.algorithm:<{width}}{g.runs:>5} runs{60 * g.hours:>8.1f} min")

@@ -551,7 +551,7 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
     `pipeline.replicates` maps a seed to further overrides (its world, its warm start), so that one number tells
     a replicate. In overrides {seed} stands for the run's seed and {next_seed} for the one after it, cyclically.
     Extra overrides apply to all runs. Raises ConfigError for an unknown preset, for an override of what tells
-    the runs apart, and for a run that is planned twice.
+    the runs apart, for a run that is planned twice, and where there is none.
     """
     for override in overrides or []:
         if (key := override.partition("=")[0].lstrip("+~")) in ("preset", "training", "algorithm", "seed"):
@@ -592,4 +592,6 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
             if run.name in runs:
                 raise ConfigError(f"pipeline.regimes.{entry}: the run {run.name} is planned twice")
             runs[run.name] = run
+    if not runs:
+        raise ConfigError(f"preset={preset} plans no run: its regimes have no algorithms or no seeds")
     return list(runs.values())

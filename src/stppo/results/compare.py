@@ -65,12 +65,10 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
         runs, told_apart([record for record, *_ in runs]), strict=True
     ):
         row = {"regime": record["regime"], "algorithm": algorithm, "variant": variant}
+        stopped, horizon = stopped_at(record, iterations), horizons[record["regime"]]
         for kind in KINDS:
             chosen = (evaluations["temperature"] == 0) == (kind == "greedy")
-            stopped = stopped_at(record, iterations)
-            values = _measures(
-                evaluations[chosen].sort_values("iteration"), stopped, horizons[record["regime"]]
-            )
+            values = _measures(evaluations[chosen].sort_values("iteration"), stopped, horizon)
             values["start"] = record["warm_start"][f"success_{kind}"]
             row |= {f"{measure}_{kind}": values[measure] for measure in MEASURES}
         rows.append(row)

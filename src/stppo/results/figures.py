@@ -309,8 +309,8 @@ def norms(metrics: Metrics) -> Plot | None:
         NORM_PANELS,
         findings.spikes(metrics, regime),
         "Do gradients explode before success falls? L2 norms before any clipping, means over each iteration's updates.",
-        "The title speaks of single updates, the lines of means over an iteration's. ‖C‖: norm of the gradient that clipping removed, measured on one update in a few "
-        "where the objective does not use it. Not drawn: the surrogate's norm where it is the whole gradient's, and a "
+        "The title speaks of single updates, the lines of means over an iteration's. ‖C‖: norm of the gradient that "
+        "clipping removed, measured on one update in a few where the objective does not use it. Not drawn: the surrogate's norm where it is the whole gradient's, and a "
         "divisor of 1. The lowest 3 % of a logarithmic axis are cut off.",
     )
 

@@ -35,7 +35,16 @@ from stppo.agent.policy import (
     score,
 )
 from stppo.agent.rollout import Board, Sampler
-from stppo.config import Config, build, data_section, fingerprint, validate, warm_start_dir, world_section
+from stppo.config import (
+    Config,
+    build,
+    compose,
+    data_section,
+    fingerprint,
+    validate,
+    warm_start_dir,
+    world_section,
+)
 from stppo.files import repository_path, write_json
 from stppo.foreign import parse_json
 from stppo.ownership import FolderLock
@@ -392,18 +401,14 @@ def recorded_start(config: Config) -> Path | None:
     kind of processor it has other weights, and the runs of a world are compared because they begin alike.
 
     It is told by its seed, world and policy: the rest of its folder's name changes with the code, its weights do not.
-    One that had reached this run's target before its last measurement is another start.
+    None where the config's `warm_start` is not the preset's own: what was recorded was not made with other settings.
     """
     folder = (config.get("pipeline") or {}).get("recorded")
-    if not folder:
+    if not folder or config["warm_start"] != compose([f"preset={config['preset']}"])["warm_start"]:
         return None
     seed = warm_start_dir(config).name.partition("-")[0]
     for start in sorted((repository_path(folder) / "warm_start").glob(f"{seed}-*")):
-        record = read_record(start / WARM_START_FILE)
-        history = record.get("history", [])
-        on_the_way = [row["success"] for row in history if row["stage"] == "searching"][:-1]
-        reached = any(success >= config["warm_start"]["target_success"] for success in on_the_way)
-        if record.get("made_for") == made_for(config) and not reached:
+        if read_record(start / WARM_START_FILE).get("made_for") == made_for(config):
             return start
     return None
 
