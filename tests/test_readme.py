@@ -168,6 +168,17 @@ def test_longer_and_another_model(runs):
     assert f"ended at {end} with it, {signed(mean)} from token PPO [{signed(low)}, {signed(high)}]" in page
 
 
+def test_better_values_help_in_nothing_that_shows(runs):
+    true = runs["token_ppo_true_values"]
+    _, mean, low, high = apart(runs, "token_ppo_true_values", "token_ppo")
+    lost = counts(true, "collapsed", "did not learn", "lost its start")
+    told = (
+        f"it ended at {said(true['sampled'].mean())}, {signed(mean)} from token PPO [{signed(low)}, {signed(high)}], and collapsed or "
+        f"lost its start in {lost} of {len(true)} worlds"
+    )
+    assert told in " ".join(PAGE.split()) and low < 0 < high and not counts(true, "did not learn")
+
+
 @TEXTS
 def test_one_ratio_for_the_trajectory(runs, text):
     n, mean, low, high = apart(runs, "sequence_ppo", "turn_ppo")
