@@ -11,6 +11,7 @@ from scipy import stats
 from stppo import cli
 from stppo.config import ConfigError
 from stppo.config_files import VARIABLE
+from stppo.results.resampling import mean
 from stppo.results.runs import Metrics
 from stppo.study import benchmark, benchmark_signals
 from stppo.study.benchmark import BASELINE, REGIME, best_of
@@ -184,6 +185,23 @@ def test_the_difference_of_two_methods_is_paired_by_point():
     assert found["mean_high"] - found["mean_low"] < 0.03, "far less than the points differ"
     with pytest.raises(ValueError, match="no point in common"):
         benchmark.difference(runs({BASELINE: 0.5}, numbers=[0]), BASELINE, "turn_ppo")
+
+
+def test_intervals_are_as_wide_as_those_of_the_study():
+    metrics = runs({BASELINE: list(np.linspace(0.1, 0.7, 20))}, numbers=range(20))  # one run a world
+    row = benchmark.leaderboard(metrics).iloc[0]
+    table = metrics.summary.set_index("world_seed")["final"]
+    low, high = mean(table.to_dict(), n_draws=benchmark.DRAWS).interval(benchmark.LEVEL)
+    assert (row["best_of_1_low"], row["best_of_1_high"]) == pytest.approx((low, high))
+
+
+def test_shares_stay_within_0_and_1_and_one_world_gives_no_interval():
+    twice = {BASELINE: [0.2, 0.3], "turn_ppo": [0.6, 0.7]}
+    row = benchmark.leaderboard(runs(twice, numbers=range(2))).set_index("method").loc["turn_ppo"]
+    assert (row["above_token_ppo_low"], row["above_token_ppo_high"]) == (1, 1)
+    assert row["best_of_1_high"] <= 1
+    row = benchmark.leaderboard(runs({BASELINE: 0.5}, numbers=[0])).iloc[0]
+    assert np.isfinite(row["best_of_1"]) and np.isnan(row["best_of_1_low"])
 
 
 def test_a_changed_method_does_not_take_the_committed_runs(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shlex
@@ -256,7 +257,9 @@ def bench(
     for plot in pictures(metrics):
         typer.echo(f"{plot.title}\n{plot.save(out)[1]}")
     for _, row in (table := benchmark.leaderboard(metrics))[table["method"] == method].iterrows():
-        ends = f"{row['best_of_1']:.2f} [{row['best_of_1_low']:.2f}, {row['best_of_1_high']:.2f}]"
+        ends = f"{row['best_of_1']:.2f}"
+        if math.isfinite(low := row["best_of_1_low"]):  # NaN from one world
+            ends += f" [{low:.2f}, {row['best_of_1_high']:.2f}]"
         typer.echo(
             f"{row['label']}: a random setting ends at {ends}, {row['points']} of {len(benchmark.points())} run"
         )

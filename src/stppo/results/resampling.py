@@ -132,6 +132,21 @@ def curve_band(
     return tuple(columns)
 
 
+def shares_of(worlds: ArrayLike, n_draws: int = DRAWS, seed: int = 0) -> NDArray[np.float64]:
+    """(draws, n): weight of each of n runs in each draw of worlds, those of one world together; rows sum to 1.
+
+    worlds: (n,), of the runs. For a statistic that no mean over worlds gives; its draws go to `estimate`.
+    """
+    names, place = np.unique(worlds, return_inverse=True)
+    weights = _shares(len(names), n_draws, seed)[:, place]
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def estimate(value: float, draws: NDArray[np.float64], n_worlds: int) -> Estimate:
+    """A value whose draws (draws,) were computed with the weights of `shares_of`, from n_worlds worlds."""
+    return Estimate(value, _stretched(draws, value, n_worlds), n_worlds)
+
+
 def _common(arms: Sequence[Values]) -> NDArray[np.float64]:
     """(arms, worlds) values in the worlds in which every arm has one."""
     worlds = set.intersection(*({w for w, v in arm.items() if math.isfinite(v)} for arm in arms))

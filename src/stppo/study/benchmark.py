@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from stppo.config import ConfigError, PlannedRun, options
 from stppo.config_files import NO_KNOB, Prior, lineage
 from stppo.config_files import value as stated
 from stppo.files import repository_path
+from stppo.results.resampling import estimate, shares_of
 from stppo.results.runs import Metrics, load_metrics
 from stppo.schema import COMPLETED, NON_FINITE, RUN_FILE
 
@@ -209,10 +211,9 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
             "null": name in nulls,
         }
         for k in BEST_OF:
-            draws = best_of(table["final"], k, _shares(table["world_seed"]))
-            row |= _with_interval(f"best_of_{k}", best_of(table["final"], k), draws)
-        middle = interquartile_mean(table["final"], _shares(table["world_seed"]))
-        row |= _with_interval("iqm", interquartile_mean(table["final"]), middle)
+            best = partial(best_of, table["final"], k)
+            row |= _with_interval(f"best_of_{k}", table["world_seed"], best)
+        row |= _with_interval("iqm", table["world_seed"], partial(interquartile_mean, table["final"]))
         row |= {
             "greedy_best_of_5": best_of(table["greedy_final"], 5),
             "learned": table["learned"].mean(),
@@ -242,17 +243,22 @@ def tolerance_curve(runs: pd.DataFrame, metrics: Metrics, at: Sequence[float]) -
     return weights @ runs["final"].to_numpy() / weights.sum(axis=1)
 
 
-def _shares(worlds: pd.Series, n_draws: int = DRAWS, seed: int = 0) -> NDArray[np.float64]:
-    """(draws, n): weight of each run when worlds are drawn with replacement; rows sum to 1."""
-    names, place = np.unique(worlds, return_inverse=True)
-    times = np.random.default_rng(seed).multinomial(len(names), np.full(len(names), 1 / len(names)), n_draws)
-    weights = times[:, place].astype(np.float64)
-    return weights / weights.sum(axis=1, keepdims=True)
-
-
-def _with_interval(name: str, value: float, draws: NDArray[np.float64]) -> dict[str, float]:
-    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+def _with_interval(
+    name: str,
+    worlds: pd.Series,
+    statistic: Callable[[NDArray[np.float64] | None], NDArray[np.float64] | float],
+    lowest: float = 0.0,
+) -> dict[str, float]:
+    """A statistic of runs in these worlds, a function of the runs' weights (None: all alike), with its interval in [lowest, 1]."""
+    value = float(statistic(None))
+    draws = np.asarray(statistic(shares_of(worlds, DRAWS)))
+    low, high = np.clip(estimate(value, draws, worlds.nunique()).interval(LEVEL), lowest, 1)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
+def _mean_of(values: ArrayLike) -> Callable[[NDArray[np.float64] | None], NDArray[np.float64] | float]:
+    values = np.asarray(values, dtype=np.float64)
+    return lambda weights: values.mean() if weights is None else weights @ values
 
 
 def _above(name: str, one: pd.DataFrame, other: pd.DataFrame) -> dict[str, float]:
@@ -261,7 +267,7 @@ def _above(name: str, one: pd.DataFrame, other: pd.DataFrame) -> dict[str, float
     if both.empty:
         return {}
     won = (both["final"] > both["final_other"]) + (both["final"] == both["final_other"]) / 2
-    return _with_interval(name, float(won.mean()), _shares(both["world_seed"]) @ won.to_numpy(float))
+    return _with_interval(name, both["world_seed"], _mean_of(won))
 
 
 def difference(metrics: Metrics, one: str, other: str) -> dict[str, float]:
@@ -273,9 +279,8 @@ def difference(metrics: Metrics, one: str, other: str) -> dict[str, float]:
     both = tables[0].join(tables[1]["final"], rsuffix="_other", how="inner")
     if both.empty:
         raise ValueError(f"{one} and {other} have no point in common")
-    apart = (both["final"] - both["final_other"]).to_numpy()
-    draws = _shares(both["world_seed"]) @ apart
-    return _with_interval("mean", float(apart.mean()), draws) | {"points": len(apart)}
+    apart = _mean_of(both["final"] - both["final_other"])
+    return _with_interval("mean", both["world_seed"], apart, lowest=-1.0) | {"points": len(both)}
 
 
 def _cpu_seconds(metrics: Metrics, method: str) -> float:
