@@ -197,7 +197,10 @@ def test_a_run_that_ended_non_finite_is_not_repeated(checkpoint, tmp_path, tiny,
         interrupted(tiny(), tmp_path, barely_trained)
     ended = Trainer(tiny(), tmp_path, barely_trained, on_iteration=overflow, progress=False).train()
     assert ended["status"] == "non_finite"
-    assert run(tiny(), tmp_path, barely_trained) == ended, "nothing stops it any more, yet it does not go on"
+    again = Trainer(tiny(), tmp_path, barely_trained, progress=False)
+    assert again.train() == ended, "nothing stops it any more, yet it does not go on"
+    rows, evaluations = tables(tmp_path)
+    assert len(again.update_rows) == len(rows) >= 1 and len(again.evaluation_rows) == len(evaluations) >= 1
     assert run(tiny(), tmp_path, barely_trained, resume="never")["status"] == "completed"
 
 

@@ -98,6 +98,12 @@ def write_tables(run_dir: Path, updates: list[dict], evaluations: list[dict]) ->
         write_atomically(run_dir / name, lambda part, table=table: table.to_parquet(part, index=False))
 
 
+def read_tables(run_dir: Path) -> tuple[list[dict], list[dict]]:
+    """The rows that `write_tables` wrote, of updates and of evaluations. OSError where a table is missing."""
+    updates, evaluations = (pd.read_parquet(run_dir / name) for name in (UPDATES_FILE, EVALUATIONS_FILE))
+    return updates.to_dict("records"), evaluations.to_dict("records")
+
+
 def write_record(run_dir: Path, record: dict[str, Any]) -> None:
     write_json(run_dir / RUN_FILE, record)
 

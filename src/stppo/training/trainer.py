@@ -51,6 +51,7 @@ from stppo.training.loggers import Logger, Loggers, check_installed
 from stppo.training.metrics import (
     evaluate,
     peak_memory_mb,
+    read_tables,
     rollout_metrics,
     write_record,
     write_sample,
@@ -563,20 +564,22 @@ class Trainer:
         return None
 
     def _ended(self) -> dict[str, Any] | None:
-        """The record of this very run, by config and code, where a number that is not finite ended it: it would end so again."""
+        """The record of this very run, by config and code, where a number that is not finite ended it: it would end so again.
+        Its rows are taken up."""
         try:
             record = parse_json((self.run_dir / RUN_FILE).read_bytes())
-        except (
-            OSError,
-            ValueError,
-        ):  # none yet, or damaged: the checkpoint decides, and a new record is written
+            tables = read_tables(self.run_dir)
+        except (OSError, ValueError):  # none yet, or damaged: the checkpoint decides, and all is written anew
             return None
         mine = {
             "status": NON_FINITE,
             "config_fingerprint": fingerprint(self.identity),
             "code_hash": self.code_hash,
         }
-        return record if isinstance(record, dict) and mine.items() <= record.items() else None
+        if not isinstance(record, dict) or not mine.items() <= record.items():
+            return None
+        self.update_rows, self.evaluation_rows = tables
+        return record
 
     def _take_up(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint's state, or make room for a run that begins."""
