@@ -409,8 +409,10 @@ def _factor_axis(ax: Axes, factors: pd.Series) -> None:
     low, high = min(factors.min(), 1) / 1.08, max(factors.max(), 1) * 1.08
     ax.set_xscale("log")
     ax.set_xlim(low, high)
-    fine = [0.1, 0.2, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100]
-    ticks = [tick for tick in fine if low <= tick <= high]
+    steps = [0.1, 0.2, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100]
+    ticks = [tick for tick in steps if low <= tick <= high]
+    if len(ticks) < 3:
+        ticks = [tick for tick in (0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3) if low <= tick <= high]
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
     ax.set_xticks([], minor=True)
 

@@ -8,6 +8,7 @@ from matplotlib.lines import Line2D
 
 from stppo.algorithms import in_order
 from stppo.results.curves import GREY, page, plain, source_of
+from stppo.results.findings import sentence
 from stppo.results.runs import Metrics
 from stppo.results.style import Plot, style
 from stppo.study.benchmark import (
@@ -202,7 +203,7 @@ def failures_figure(metrics: Metrics) -> Plot:
         [m for m in methods if wide.loc[m].notna().all()] or methods
     ]
     safest = counts.idxmin()
-    title = f"{metrics.look(safest).label} ends below its start at {counts[safest]} of {len(order)} settings"
+    title = f"{sentence(metrics.look(safest).label)} ends below its start at {counts[safest]} of {len(order)} settings"
     if BASELINE in counts and safest != BASELINE:
         title += f", token PPO at {counts[BASELINE]}"
     question = "Where does each method fail? Final sampled success at each setting, from gentle to strong; × ends below its start."
