@@ -14,8 +14,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stppo.agent.compute import computing
 from stppo.agent.frozen import is_divided, layers_of
+from stppo.agent.policy import length_sorted_chunks
 
 _FIRST_ROOM = 64
+_MANY = 16  # lanes, from which padding costs more than passes of fewer rows do
 _ATTENTION = "stppo_lanes"
 
 
@@ -61,13 +63,26 @@ class Lanes:
     def feed(self, ids: Tensor, chunk: Tensor, mask: Tensor) -> Tensor:
         """Append to each of the lanes `ids` (a,) the tokens (a, m) that the mask (a, m) leaves, its first ones; returns the
         state (a, H) of each lane's last one, of lanes without one a state without meaning. All on the CPU; the states
-        stay where the body computes."""
+        stay where the body computes. Many chunks are fed a quarter at a time, those of like length together."""
+        counts = mask.sum(1)
+        if chunk.shape[1] == 1 or len(ids) < _MANY:
+            return self._feed(ids, chunk, mask, counts)
+        states = None
+        for rows in length_sorted_chunks(counts, 4):
+            longest = max(1, int(counts[rows].max()))
+            found = self._feed(ids[rows], chunk[rows, :longest], mask[rows, :longest], counts[rows])
+            states = found.new_empty(len(ids), found.shape[1]) if states is None else states
+            states[rows.to(found.device)] = found
+        return states
+
+    def _feed(self, ids: Tensor, chunk: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
+        """`feed`, all at once. counts: (a,) tokens of each."""
         device = next(self.body.parameters()).device
         rows = self._to_front(ids)
         order = torch.argsort(rows)
-        chunk, mask = chunk[order], mask[order]
+        chunk, mask, counts = chunk[order], mask[order], counts[order]
         a = len(ids)
-        past, counts = self.past[:a], mask.sum(1)
+        past = self.past[:a]
         longest = int((past + counts).max())
         if longest > self.limit:
             raise ValueError(f"a lane holds more than {self.limit} tokens")
