@@ -215,12 +215,24 @@ def _leaderboard() -> str:
     return text + f"\nMade with {'; '.join(sorted(set(table['versions'])))}.\n"
 
 
+# Pages of recorded runs that are pages of the site too: folder in `results/reference`, file in `docs/explanation`.
+RECORDED = {
+    "study": "study",
+    "benchmark": "leaderboard",
+    "mechanism": "mechanism",
+    "search": "search",
+    "mild": "milder-setting",
+    "smollm": "language-model",
+}
+
+
 def _recorded(name: str) -> str:
     """The page of `results/reference/<name>` without its title, its links as those of a page in `docs/explanation`."""
-    folder = DOCS.parent / "results/reference" / name
+    reference = DOCS.parent / "results/reference"
+    folder = reference / name
     pages = {
-        folder.parent / "study/README.md": DOCS / "explanation/study.md"
-    }  # what is a page of the site too
+        reference / there / "README.md": DOCS / f"explanation/{here}.md" for there, here in RECORDED.items()
+    }
 
     def link(found: re.Match[str]) -> str:
         file = (folder / found[3]).resolve()
@@ -353,6 +365,11 @@ def _write(app) -> None:
         "front": _front(),
         "leaderboard": _leaderboard(),
         "study": _study(),
+        **{
+            here: HEAD + _recorded(there)
+            for there, here in RECORDED.items()
+            if here not in ("study", "leaderboard")
+        },
         "speed": _speed(),
         "metrics": _metrics(),
         "commands": _commands(),
