@@ -49,7 +49,7 @@ def test_the_tokens_ratio_as_a_weight_slows_token_ppo(runs):
     other = runs.loc[[*TURN_WEIGHTS, "weight_one_decides_token", "weight_one_decides_turn"], "sampled"]
     token = runs.loc["token_ppo", "sampled"]
     told = f"every run ends at {said(other.min())} or higher, {len(other)} of {len(other)}"
-    assert told in TEXT
+    assert told in TEXT and "six of these runs have the clip as it was" in TEXT
     assert f"token PPO's three end at {said(token.min())} to {said(token.max())}" in TEXT
     assert other.min() > token.max()
 
@@ -79,8 +79,10 @@ def test_neither_the_clip_nor_the_credit(runs, early):
     push = early.groupby("algorithm")["negative_advantage_gradient_share"].mean().map(said)
     told = f"({push.weight_token_decides_turn} against {push.turn_ppo}; token PPO {push.token_ppo})"
     assert told in TEXT
-    own = f"turn weights end at {mean.turn_ppo}, with own advantages at {mean.weight_turn_decides_turn}"
-    assert own in TEXT and f"on token ratios that credit ends at {mean.token_ppo_turn_mean}" in TEXT
+    own = f"({mean.turn_ppo} with the turn's mean advantage, {mean.weight_turn_decides_turn} with own advantages)"
+    assert own in TEXT and f"on token ratios it does harm: {mean.token_ppo_turn_mean}." in TEXT
+    two_sided = runs.loc["token_ppo_two_sided", "sampled"].map(said)
+    assert set(two_sided) == {".00"} and "on both sides of the range ends at .00 in all three" in TEXT
 
 
 def test_how_far_ratios_spread(early):

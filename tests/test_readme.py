@@ -509,6 +509,12 @@ def test_largest_gradients(runs):
     )
 
 
+def test_the_milder_setting_did_not_hold_for_token_ppo():
+    mild = pd.read_csv(STUDY.parent / "mild/metrics/summary.csv").query("algorithm == 'token_ppo'")["final"]
+    told = "three runs ended at {}, {} and {}.".format(*map(said, sorted(mild, reverse=True)))
+    assert told in " ".join((STUDY.parent / "mild/README.md").read_text(encoding="utf-8").split())
+
+
 def test_picture_is_named_by_what_it_found():
     title = (STUDY / "figures/learning.txt").read_text(encoding="utf-8").splitlines()[0]
     assert f"![{title}](results/reference/study/figures/learning.png)" in README
@@ -653,7 +659,7 @@ def test_one_try_five_tries_and_the_strongest_settings(benchmark):
         in LEADERS
     )
     assert f"{one.topr} with one try, {five.topr} with five, {strong.topr} at the 20 strongest" in LEADERS
-    told = f"Successes alone ({five.successes_only}), TOPR ({five.topr}) and VESPO ({five.vespo}) stand out"
+    told = f"Successes alone ({five.successes_only}) and TOPR ({five.topr}) stand out; VESPO's {five.vespo} is not"
     assert told in LEADERS
     told = f"{one.successes_only} with one try, {five.successes_only} with five, {strong.successes_only} at the 20 strongest"
     assert told in LEADERS
@@ -691,7 +697,8 @@ def test_topr_never_ends_below_its_start_and_the_kl_stop_saves_updates():
         ("turn_ppo", "token_ppo", "turn ratio adds {} to token PPO [{}, {}]"),
         ("gspo", "grpo", "the trajectory ratio {} to GRPO [{}, {}]"),
         ("sequence_mask", "grpo", "have become unlikely adds {} to GRPO [{}, {}]"),
-        ("topr", "reinforce", "TOPR's weight on failures {} to REINFORCE"),
+        ("topr", "reinforce", "TOPR ends {} above REINFORCE"),
+        ("kl_stop", "token_ppo", "the plain KL stop {} to token PPO [{}, {}]"),
         ("s_ppo", "token_ppo", "{} to token PPO [{}, {}], .00 to Turn-PPO"),
         ("st_ppo", "turn_ppo", "{} to Turn-PPO [{}, {}]"),
         ("successes_only", "topr", "{} above TOPR at the same settings [{}, {}]"),
