@@ -16,9 +16,18 @@ exclude_patterns = [
     "reference/generated/front.md",
     "reference/generated/plug_in_trl.md",
     "reference/generated/plug_in_verl.md",
-    "reference/generated/study.md",
-    "reference/generated/leaderboard.md",
-    "reference/generated/speed.md",
+    *(
+        f"reference/generated/{name}.md"
+        for name in (
+            "study",
+            "leaderboard",
+            "mechanism",
+            "search",
+            "milder-setting",
+            "language-model",
+            "speed",
+        )
+    ),
 ]
 html_theme = "furo"
 html_show_copyright = False
