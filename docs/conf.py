@@ -16,18 +16,13 @@ exclude_patterns = [
     "reference/generated/front.md",
     "reference/generated/plug_in_trl.md",
     "reference/generated/plug_in_verl.md",
-    *(
-        f"reference/generated/{name}.md"
-        for name in (
-            "study",
-            "leaderboard",
-            "mechanism",
-            "search",
-            "milder-setting",
-            "language-model",
-            "speed",
-        )
-    ),
+    "reference/generated/study.md",
+    "reference/generated/leaderboard.md",
+    "reference/generated/mechanism.md",
+    "reference/generated/search.md",
+    "reference/generated/milder-setting.md",
+    "reference/generated/language-model.md",
+    "reference/generated/speed.md",
 ]
 html_theme = "furo"
 html_show_copyright = False

@@ -49,7 +49,8 @@ def test_the_tokens_ratio_as_a_weight_slows_token_ppo(runs):
     other = runs.loc[[*TURN_WEIGHTS, "weight_one_decides_token", "weight_one_decides_turn"], "sampled"]
     token = runs.loc["token_ppo", "sampled"]
     told = f"every run ends at {said(other.min())} or higher, {len(other)} of {len(other)}"
-    assert told in TEXT and "six of these runs have the clip as it was" in TEXT
+    same_clip = runs.loc[["weight_turn_decides_token", "weight_one_decides_token"]]
+    assert told in TEXT and len(same_clip) == 6 and "six of these runs have the clip as it was" in TEXT
     assert f"token PPO's three end at {said(token.min())} to {said(token.max())}" in TEXT
     assert other.min() > token.max()
 

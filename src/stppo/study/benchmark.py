@@ -37,6 +37,9 @@ PLAIN = "a plain null"  # the `source` of a method that is a remedy without a th
 BEST_OF = (1, 5, 20)
 BANDWIDTH = 0.5  # of the tolerance curve's kernel, in natural logarithms of the intensity
 DRAWS, LEVEL = 2000, 0.95
+Statistic = Callable[
+    [NDArray[np.float64] | None], NDArray[np.float64] | float
+]  # of runs' weights; None: alike
 
 
 def draw_points(n: int = 40, seed: int = 2511) -> pd.DataFrame:
@@ -246,7 +249,7 @@ def tolerance_curve(runs: pd.DataFrame, metrics: Metrics, at: Sequence[float]) -
 def _with_interval(
     name: str,
     worlds: pd.Series,
-    statistic: Callable[[NDArray[np.float64] | None], NDArray[np.float64] | float],
+    statistic: Statistic,
     lowest: float = 0.0,
 ) -> dict[str, float]:
     """A statistic of runs in these worlds, a function of the runs' weights (None: all alike), with its interval in [lowest, 1]."""
@@ -256,7 +259,7 @@ def _with_interval(
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
-def _mean_of(values: ArrayLike) -> Callable[[NDArray[np.float64] | None], NDArray[np.float64] | float]:
+def _mean_of(values: ArrayLike) -> Statistic:
     values = np.asarray(values, dtype=np.float64)
     return lambda weights: values.mean() if weights is None else weights @ values
 
