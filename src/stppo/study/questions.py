@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from stppo.config_files import options
-from stppo.results.curves import page, source_of
+from stppo.results.curves import WIDTH, page, source_of
 from stppo.results.findings import signed
 from stppo.results.resampling import by_world, contrast, fewest_worlds, mean
 from stppo.results.runs import Metrics
@@ -21,7 +21,8 @@ from stppo.study import arms
 from stppo.study.arms import MAIN, Group
 
 LEVEL = 0.95
-ROW, HEAD = 0.25, 0.62  # inches of an arm, and of a panel's question
+ROW, HEAD = 0.25, 0.68  # inches of an arm, and of a panel's question
+IN_ONE_COLUMN = 6  # panels; more are set in two
 
 
 def effects(metrics: Metrics, groups: Mapping[str, Group]) -> pd.DataFrame:
@@ -65,15 +66,21 @@ def questions_figure(metrics: Metrics, groups: Mapping[str, Group] | None = None
     bar = Line2D([], [], color="#222222", linewidth=2, marker="|", markersize=11, markeredgewidth=2)
     firm = any(metrics.arm(*arm)["world_seed"].nunique() >= fewest_worlds(LEVEL) for arm in drawn)
     bar.set_label(f"mean, {LEVEL:.0%} interval over worlds".replace("%", " %") if firm else "mean")
-    height = sum(ROW * len(rows) + HEAD for rows in panels.values())
+    columns = _columns({name: ROW * len(rows) + HEAD for name, rows in panels.items()})
+    height, width = max(sum(column.values()) for column in columns), WIDTH * (1 + 0.7 * (len(columns) - 1))
     table = []
     with style():
-        fig = page(title, question, source_of(metrics, sorted(regimes), sorted(names)), height, [bar])
-        ratios = [ROW * len(rows) + HEAD - 0.35 for rows in panels.values()]
-        axes = fig.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-        for ax, (name, rows) in zip(axes, panels.items(), strict=True):
-            table += _panel(ax, metrics, groups[name], rows, found[found["group"] == name])
-        axes[-1].set(xlim=(0, 1), xlabel="final success, sampled")
+        source = source_of(metrics, sorted(regimes), sorted(names))
+        fig = page(title, question, source, height, [bar], width)
+        grid = fig.add_gridspec(1, len(columns))
+        for place, column in zip(grid, columns, strict=True):
+            ratios = [inches - 0.35 for inches in column.values()]
+            axes = place.subgridspec(len(column), 1, height_ratios=ratios).subplots(
+                sharex=True, squeeze=False
+            )[:, 0]
+            for ax, name in zip(axes, column, strict=True):
+                table += _panel(ax, metrics, groups[name], panels[name], found[found["group"] == name])
+            axes[-1].set(xlim=(0, 1), xlabel="final success, sampled")
     caption = (
         f"{question} Arms of one question in order of their mean, with their number of worlds. An effect of a factor is the mean over the settings of the "
         f"others, in the worlds that all arms share, with its {LEVEL:.0%} interval. Arms with runs in fewer than "
@@ -89,14 +96,27 @@ def _recorded(metrics: Metrics, group: Group) -> list[tuple[str, str]]:
     return sorted(ends, key=lambda key: -ends[key])
 
 
+def _columns(heights: Mapping[str, float]) -> list[dict[str, float]]:
+    """The panels, with their heights in inches, in one column, or in two that are as even as their order allows."""
+    if len(heights) <= IN_ONE_COLUMN:
+        return [dict(heights)]
+    names = list(heights)
+    cuts = [(names[:cut], names[cut:]) for cut in range(1, len(names))]
+    best = min(cuts, key=lambda both: max(sum(heights[name] for name in column) for column in both))
+    return [{name: heights[name] for name in column} for column in best]
+
+
 def _title(metrics: Metrics, groups: Mapping[str, Group], found: pd.DataFrame) -> str:
-    """The first factorial's effects in words, or who ends highest of the first question's arms."""
+    """The effects of all factorials in words, or who ends highest of the first question's arms."""
     if len(found):
-        first = found[found["group"] == found["group"].iloc[0]]
+        clear = (found["low"] > 0) | (found["high"] < 0)
         told = [
-            f"{row.factor}, {row.upper} for {row.lower}: {signed(row.value)}" for row in first.itertuples()
+            f"{factor}, {rows['upper'].iloc[0]} for {rows['lower'].iloc[0]}: {' and '.join(map(signed, rows['value']))}"
+            for factor, rows in found[clear].groupby("factor", sort=False)
         ]
-        return f"What changes final success: {'; '.join(told)}"
+        unclear = " and ".join(dict.fromkeys(found["factor"][~clear]))
+        said = [f"What changes final success: {'; '.join(told)}"] if told else []
+        return ". ".join([*said, *([f"No clear effect: {unclear}"] if unclear else [])])
     group = next(group for group in groups.values() if len(_recorded(metrics, group)) > 1)
     regime, best = _recorded(metrics, group)[0]
     end = metrics.arm(regime, best).groupby("world_seed")["final"].mean().mean()
@@ -131,5 +151,5 @@ def _panel(
         for row in found.itertuples()
     ]
     text = group.question + (f" Effects: {'; '.join(told)}" if told else "")
-    ax.set_title(textwrap.fill(text, 68), fontsize=9.5, color="#333333", x=0, loc="left")
+    ax.set_title(textwrap.fill(text, 58), fontsize=9.5, color="#333333", x=0, loc="left")
     return drawn
