@@ -41,7 +41,8 @@ class TorchRollout(Sampler):
         for start in range(0, len(questions), self.config.batch_size):
             some = slice(start, start + self.config.batch_size)
             board = Board(self, questions[some])
-            self._play(board, policy, generator, greedy, forced[some])
+            with computing(body_of(policy)):  # around all steps: weights are rounded to bfloat16 once
+                self._play(board, policy, generator, greedy, forced[some])
             parts.append(board.finish(group_ids[some], policy_updates))
             episodes += board.episodes
         return Rollout(Trajectories.cat(parts), episodes)
