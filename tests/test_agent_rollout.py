@@ -127,6 +127,32 @@ def test_every_token_enters_the_cache_at_most_once_and_finished_lanes_leave(sett
     assert lanes[0] == 24 and lanes[-1] < 24
 
 
+VOCABULARIES = [50, 5000]  # drawn from in two ways
+
+
+@pytest.mark.parametrize("size", VOCABULARIES)
+def test_draws_follow_the_distribution_and_never_take_what_cannot_be(size):
+    shares = torch.zeros(size)
+    shares[[3, 4, 20, size - 5]] = torch.tensor([0.5, 0.05, 0.15, 0.3])
+    generator, n = torch.Generator().manual_seed(0), 400
+    drawn = torch.cat(
+        [rollout_torch.draw(shares.expand(n, -1), torch.arange(n), n, generator) for _ in range(25)]
+    )
+    counts = torch.bincount(drawn, minlength=size) / len(drawn)
+    assert (counts[shares == 0] == 0).all()
+    assert ((counts - shares).abs() <= 4 * (shares * (1 - shares) / len(drawn)).sqrt()).all()
+
+
+@pytest.mark.parametrize("size", VOCABULARIES)
+def test_a_draw_does_not_hang_on_which_rows_are_computed(size):
+    probs = torch.rand(6, size, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    rows = torch.tensor([1, 2, 5])
+    one, other = (torch.Generator().manual_seed(2) for _ in range(2))
+    for _ in range(3):
+        of_all = rollout_torch.draw(probs, torch.arange(6), 6, one)
+        assert rollout_torch.draw(probs[rows], rows, 6, other).tolist() == of_all[rows].tolist()
+
+
 @pytest.mark.parametrize("greedy", [False, True])
 def test_dropping_closed_lanes_changes_no_sample(greedy, setting, monkeypatch):
     world, policy, sampler = setting

@@ -19,6 +19,8 @@ from stppo.agent.rollout import Board, Rollout, Sampler
 from stppo.trajectories import Trajectories
 from stppo.world.protocol import Question
 
+_SMALL_VOCABULARY = 4096  # up to which `draw` takes a random number for each token
+
 
 class TorchRollout(Sampler):
     """Batched sampler, `config.batch_size` trajectories at a time."""
@@ -99,19 +101,31 @@ class TorchRollout(Sampler):
         log_probs = torch.log_softmax(logits.float().cpu() / (1.0 if greedy else self.config.temperature), -1)
         if not torch.isfinite(log_probs).any(1).all():
             raise FloatingPointError("non-finite logits in a roll-out")
-        if greedy:
-            found = log_probs.argmax(-1)
-        else:
-            probs = log_probs.exp()
-            if len(rows) < len(given):  # as many random numbers as if all were computed
-                probs = probs.new_ones(len(given), probs.shape[1]).index_copy_(0, rows, probs)
-            found = torch.multinomial(probs, 1, generator=generator).squeeze(1)
-            found = found if len(found) == len(rows) else found[rows]
+        found = log_probs.argmax(-1) if greedy else draw(log_probs.exp(), rows, len(given), generator)
         found = torch.where(given[rows] < 0, found, given[rows])
         chosen = log_probs.gather(1, found[:, None]).squeeze(1)
         sampled, logprobs = torch.zeros_like(given), chosen.new_zeros(len(given))
         sampled[rows], logprobs[rows] = found, chosen
         return sampled, logprobs
+
+
+def draw(probs: Tensor, rows: Tensor, n: int, generator: torch.Generator) -> Tensor:
+    """A token (a,) from each distribution (a, V), those of the `rows` (a,) of n. The random numbers are those of n rows, so
+    a draw does not hang on which of them are computed.
+
+    `torch.multinomial` takes a random number for each row and token, with a large vocabulary longer than a layer of a
+    small model takes; there the inverse of the distribution function takes one for each row.
+    """
+    if probs.shape[1] > _SMALL_VOCABULARY:
+        uniform = torch.rand(n, 1, dtype=torch.float64, generator=generator)[rows]
+        below = probs.double().cumsum(-1)
+        # Strictly below the last sum, so that a token of probability 0 at the end is never found.
+        at = (uniform * below[:, -1:]).clamp(max=torch.nextafter(below[:, -1:], below.new_zeros(())))
+        return torch.searchsorted(below, at, right=True).squeeze(1)
+    if len(rows) < n:
+        probs = probs.new_ones(n, probs.shape[1]).index_copy_(0, rows, probs)
+    found = torch.multinomial(probs, 1, generator=generator).squeeze(1)
+    return found if len(found) == len(rows) else found[rows]
 
 
 class _LaneCache:
