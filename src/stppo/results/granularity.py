@@ -110,6 +110,8 @@ def granularity(metrics: Metrics) -> Plot | None:
             ax.set_xlim(-0.5, len(rungs) - 0.5)
         for ax in axes[len(ladders) :]:
             ax.set_visible(False)
+        for ax in axes[max(0, len(ladders) - n_columns) : len(ladders)]:
+            ax.tick_params(labelbottom=True)  # the lowest of its column
         axes[0].set_ylim(0, top_of([pd.DataFrame(rows)[["value"]]]))
         for ax in axes[::n_columns]:
             ax.set_ylabel("final success, sampled")
