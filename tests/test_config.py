@@ -209,7 +209,12 @@ def test_a_regime_that_a_preset_inherits_can_be_taken_out():
     assert {run.regime for run in planned} == {"COMPARISON"} and len(planned) == 21
     base = configs.compose(["preset=smollm"])
     changed = configs.compose(["preset=smollm_comparison"])
-    assert {key for key in base if base[key] != changed[key]} == {"preset", "training", "evaluation", "pipeline"}
+    assert {key for key in base if base[key] != changed[key]} == {
+        "preset",
+        "training",
+        "evaluation",
+        "pipeline",
+    }
 
 
 @pytest.mark.parametrize(

@@ -624,6 +624,25 @@ def test_the_run_that_named_the_rate():
     assert f"whose greedy success went {', '.join(map(said, greedy))} over" in page
 
 
+def test_table_of_the_searched_rates():
+    page = (SMOLLM / "README.md").read_text(encoding="utf-8")
+    rows = pd.read_parquet(ROOT / "results/reference/smollm_comparison/tuning/evaluations.parquet")
+    assert set(rows["n_questions"]) == {300} and set(rows["seed"]) == {100}
+    shown = re.findall(r"^\| (\de-\d) \| (\w+) \|" + r" ([.\d]+) \|" * 4, page, re.M)
+    assert len(shown) == 4
+    for rate, decoding, *cells in shown:
+        regime, temperature = f"TUNING_{rate}", float(decoding == "sampled")
+        curve = rows[(rows["regime"] == regime) & (rows["temperature"] == temperature)].set_index("iteration")
+        assert cells == [
+            *(said(curve.loc[i, "success"]) for i in (0, 10, 20)),
+            said(curve.loc[20, "valid_format_rate"]),
+        ]
+        if rate == "5e-5":
+            gained = said(curve.loc[20, "success"] - curve.loc[0, "success"])
+            word = "greedy success rises" if decoding == "greedy" else "sampled success"
+            assert f"{word} by {gained}" in " ".join(page.split())
+
+
 # ---- the benchmark's page -------------------------------------------------------------------------
 SEARCH = ROOT / "results/reference/search"
 
