@@ -21,13 +21,13 @@ BASELINE = "token_ppo"
 # Column heading, width (relative), and characters per line of each axis in the matrix; others get the default.
 COLUMNS = {
     "credit": ("credit", 1.95, 25),
-    "pooling": ("pooling", 0.68, 10),
-    "whiten": ("whiten", 0.6, 8),
+    "pooling": ("pooling", 0.74, 10),
+    "whiten": ("whiten", 0.68, 8),
     "ratio": ("ratio", 0.75, 10),
     "aggregation": ("aggregation", 1.1, 12),
     "clip": ("clip range", 1.3, 17),
     "surrogate": ("surrogate", 0.92, 12),
-    "stabiliser": ("stabiliser", 1.75, 24),
+    "stabiliser": ("stabiliser", 1.63, 23),
     "loss aggregation": ("loss\naggregation", 0.95, 11),
 }
 ROW, PANEL = 0.36, 2.95  # heights in inches
