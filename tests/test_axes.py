@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 import yaml
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
+from PIL import Image
 
 from stppo import axes, config_files
 from stppo.algorithms import PAPER, RIVALS, algorithms, look
 from stppo.results.schematic import CHANGED
+from stppo.results.style import style
 
 ROOT = Path(__file__).parents[1]
 NAMES = PAPER  # the algorithms of figure 1
@@ -162,3 +165,14 @@ def test_unknown_algorithm_is_one_line():
     with pytest.raises(ValueError, match="unknown algorithm") as error:
         axes.axes_table(["no_ppo"])
     assert "\n" not in str(error.value)
+
+
+def test_saved_picture_keeps_small_patches_of_like_colours_apart():
+    plot = axes.objectives_figure(("token_ppo", "st_ppo"))
+    full = BytesIO()
+    with style():
+        plot.figure.savefig(full, format="png", dpi=150)
+    drawn, saved = (
+        np.asarray(Image.open(picture).convert("RGB")).astype(int) for picture in (full, BytesIO(plot.png))
+    )
+    assert np.abs(drawn - saved).max() <= 8
