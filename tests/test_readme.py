@@ -614,6 +614,7 @@ def test_who_ends_higher_with_a_language_model():
     error = np.sqrt(start * (1 - start) / 300 + token * (1 - token) / 300)
     assert f"fall from {said(start)} is within two standard errors" in page and 0 < start - token < 2 * error
     assert rows.loc[("token_ppo", 1, 20), "success"] > rows.loc[("token_ppo", 1, 0), "success"]
+    assert "it gains nothing greedy, and ST-PPO loses half of its start" in page and st < start / 2
 
 
 def test_the_run_that_named_the_rate():
