@@ -143,6 +143,19 @@ def test_broken_record_of_a_run_is_one_line(stppo, tmp_path):
     assert_one_line_error(stppo("collect", "metrics", "run"), "run/run.json is unreadable")
 
 
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("{", "plan.json: Invalid JSON"),
+        ("[1]", "plan.json: Input should be"),
+        ('{"OFF_POLICY/grpo": "2"}', "plan.json at OFF_POLICY/grpo: Input should be a valid integer"),
+    ],
+)
+def test_broken_plan_of_the_claims_is_one_line(stppo, tmp_path, content, part):
+    (tmp_path / "plan.json").write_text(content)
+    assert_one_line_error(stppo("claims", "none", "out", "--planned", "plan.json"), part, "--planned takes")
+
+
 # ---- play ---------------------------------------------------------------------------------------
 
 

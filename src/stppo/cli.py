@@ -658,9 +658,9 @@ def claims(
     Example: `stppo claims results/study/metrics results/study/claims --planned results/study/claims/planned.json`
     """
     from stppo.results.runs import load_metrics
-    from stppo.study.claims import write_claims
+    from stppo.study.claims import read_planned, write_claims
 
-    plan = None if planned is None else json.loads(planned.read_text(encoding="utf-8"))
+    plan = None if planned is None else read_planned(planned)
     for path in write_claims(load_metrics(metrics), out, plan):
         typer.echo(path)
 

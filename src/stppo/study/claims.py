@@ -24,7 +24,15 @@ from pathlib import Path
 
 import pandas as pd
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from stppo.files import write_atomically
 from stppo.results import resampling
@@ -278,6 +286,19 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
         entry = verdict.entry
         lines.append(f"| {entry.id} | {entry.claim} | {entry.source} | {' | '.join(cells)} | {shown} |")
     return "\n".join(lines) + "\n" if verdicts else "The preset of these runs has no claims.\n"
+
+
+def read_planned(file: Path) -> dict[str, int]:
+    """How many runs are planned of each `REGIME/algorithm`; OSError or a ValueError of one line that names the file."""
+    try:
+        return TypeAdapter(dict[str, NonNegativeInt]).validate_json(file.read_bytes(), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f" at {'.'.join(map(str, first['loc']))}" if first["loc"] else ""
+        raise ValueError(
+            f"{file}{where}: {first['msg']}; --planned takes a JSON object of REGIME/algorithm and its number of runs, as the "
+            "pipeline writes it beside the claims"
+        ) from None
 
 
 def write_claims(
