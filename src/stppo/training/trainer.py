@@ -566,19 +566,18 @@ class Trainer:
     def _ended(self) -> dict[str, Any] | None:
         """The record of this very run, by config and code, where a number that is not finite ended it: it would end so again.
         Its rows are taken up."""
-        try:
-            record = parse_json((self.run_dir / RUN_FILE).read_bytes())
-            tables = read_tables(self.run_dir)
-        except (OSError, ValueError):  # none yet, or damaged: the checkpoint decides, and all is written anew
-            return None
         mine = {
             "status": NON_FINITE,
             "config_fingerprint": fingerprint(self.identity),
             "code_hash": self.code_hash,
         }
-        if not isinstance(record, dict) or not mine.items() <= record.items():
+        try:
+            record = parse_json((self.run_dir / RUN_FILE).read_bytes())
+            if not isinstance(record, dict) or not mine.items() <= record.items():
+                return None
+            self.update_rows, self.evaluation_rows = read_tables(self.run_dir)
+        except (OSError, ValueError):  # none yet, or damaged: the checkpoint decides, and all is written anew
             return None
-        self.update_rows, self.evaluation_rows = tables
         return record
 
     def _take_up(self, state: dict[str, Any] | None) -> None:
