@@ -630,6 +630,13 @@ def test_table_of_the_searched_rates():
     assert set(rows["n_questions"]) == {300} and set(rows["seed"]) == {100}
     shown = re.findall(r"^\| (\de-\d) \| (\w+) \|" + r" ([.\d]+) \|" * 4, page, re.M)
     assert len(shown) == 4
+    ends = pd.read_csv(ROOT / "results/reference/smollm_comparison/tuning/summary.csv").set_index("regime")
+    rises = [
+        said(ends.loc[f"TUNING_{rate}", "peak"] - ends.loc[f"TUNING_{rate}", "start"])
+        for rate in ("5e-5", "1e-4")
+    ]
+    assert not ends["learned"].any()
+    assert "neither run counts as *learned*: it is {} and {}.".format(*rises) in " ".join(page.split())
     for rate, decoding, *cells in shown:
         regime, temperature = f"TUNING_{rate}", float(decoding == "sampled")
         curve = rows[(rows["regime"] == regime) & (rows["temperature"] == temperature)].set_index("iteration")

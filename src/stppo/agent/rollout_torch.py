@@ -113,8 +113,8 @@ def draw(probs: Tensor, rows: Tensor, n: int, generator: torch.Generator) -> Ten
     """A token (a,) from each distribution (a, V), those of the `rows` (a,) of n. The random numbers are those of n rows, so
     a draw does not hang on which of them are computed.
 
-    `torch.multinomial` takes a random number for each row and token, with a large vocabulary longer than a layer of a
-    small model takes; there the inverse of the distribution function takes one for each row.
+    `torch.multinomial` takes a random number for each row and token. With a large vocabulary that costs as much as a small
+    model's layers; there the inverse of the distribution function takes one number for each row.
     """
     if probs.shape[1] > _SMALL_VOCABULARY:
         uniform = torch.rand(n, 1, dtype=torch.float64, generator=generator)[rows]
