@@ -210,6 +210,45 @@ def test_the_records_own_passages_are_the_corpus(files):
     assert len(both.environment.retriever.documents) == len(documents), "the same paragraphs, once each"
 
 
+def test_questions_without_passages_are_asked_where_the_corpus_answers_them(tmp_path, caplog):
+    corpus = tmp_path / "corpus.jsonl"
+    passages = [
+        ("Fog (film)", "Fog is a film by Ola Dal."),
+        ("Hail", "Hail falls."),
+        ("Kari Moe", "She was born in Voss."),
+    ]
+    corpus.write_text(
+        "".join(
+            json.dumps({"id": str(i), "contents": f'"{t}"\n{text}'}) + "\n"
+            for i, (t, text) in enumerate(passages)
+        )
+    )
+    asked = [
+        ("who directed the Fog?", ["Ola Dal"]),  # named without its bracket, answered
+        ("who directed Hail?", ["Ola Dal"]),  # named, but its passage does not say
+        ("who was born in Voss?", ["Kari Moe"]),  # answered by a passage that the question does not name
+        ("where was Kari Moen born?", ["Voss"]),  # another name
+        ("when did fog and hail fall?", ["a film"]),  # the answer stands in one of two that are named
+        ("is it by Fog?", ["Fo"]),  # part of a word is no answer
+    ]
+    file = tmp_path / "nq.jsonl"
+    file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in asked))
+    found = BenchmarkWorld("nq", records=file, corpus=corpus, only_in_corpus=True)
+    with caplog.at_level("INFO"):
+        kept = found.questions("test")
+    assert [(q.text, [title for title, _ in q.gold_paragraphs]) for q in kept] == [
+        (asked[0][0], ["Fog (film)"]),
+        (asked[4][0], ["Fog (film)"]),
+    ]
+    assert "nq: 4 test questions have no passage in the corpus" in caplog.text
+    assert play_summary(found, kept[:1], random.Random(0))["em"] == 1, (
+        "the scripted searcher knows the passage"
+    )
+    assert len(BenchmarkWorld("nq", records=file, corpus=corpus).questions("test")) == len(asked)
+    with pytest.raises(ValueError, match="^only_in_corpus needs world.corpus"):
+        BenchmarkWorld("nq", records=file, retriever=object(), only_in_corpus=True)
+
+
 def test_a_corpus_of_records_without_passages_is_refused(tmp_path):
     (tmp_path / "nq.jsonl").write_text(json.dumps({"question": "q?", "answer": ["a"]}))
     bare = BenchmarkWorld("nq", records=tmp_path / "nq.jsonl", corpus="contexts")

@@ -14,6 +14,7 @@ from stppo.retrieval.bm25 import BM25Retriever
 from stppo.retrieval.documents import Document, read_corpus
 from stppo.world.datasets import Reading, Records, check_place, locate, read_passages, read_questions
 from stppo.world.environment import SearchEnvironment
+from stppo.world.passages import PassagesByTitle
 from stppo.world.protocol import PROMPTS, Protocol, Question, neutralise_tags
 from stppo.world.records import BENCHMARKS, SCHEMAS
 from stppo.world.rewards import MEASURES, normalise_answer
@@ -48,6 +49,9 @@ class BenchmarkWorld:
     streaming, seed, unanswerable, no_answer: as in `datasets.Reading`; `seed` also shuffles train and validation.
     corpus: Search-R1 JSONL for a BM25 index, which is kept in `cache_dir` (None: in memory); or "contexts": all paragraphs
     that come with the records read for any split, each once.
+    only_in_corpus: questions that come without gold paragraphs (NQ, TriviaQA, PopQA, ...) are asked only if the corpus has
+    a passage whose title stands in the question and whose text holds an accepted answer; such passages become their gold
+    paragraphs. For a small corpus, which holds few of the passages that such sets need.
     retriever: in place of a corpus: an object with `search(queries, top_k)`, or a function (`_partial_: true`) that
     makes one at first use.
     turn_budget: turns that get an observation before the last generation.
@@ -80,6 +84,7 @@ class BenchmarkWorld:
     max_turn_tokens: int = 500
     max_observation_tokens: int = 500
     max_start_tokens: int = 2048
+    only_in_corpus: bool = False
     reward: str = "em"
 
     tokenizer = None  # the language model brings its own: take it from the policy's pretrained folder
@@ -117,6 +122,8 @@ class BenchmarkWorld:
             )
         if self.corpus not in (None, CONTEXTS) and not Path(self.corpus).is_file():
             raise FileNotFoundError(f"corpus: no file {self.corpus}")
+        if self.only_in_corpus and self.corpus is None:
+            raise ValueError("only_in_corpus needs world.corpus: a retriever does not say what it holds")
         whole_number(self, *(f for f in ("train_limit", "test_limit") if getattr(self, f) is not None))
         _ = self._protocol, self._reading(None)  # validate their fields
 
@@ -168,7 +175,7 @@ class BenchmarkWorld:
             retriever = retriever()
         return SearchEnvironment(self._protocol, retriever, self.top_k, self.reward)
 
-    @property
+    @cached_property
     def _documents(self) -> list[Document]:
         """The passages of the corpus; a warning counts those that hold protocol tags, which are shown in brackets."""
         documents = self._contexts() if self.corpus == CONTEXTS else read_corpus(self.corpus)
@@ -220,12 +227,31 @@ class BenchmarkWorld:
         questions: list[Question] = []
         for name in self._tested:
             records = self._located[name]
-            asked = read_questions(records, "test", self._reading(self.test_limit))
+            asked = self._read(name, "test", self.test_limit)
             if records.is_pool and name in self._trained:
                 end = self.held_out + self._test_share
                 asked = [q for q in asked if self.held_out <= self._position(q) < end]
             questions += asked
         return tuple(questions)
+
+    def _read(self, name: str, split: str, limit: int | None) -> list[Question]:
+        asked = read_questions(self._located[name], split, self._reading(limit))
+        if not self.only_in_corpus:
+            return asked
+        placed = [q if q.gold_paragraphs else self._by_passage.placed(q) for q in asked]
+        kept = [question for question in placed if question]
+        if len(kept) < len(asked):
+            log.info("%s: %d %s questions have no passage in the corpus", name, len(asked) - len(kept), split)
+        return kept
+
+    @cached_property
+    def _by_passage(self) -> PassagesByTitle:
+        return PassagesByTitle(self._documents)
+
+    def unseen(self, questions: Iterable[Question]) -> list[Question]:
+        """Those that "train" does not ask, nor, under `split_by` "gold_title", needs a passage of."""
+        taken = self._shared(self._divided["train"])
+        return [question for question in questions if not taken & self._shared([question])]
 
     def _position(self, question: Question) -> float:
         """A number in [0, 1) by which a question is held out or not: a hash of its normalised text, or the smallest of
@@ -250,10 +276,7 @@ class BenchmarkWorld:
     def _divided(self) -> dict[str, tuple[Question, ...]]:
         taken = self._shared(self._test)
         divided: dict[str, dict[str, list[Question]]] = {"train": {}, "validation": {}}
-        read = {
-            name: read_questions(self._located[name], "train", self._reading(self.train_limit))
-            for name in self._trained
-        }
+        read = {name: self._read(name, "train", self.train_limit) for name in self._trained}
         for split in ("validation", "train"):
             for name, asked in read.items():
                 ours = [q for q in asked if (self._position(q) < self.held_out) == (split == "validation")]
