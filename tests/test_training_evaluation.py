@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import statistics
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -313,6 +314,68 @@ def test_a_run_from_pretrained_weights_is_evaluated_with_its_own_tokenizer(bench
     Trainer(config, tmp_path / "run", tmp_path / "start", progress=False).train()
     (row,) = evaluate_checkpoint(tmp_path / "run", config, tmp_path / "out", questions=2, progress=False)
     assert row["benchmark"] == "bamboogle" and row["n_questions"] == 2
+
+
+def test_what_a_training_by_gold_titles_met_is_not_asked(bench, tmp_path, caplog):
+    """Questions of one hop were trained on; those of two hops, of the same records, need some of the same passages."""
+    names = ["Aral", "Brod", "Cori", "Dunn", "Elva", "Fagg"]
+    records = [
+        {
+            "id": f"{i}",
+            "question": f"Who founded the town of {one}?",
+            "answer": f"{one}son",
+            "answer_aliases": [],
+            "answerable": True,
+            "paragraphs": [
+                {"idx": j, "title": name, "paragraph_text": f"{name} is by {name}son.", "is_supporting": True}
+                for j, name in enumerate((one, other))
+            ],
+            "question_decomposition": [
+                {
+                    "id": j,
+                    "question": f"Who is of {name}?",
+                    "answer": f"{name}son",
+                    "paragraph_support_idx": j,
+                }
+                for j, name in enumerate((one, other))
+            ],
+        }
+        for i, (one, other) in enumerate(zip(names[::2], names[1::2], strict=True))
+    ]
+    file = tmp_path / "musique.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = [
+        "world=single_hop",
+        "world.train=[musique_single_hop]",
+        f"world.records={file}",
+        "world.cache_dir=null",
+    ]
+    trained = configs.compose([*options, "world.benchmark=[musique_single_hop]", "world.held_out=0.3"])
+    world = configs.build(trained["world"], "world")
+    met = {title for q in world.questions("train") for title, _ in q.gold_paragraphs}
+    clean = [r["id"] for r in records if not met & {p["title"] for p in r["paragraphs"]}]
+    assert 0 < len(clean) < len(records), "else the test shows nothing"
+
+    whole = configs.compose(
+        [
+            *options,
+            "world.benchmark=[musique]",
+            "world.turn_budget=1",
+            "world.max_turn_tokens=6",
+            "world.max_start_tokens=400",
+        ]
+    )
+    play = partial(evaluate_checkpoint, bench / "model", whole, progress=False)
+    assert play(tmp_path / "all")[0]["n_questions"] == len(records)
+    assert play(tmp_path / "unseen", trained_on=trained)[0]["n_questions"] == len(clean)
+    asked = json.loads((tmp_path / "unseen/musique/greedy/result.json").read_text())["questions"]
+    assert [question["id"] for question in asked] == clean
+    assert f"{len(records) - len(clean)} of {len(records)} questions are left out" in caplog.text
+
+    moved = trained | {"world": trained["world"] | {"records": str(tmp_path / "gone.jsonl")}}
+    assert play(tmp_path / "moved", trained_on=moved)[0]["n_questions"] == len(clean), (
+        "found where the evaluation has them"
+    )
 
 
 def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, monkeypatch, capsys):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
+import yaml
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,12 +32,14 @@ from stppo.schema import (
     BENCHMARK_COLUMNS,
     BENCHMARKS_FILE,
     BENCHMARKS_TABLE_FILE,
+    CONFIG_FILE,
     POLICY_DIR,
     RESULT_FILE,
     RUN_FILE,
     TRAJECTORIES_FILE,
 )
 from stppo.training.metrics import trajectory_records
+from stppo.world.benchmark_world import CONTEXTS, BenchmarkWorld
 from stppo.world.environment import Episode
 from stppo.world.protocol import Question
 from stppo.world.rewards import score, search_r1_em
@@ -58,6 +61,7 @@ def evaluate_checkpoint(
     tokenizer: str | Path | None = None,
     trajectories: int = 3,
     progress: bool = True,
+    trained_on: Config | None = None,
 ) -> list[dict[str, Any]]:
     """Play the test questions of the config's world with a checkpoint; returns the rows (`BENCHMARK_COLUMNS`).
 
@@ -69,6 +73,8 @@ def evaluate_checkpoint(
     questions: most questions per benchmark, a sample chosen by `seed`; None takes all. seed: of sampling too.
     tokenizer: where the checkpoint brings none and the world has none of its own.
     trajectories: how many are kept per benchmark, for the viewer.
+    trained_on: config of the training (default: that of the run folder). Where its world divides real questions by gold
+    title, questions that it trained on, or whose passages it trained on, are left out and counted in the log.
 
     ValueError or OSError of one line for whatever is missing or does not fit; finished benchmarks stay.
     """
@@ -77,7 +83,10 @@ def evaluate_checkpoint(
     # The checkpoint is the policy: the sizes of the config's own limit nothing here.
     settings = validate(config | {"policy": config["policy"] | {"pretrained": str(checkpoint)}})
     world: World = build(config["world"], "world")
-    asked = sample_of_each(world.questions("test"), questions, seed)
+    test = _unseen(
+        world.questions("test"), trained_on or _config_of(checkpoint), config["world"].get("records")
+    )
+    asked = sample_of_each(test, questions, seed)
     folder = _policy_folder(checkpoint)
     policy = load_policy(folder, settings.policy.attention)
     reads = find_tokenizer(folder, world, tokenizer)
@@ -228,6 +237,53 @@ def _policy_folder(checkpoint: str | Path) -> str | Path:
     if not (path / POLICY_DIR).is_dir():
         raise FileNotFoundError(f"{path} is a run that has not ended: it has no folder `policy` yet")
     return path / POLICY_DIR
+
+
+def _config_of(checkpoint: str | Path) -> Config:
+    """The config of a run folder, {} of any other; ValueError where it is none."""
+    file = Path(checkpoint) / CONFIG_FILE
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read ({type(error).__name__})") from None
+    if not isinstance(found, dict) or not isinstance(found.get("world", {}), dict):
+        raise ValueError(f"{file} is no config of a run: its world is no mapping")
+    return found
+
+
+def _unseen(asked: list[Question], trained_on: Config, records: Any) -> list[Question]:
+    """Without what a training divided by gold title has met: other benchmarks may ask for the same passages.
+
+    records: where the evaluation has them, for those that the training's config does not find here.
+    """
+    section = trained_on.get("world", {})
+    if not section.get("train") or section.get("split_by") != "gold_title":
+        return asked
+    kind = {field.name for field in dataclasses.fields(BenchmarkWorld)} - {
+        "corpus",
+        "retriever",
+        "only_in_corpus",
+    }
+    fields = {name: value for name, value in section.items() if name in kind} | {
+        "corpus": CONTEXTS
+    }  # no code of the file's
+    try:
+        kept = BenchmarkWorld(**fields).unseen(asked)
+    except OSError as error:
+        try:
+            kept = BenchmarkWorld(**fields | {"records": records}).unseen(asked)
+        except OSError:
+            log.warning("what training has met cannot be told and is asked too: %s", error)
+            return asked
+    if len(kept) < len(asked):
+        log.warning(
+            "%d of %d questions are left out: training asked them, or for a passage that they need",
+            len(asked) - len(kept),
+            len(asked),
+        )
+    if not kept:
+        raise ValueError("world.benchmark: training has met every question, or a passage that it needs")
+    return kept
 
 
 def sample_of_each(asked: list[Question], most: int | None, seed: int) -> dict[str, list[Question]]:
