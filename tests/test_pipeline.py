@@ -77,6 +77,15 @@ def test_plug_ins_benchmarks_and_claims_are_not_part_of_a_plain_preset(plan):
     assert planned(plan, "plug_ins") == planned(plan, "benchmarks") == planned(plan, "claims") == 0
 
 
+def test_a_model_with_a_short_name_is_fetched_before_its_warm_start(tmp_path):
+    """From nothing `make all PRESET=smollm` needs no other command."""
+    result = snakemake(tmp_path, "--config", "preset=smollm", targets=("-n", "-p", "all"))
+    assert planned(result, "warm_start") == 1
+    command = next(line for line in result.stdout.splitlines() if "stppo warm-start" in line)
+    fetched, _, started = command.split("Shell command: ")[-1].strip().partition(" && ")
+    assert fetched.startswith("stppo fetch smollm2 >") and "stppo warm-start" in started
+
+
 @pytest.mark.slow
 def test_pages_that_are_targets_of_their_own_take_their_own_options(tmp_path):
     options = ("--config", "preset=smoke", "checkpoint=a b", "n_questions=7")
