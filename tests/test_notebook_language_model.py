@@ -1,0 +1,59 @@
+"""Notebook 26 on a run of a few updates: its cells of texts are skipped where no run lies, so only this executes them."""
+
+import json
+from pathlib import Path
+
+import papermill
+
+from stppo import config as configs
+from stppo.results.runs import collect
+from stppo.training.trainer import Trainer
+from stppo.training.warm_start import warm_start
+from tests.test_training_warm_start_pretrained import model, records, small
+
+__all__ = ["model", "records", "small"]  # fixtures
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "26-language-model.ipynb"
+
+
+def test_every_cell_runs_and_no_passage_of_the_training_is_asked_for(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # outside the repository, whose own results stay as they are
+    config = small(
+        "training.iterations=2",
+        "training.trajectories_per_iteration=8",
+        "training.epochs=1",
+        "training.staleness_iterations=0",
+        "evaluation.every=2",
+        "evaluation.greedy_every=2",
+    )
+    start, run = configs.warm_start_dir(config), Path("results/smollm/runs/SMOLLM/token_ppo/seed0")
+    warm_start(config, start, progress=False)
+    Trainer(config, run, start, progress=False).train()
+    collect([run], "results/smollm/metrics")
+    parameters = {"algorithm": "token_ppo", "n_questions": 6}
+    papermill.execute_notebook(
+        NOTEBOOK, "26.ipynb", parameters=parameters, cwd=tmp_path, kernel_name="python3", progress_bar=False
+    )
+
+    cells = json.loads(Path("26.ipynb").read_text())["cells"]
+    printed = "".join(
+        "".join(output.get("data", {}).get("text/html", output.get("text", "")))
+        for cell in cells
+        if cell["cell_type"] == "code"
+        for output in cell["outputs"]
+    )
+    for said in ("of a training question too", "hops", "searches a question", "outside [0.8, 1.2]"):
+        assert said in printed, said
+
+    trained = {
+        t for q in configs.build(config["world"], "world").questions("train") for t, _ in q.gold_paragraphs
+    }
+    answers = json.loads(
+        Path("results/scratch/smollm/more_hops/after/musique/greedy/result.json").read_text()
+    )
+    records_by_id = {
+        record["id"]: {p["title"] for p in record["paragraphs"] if p["is_supporting"]}
+        for record in map(json.loads, Path(config["world"]["records"]).read_text().splitlines())
+    }
+    played = [records_by_id[answer["id"]] for answer in answers["questions"]]
+    assert played and not any(titles & trained for titles in played)
