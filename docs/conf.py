@@ -12,10 +12,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml", "g
 exclude_patterns = [
     "_build",
     "_ext",
-    "reference/generated/algorithms.md",
     "reference/generated/front.md",
-    "reference/generated/plug_in_trl.md",
-    "reference/generated/plug_in_verl.md",
     "reference/generated/study.md",
     "reference/generated/leaderboard.md",
     "reference/generated/mechanism.md",

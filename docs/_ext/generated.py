@@ -100,7 +100,7 @@ def _algorithms() -> str:
     for name, row in axes_table(PAPER).iterrows():
         cells = (str(row[column]).replace("|", "\\|") or "–" for column in shown)
         lines.append(f"| `{name}`{also.get(name, '')} | {' | '.join(cells)} |")
-    return HEAD + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _rivals() -> str:
@@ -116,7 +116,7 @@ def _rivals() -> str:
             keys = ", ".join(f"`{key.removeprefix('objective.')}`" for key in row.prior.keys)
             knob = f"{keys}, {row.prior.low:g} to {row.prior.high:g}, {row.prior.scale}"
         lines.append(f"| `{name}` | **{row.label}.** {text} | {knob} | {row.source} |")
-    return HEAD + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 # An algorithm's loss aggregation and credit in a plug-in's host.
@@ -174,7 +174,7 @@ def _plug_in(host: str) -> str:
     ]
     why = {name: methods.why_not(host, name) for name in (*PAPER, *aliases(), *RIVALS)}
     lines += [f"| `{name}` | {reason} |" for name, reason in why.items() if reason]
-    return HEAD + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _leaderboard() -> str:
@@ -355,13 +355,31 @@ def _api() -> dict[str, str]:
     return pages
 
 
+# Tables inside committed pages, so that whoever reads the source has them: between `<!-- table ... -->` and `<!-- end -->`.
+TABLES = {
+    "explanation/names.md": _algorithms,
+    "explanation/rivals.md": _rivals,
+    "howto/verl.md": lambda: _plug_in("verl"),
+    "howto/trl.md": lambda: _plug_in("trl"),
+}
+
+
+def with_table(page: str) -> str:
+    """A committed page with its table as the code has it now."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    begin, table = "<!-- table, written by `make docs` -->\n", TABLES[page]()
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition("<!-- end of the table -->")
+    if not (found and ended):
+        raise ValueError(f"docs/{page} lacks the two comments that its table stands between")
+    return f"{before}{begin}\n{table}\n<!-- end of the table -->{after}"
+
+
 def _write(app) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
+    for page in TABLES:
+        (DOCS / page).write_text(with_table(page), encoding="utf-8")
     pages = {
-        "algorithms": _algorithms(),
-        "rivals": _rivals(),
-        "plug_in_verl": _plug_in("verl"),
-        "plug_in_trl": _plug_in("trl"),
         "front": _front(),
         "leaderboard": _leaderboard(),
         "study": _study(),
