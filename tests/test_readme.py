@@ -207,7 +207,9 @@ def test_one_ratio_for_the_trajectory(runs, text):
         assert f"Sequence PPO ended at {end}, Turn-PPO at {both} in the same twelve worlds" in text
         assert f"(difference {said(mean)} [{said(low)}, {said(high)}])" in text
     else:
-        assert f"One ratio for the whole trajectory does better than one a turn: {end} (12 worlds)," in text
+        both = said(runs["turn_ppo"].loc[runs["sequence_ppo"].index]["sampled"].mean())
+        told = f"One ratio for the whole trajectory does better than one a turn: {end} against {both} (12 worlds),"
+        assert told in text
 
 
 @TEXTS
@@ -221,7 +223,7 @@ def test_longer_chains(text):
     assert low > 0
     if not is_page(text):
         assert f"on chains of two to five hops {end['sequence_ppo']} against {end['turn_ppo']}" in text
-        divisor = f"ended higher, {end['st_ppo']} against {end['turn_ppo']}, but so, in part, do shuffled divisors ({end['turn_ppo_shuffled']})"
+        divisor = f"ST-PPO ended at {end['st_ppo']} against {end['turn_ppo']}, shuffled divisors at {end['turn_ppo_shuffled']}."
         assert divisor in text
         return
     wider = f"the gap is wider: {end['sequence_ppo']} and without a crash in 6 of 6 worlds against {end['turn_ppo']} ({ratio})"
@@ -393,9 +395,9 @@ def test_where_success_is_rare():
         f"Turn-PPO at {end['turn_ppo']}, ST-PPO at {end['st_ppo']} and token PPO at {end['token_ppo']}"
     )
     assert told in " ".join(PAGE.split())
-    assert f"From a warm start of {start} successes only ended at {end['successes_only']}" in " ".join(
-        README.split()
-    )
+    told = f"From a warm start of {start} successes only ended at {end['successes_only']}, TOPR at {end['topr']}, the PPOs at .00"
+    assert told in " ".join(README.split())
+    assert {end[name] for name in ("token_ppo", "turn_ppo", "st_ppo")} == {".00"}
     assert {len(part) for part in rare.values()} == {len(rare["topr"])}
     assert sum(counts(part, "learned") for part in rare.values()) == 1
 
@@ -614,7 +616,7 @@ def test_who_ends_higher_with_a_language_model():
     error = np.sqrt(start * (1 - start) / 300 + token * (1 - token) / 300)
     assert f"fall from {said(start)} is within two standard errors" in page and 0 < start - token < 2 * error
     assert rows.loc[("token_ppo", 1, 20), "success"] > rows.loc[("token_ppo", 1, 0), "success"]
-    assert "it gains nothing greedy, and ST-PPO loses half of its start" in page and st < start / 2
+    assert "it gains nothing greedy, and ST-PPO loses more than half of its start" in page and st < start / 2
 
 
 def test_the_run_that_named_the_rate():
