@@ -895,3 +895,19 @@ def test_vcpo(benchmark):
     one = benchmark[0]["vcpo"].mean()
     five = (np.sort(benchmark[0]["vcpo"]) * np.diff((np.arange(41) / 40) ** 5)).sum()
     assert f"{said(one)} with one try, {said(five)} with five." in LEADERS
+
+
+# ---- the index of recorded runs ---------------------------------------------------------------------
+def test_index_of_recorded_runs_names_every_folder_with_its_runs():
+    reference = ROOT / "results/reference"
+    page = (reference / "README.md").read_text(encoding="utf-8")
+    rows = {
+        name: int(n.replace(",", "")) for name, n in re.findall(r"^\| \[?(\w+).*\| ([\d,]+) \|$", page, re.M)
+    }
+    counted = {}
+    for folder in filter(Path.is_dir, reference.iterdir()):
+        metrics = folder / "metrics" if (folder / "metrics").is_dir() else folder / "tuning"
+        if (metrics / "runs.json").is_file():
+            counted[folder.name] = len(json.loads((metrics / "runs.json").read_text(encoding="utf-8")))
+    assert rows == counted
+    assert all((reference / place).exists() for place in links(page))

@@ -310,7 +310,7 @@ def test_a_method_without_all_points_says_so_and_takes_no_title():
     board, curves = pictures(part)[:2]
     labels = [tick.get_text() for tick in board.figure.axes[0].get_yticklabels()]
     assert labels == ["token PPO", "Turn-PPO (2 of 40)"]
-    assert curves.title.startswith("At the strongest settings token PPO's curve is highest")
+    assert curves.title.startswith("Over the last fifth of the axis token PPO's curve is highest")
     assert curves.figure.axes[1].get_title(loc="left") == "Turn-PPO (2 of 40)"
     drawn = curves.data[(curves.data["algorithm"] == "turn_ppo") & (curves.data["kind"] == "curve")]
     mine = benchmark.points().set_index("point").loc[[0, 1]].eval("learning_rate * epochs")

@@ -429,7 +429,7 @@ def _trends_title(metrics: Metrics, regime: str, table: pd.DataFrame) -> str:
     for name in named:
         row = part.loc[name]
         firm = row["r_squared"] >= FIRM
-        trend = f"× {row['factor_per_10']:.2f} per 10 iterations" if firm else "no steady trend"
+        trend = f"× {row['factor_per_10']:.2f} per 10 iterations" + ("" if firm else ", unsteadily,")
         told.append(f"{trend} with {findings.name_of(metrics, name)} (R² {row['r_squared']:.2f})")
     n_worlds = min(metrics.arm(regime, name)["world_seed"].nunique() for name in named)
     few = f"{findings.few_words(n_worlds)}: " if n_worlds < fewest_worlds(LEVEL) else ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import textwrap
 from collections.abc import Mapping
 
 import numpy as np
@@ -76,17 +78,22 @@ def granularity(metrics: Metrics) -> Plot | None:
                 )
                 ax.plot([x, x], np.clip([low, high], 0, 1), color="#222222", linewidth=1.8, zorder=4)
                 ax.plot([x], [found.value], "D", color=color, ms=8, mec="white", zorder=5)
-                above, label = found.value < 0.85, metrics.look(name).label.replace(", ", ",\n")
+                label = metrics.look(name).label.replace(", ", ",\n")
+                outermost = x == 0 and "\n" in label  # begins at the axis instead of crossing it
+                if outermost:
+                    parts = (textwrap.wrap(part, 14, break_on_hyphens=False) for part in label.split("\n"))
+                    label = "\n".join(itertools.chain.from_iterable(parts))
+                above = arm["final"].max() < 0.97 - 0.06 * (1 + label.count("\n"))  # else it leaves the panel
                 place = arm["final"].max() if above else arm["final"].min()
                 if above and "\n" in label and abs(place - labelled) < LABEL:
                     place = labelled + LABEL  # so wide a label would overlap the one before
                 labelled = place if above else labelled
                 ax.annotate(
                     label,
-                    (x, place),
+                    (-0.45 if outermost else x, place),
                     xytext=(0, 9 if above else -9),
                     textcoords="offset points",
-                    ha="center",
+                    ha="left" if outermost else "center",
                     va="bottom" if above else "top",
                     fontsize=7.5,
                     color=color,

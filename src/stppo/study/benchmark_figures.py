@@ -142,9 +142,7 @@ def tolerance_figure(metrics: Metrics) -> Plot:
     whole = [name for name in methods if counts[name] == len(table)] or methods
     strongest = {name: curves[name][-8:].mean() for name in whole}  # the last fifth, on the logarithm
     best = max(strongest, key=strongest.__getitem__)
-    title = (
-        f"At the strongest settings {metrics.look(best).label}'s curve is highest, at {strongest[best]:.2f}"
-    )
+    title = f"Over the last fifth of the axis {metrics.look(best).label}'s curve is highest, {strongest[best]:.2f} on average"
     if BASELINE in strongest and best != BASELINE:
         title += f"; token PPO's is at {strongest[BASELINE]:.2f}"
     question = "How far can each method be pushed? Final sampled success against learning rate × epochs."

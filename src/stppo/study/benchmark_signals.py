@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -12,7 +14,7 @@ from stppo.results.curves import page, source_of
 from stppo.results.findings import signed
 from stppo.results.runs import Metrics
 from stppo.results.style import Plot, style
-from stppo.study.benchmark import REGIME, leaderboard
+from stppo.study.benchmark import BASELINE, REGIME, leaderboard
 
 PUSH = "negative_advantage_gradient_share"
 PLACES = (  # of a name: offset from its dot in points, and how it is aligned there
@@ -21,6 +23,7 @@ PLACES = (  # of a name: offset from its dot in points, and how it is aligned th
     ((0, 5), "center", "bottom"),
     ((0, -5), "center", "top"),
 )
+RADIUS = 4  # of a dot, in pixels
 PART = 4  # a quarter of the methods: those that push least, those that end highest
 
 
@@ -87,6 +90,7 @@ def _name_dots(ax: Axes, table: pd.DataFrame, column: str) -> None:
     dots = ax.transData.transform(table[[column, "final"]].to_numpy())
     taken = []
     apart = (table["final"] - table["final"].median()).abs() + (table[column] - table[column].median()).abs()
+    apart[table["method"] == BASELINE] = math.inf  # the baseline is named first
     for i in apart.sort_values(ascending=False, kind="stable").index:
         place = table.index.get_loc(i)
         for shift, across, along in PLACES:
@@ -100,13 +104,13 @@ def _name_dots(ax: Axes, table: pd.DataFrame, column: str) -> None:
                 ha=across,
                 va=along,
             )
-            box = text.get_window_extent(renderer).expanded(1.02, 1.15)
+            box = text.get_window_extent(renderer).expanded(1.04, 1.15)
             others = (dot for k, dot in enumerate(dots) if k != place)
             inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1
             if (
                 inside
                 and not any(box.overlaps(other) for other in taken)
-                and not any(box.contains(*dot) for dot in others)
+                and not any(box.padded(RADIUS).contains(*dot) for dot in others)
             ):
                 taken.append(box)
                 break
