@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 from stppo.agent import fetch as fetching
 from stppo.agent.fetch import fetch
 from stppo.agent.known_models import KNOWN, located, models_folder
-from stppo.agent.policy import load_policy, load_tokenizer
+from stppo.agent.policy import PolicyConfig, build_policy, load_policy, load_tokenizer, save_policy
 from stppo.agent.tiny_model import make_tiny_model
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.protocol import Protocol
-from tests.tiny_gguf import END, PAD, START, write_gguf
+from tests.tiny_gguf import END, MARK, PAD, POSITIONS, RARE, START, write_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -36,18 +36,73 @@ def file(tmp_path):
     return tmp_path / "tiny.gguf"
 
 
-def test_gguf_becomes_a_folder_once(tmp_path, file):
-    weights = write_gguf(file)
+@pytest.fixture(params=fetching.FAMILIES)
+def family(request):
+    return request.param
+
+
+_LLAMA = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "attn_norm": "ln_1",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+
+
+def by_our_names(weights: dict, family: str) -> dict[str, torch.Tensor]:
+    """A GGUF file's weights by transformers' names, and lying as there."""
+    names, layers = (_GPT2, "transformer.h") if family == "gpt2" else (_LLAMA, "model.layers")
+    found = {}
+    for name, weight in weights.items():
+        *layer, part, kind = name.removeprefix("blk.").split(".")
+        lies_across = family == "gpt2" and layer and weight.ndim == 2
+        place = f"{layers}.{layer[0]}." if layer else ""
+        found[f"{place}{names[part]}.{kind}"] = torch.from_numpy(weight.T if lies_across else weight)
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_every_weight_of_a_gguf_file_arrives(tmp_path, family, tied):
+    weights = write_gguf(tmp_path / "tiny.gguf", family, tied=tied)
+    found = fetch(str(tmp_path / "tiny.gguf"))
+    policy, expected = load_policy(found.folder), by_our_names(weights, family)
+    assert found.record["family"] == family and policy.config.max_position_embeddings == POSITIONS
+    assert {name for name, _ in policy.named_parameters()} == set(expected), "none is made up"
+    for name, weight in policy.named_parameters():
+        ours, theirs = weight.detach(), expected[name]
+        if family == "llama" and (".q_proj." in name or ".k_proj." in name):
+            ours, theirs = (
+                ours.sort(0).values,
+                theirs.sort(0).values,
+            )  # GGUF has another order of a head's rows
+        assert torch.equal(ours, theirs), name
+    assert policy.dtype == torch.float32
+    assert (policy.get_output_embeddings().weight is policy.get_input_embeddings().weight) == tied
+
+
+def test_gguf_becomes_a_folder_once(file):
     first = fetch(str(file))
-    assert first.new and first.folder.parent == models_folder() and first.record["family"] == "llama"
-    policy = load_policy(first.folder)
-    embeddings = policy.get_input_embeddings().weight
-    assert torch.equal(embeddings.detach(), torch.from_numpy(weights["token_embd.weight"]))
-    assert torch.equal(
-        policy.model.layers[2].mlp.up_proj.weight.detach(), torch.from_numpy(weights["blk.2.ffn_up.weight"])
-    )
-    assert policy.get_output_embeddings().weight is embeddings and policy.dtype == torch.float32
-    (first.folder / "fetched.json").touch()
+    assert first.new and first.folder.parent == models_folder()
     before = (first.folder / "model.safetensors").stat().st_mtime_ns
     second = fetch(str(file))
     assert not second.new and second.folder == first.folder and second.record == first.record
@@ -56,14 +111,14 @@ def test_gguf_becomes_a_folder_once(tmp_path, file):
     assert fetch(str(file)).folder != first.folder, "another content is another model"
 
 
-def test_the_end_token_is_what_the_template_writes_behind_an_answer(file):
+def test_the_end_token_is_what_the_template_writes_behind_an_answer(tmp_path, family):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, family)
     wrong = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    assert wrong.eos_token == START, (
-        "what makes this needed: the conversion takes the start of a message for its end"
-    )
+    assert wrong.eos_token != END, "what makes this needed: the conversion takes another token for the end"
     folder = fetch(str(file)).folder
     tokenizer, policy = load_tokenizer(folder), load_policy(folder)
-    assert tokenizer.eos_token == END and tokenizer.pad_token == END
+    assert tokenizer.eos_token == END and tokenizer.pad_token in (END, PAD)
     end = tokenizer.convert_tokens_to_ids(END)
     assert policy.config.eos_token_id == policy.generation_config.eos_token_id == end == 2
     encoder = DialogueEncoder(Protocol(), tokenizer)
@@ -72,18 +127,43 @@ def test_the_end_token_is_what_the_template_writes_behind_an_answer(file):
     assert tokenizer.convert_tokens_to_ids(START) not in encoder.end_ids
 
 
-def test_untied_output_layer_is_kept(tmp_path):
-    weights = write_gguf(tmp_path / "untied.gguf", tied=False)
-    policy = load_policy(fetch(str(tmp_path / "untied.gguf")).folder)
-    assert torch.equal(policy.lm_head.weight.detach(), torch.from_numpy(weights["output.weight"]))
+def test_tokens_that_no_text_is_split_into_stay_whole(tmp_path, family):
+    write_gguf(tmp_path / "tiny.gguf", family)
+    tokenizer = load_tokenizer(fetch(str(tmp_path / "tiny.gguf")).folder)
+    text = f"{START}the {MARK}t{RARE}{END}"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [START, "t", "he", "Ġ", MARK, "t", RARE, END]
+    assert max(ids) < len(tokenizer) == 263 and tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == f"the {MARK}t"
 
 
-def test_a_folder_is_checked_and_copied(tmp_path):
-    make_tiny_model(tmp_path / "qwen", ["who wrote the odyssey"], 300)
-    found = fetch(str(tmp_path / "qwen"))
-    assert found.record["family"] == "qwen2" and found.record["end"] == END
-    assert load_policy(found.folder).num_parameters() == found.record["parameters"]
-    assert not fetch(str(tmp_path / "qwen")).new
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_a_question_holds_no_control_token_of_the_file(tmp_path, family):
+    write_gguf(tmp_path / "tiny.gguf", family)
+    encoder = DialogueEncoder(Protocol(), load_tokenizer(fetch(str(tmp_path / "tiny.gguf")).folder))
+    assert encoder.tokenizer.convert_tokens_to_ids(RARE) not in encoder.prompt(f"{RARE}?")
+
+
+def test_a_file_that_lacks_a_tensor_is_refused_by_its_name(tmp_path, family):
+    write_gguf(tmp_path / "tiny.gguf", family, without="blk.1.ffn_up.weight")
+    name = {"gpt2": "transformer.h.1.mlp.c_fc.weight"}.get(family, "model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ValueError, match=rf"tiny\.gguf cannot be converted \({name} is missing") as error:
+        fetch(str(tmp_path / "tiny.gguf"))
+    one_line(error)
+
+
+@pytest.mark.parametrize("way", ["folder", "hub"])
+def test_a_folder_is_checked_and_copied(tmp_path, family, way, monkeypatch):
+    make_tiny_model(tmp_path / "made", ["who wrote the odyssey"], 300)
+    tokenizer, source = load_tokenizer(tmp_path / "made"), tmp_path / family
+    save_policy(build_policy(PolicyConfig(name="tiny", family=family), tokenizer), source, tokenizer)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: str(source))
+    name = str(source) if way == "folder" else "someone/model"
+    found = fetch(name)
+    assert found.record["family"] == family and found.record["end"] == END
+    before, after = load_policy(source).state_dict(), load_policy(found.folder).state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert not fetch(name).new
 
 
 def one_line(error: pytest.ExceptionInfo) -> str:

@@ -17,8 +17,7 @@ WORDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def chat():
+def chat_tokenizer() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -34,6 +33,11 @@ def chat():
         additional_special_tokens=special,
         chat_template=TEMPLATE,
     )
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return chat_tokenizer()
 
 
 def shown(text, **options):

