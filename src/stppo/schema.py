@@ -142,7 +142,7 @@ def _ratio_columns() -> dict[str, str]:
 # Norms that cost a backward pass of their own and that not every objective needs.
 _WATCHED = (
     "where the objective does not use it, it is sampled on one update in bias_norm_every, at a place in the "
-    "epoch that rotates from iteration to iteration, and NaN on the others"
+    "epoch that rotates from iteration to iteration, and NaN on the others; infinite where float32 has no number for it"
 )
 
 # One row per optimiser update. Values that belong to an iteration repeat on each of its rows.
