@@ -81,6 +81,7 @@ class RunRecord(TypedDict):
     git_dirty: bool | None
     versions: dict[str, str]
     hardware: dict[str, Any]
+    resumed_on: list[dict[str, Any]]
     kernels: list[str]
     started: str
     wall_seconds: float
@@ -109,6 +110,7 @@ RUN_FIELDS: dict[str, str] = {
     "git_dirty": "true if the source tree had uncommitted changes; null outside git",
     "versions": "versions of Python and the main packages",
     "hardware": "processor, cores, memory, GPU",
+    "resumed_on": "versions, hardware and commit of each later part that ran under others than the part before it; mostly empty",
     "kernels": "what computed policy and critic: compiled or eager; both where the run went on under the other",
     "started": "start time, ISO 8601, UTC",
     "wall_seconds": "seconds of training in all, resumed parts added up",
