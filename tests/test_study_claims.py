@@ -1,6 +1,7 @@
 """The claims ledger: verdicts on runs of known truth, and what the shipped ledger asks for."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pandas as pd
@@ -277,6 +278,19 @@ def test_every_condition_can_be_decided_by_the_worlds_that_are_planned():
             of = [worlds.get(arm, set()) for arm in condition.weights(known)]
             common = len(set.intersection(*of))
             assert common >= fewest_worlds(shipped.level(entry)), f"{entry.id}: {condition}"
+
+
+def test_what_entries_behind_one_gate_add_to_the_error_that_a_family_is_told_to_have():
+    """An entry without a gate frees its share for one entry behind it, no more."""
+    shipped = load_ledger()
+    behind = Counter(entry.gate for entry in shipped.claims if entry.gate)
+    assert {gate: n for gate, n in behind.items() if n > 1} == {"C5": 2}, "the head of claims.py names it"
+    assert not set(behind) & {entry.id for entry in shipped.claims if entry.gate}, (
+        "nor is there a gate behind a gate"
+    )
+    family = [entry for entry in shipped.claims if entry.id[0] == "C" and not entry.gate]
+    most = sum((1 - shipped.level(entry)) * max(1, behind[entry.id]) for entry in family)
+    assert most == pytest.approx(shipped.error * (len(family) + 1) / len(family))
 
 
 def test_columns_that_claims_ask_for_are_recorded():

@@ -10,8 +10,10 @@ worlds, paired (`stppo.results.resampling`). An entry is
 - *inconclusive* otherwise. An interval without width decides nothing.
 
 Joint level: 1 - error / n for the n entries without a gate whose id begins with the same letter: the paper's claims (C) are
-one family, the reviewers' questions (Q) another. A gated entry is asked only if its gate is supported, at the same level: a
-fixed sequence costs nothing. Estimates and their 95 % intervals come first; the verdict is a label on them.
+one family, the reviewers' questions (Q) another. A gated entry is asked only if its gate is supported, at the same level. The
+first behind a gate costs the family nothing (a fixed sequence); each further one behind the same gate adds error / n to what
+the family errs at most, so two behind C5 make (n + 1) / n of `error`. Estimates and their 95 % intervals come first; the
+verdict is a label on them.
 """
 
 from __future__ import annotations
