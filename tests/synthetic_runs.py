@@ -327,6 +327,7 @@ def _simulate(
         "world_seed": replicate.world_seed,
         "warm_start_seed": replicate.warm_start_seed,
         "world": "synthetic",
+        "preset": "made-up",
         "status": schema.NON_FINITE if stops else schema.COMPLETED,
         "iterations": int(end),
         "updates": int(end) * N_UPDATES,

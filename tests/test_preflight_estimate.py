@@ -25,7 +25,9 @@ from stppo.preflight.memory import (
 from stppo.preflight.shapes import QWEN25, known_config, shape_of, smaller
 from stppo.preflight.speed import estimate_speed
 from stppo.training.checkpoint import CHECKPOINT_DIR, newest
+from stppo.training.models import make_models
 from stppo.training.trainer import Trainer
+from stppo.training.warm_start import load_warm_start
 
 
 def settings(*overrides):
@@ -130,6 +132,17 @@ def test_reference_in_bfloat16_keeps_its_linear_layers_in_it(tiny, barely_traine
     run = configs.validate(config)
     estimate = resting(run, shape_of(reference.config), Algorithm(critic=False, watched=1, exact_norm=False))
     assert estimate["reference"] == pytest.approx(size, rel=0.01)  # biases aside
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_the_estimate_counts_a_reference_where_a_run_has_one(kl, pretrained, tiny, barely_trained):
+    of = [f"policy.pretrained={barely_trained}"] if pretrained else []
+    run = configs.validate(tiny(f"training.kl_coefficient={kl}", *of))
+    models = make_models(load_warm_start(barely_trained)[0], barely_trained, run, critic=False)
+    algorithm = Algorithm(critic=False, watched=1, exact_norm=False)
+    counted = "reference" in resting(run, shape_of(models.policy.config), algorithm)
+    assert (models.reference is not None) == counted == (kl > 0 or not pretrained)
 
 
 def test_resting_memory_and_checkpoint_are_those_of_a_trained_run(tiny, barely_trained, tmp_path):

@@ -233,6 +233,18 @@ def test_columns_that_were_never_recorded_leave_no_panel(smoke):
     assert "entropy" not in set(FIGURES["signals"].draw(bare).data["metric"])
 
 
+# Before the norm leaves float32: no iteration at all, too few for a trend.
+@pytest.mark.parametrize("known", [[], [1, 2, 3, 4]])
+def test_a_norm_beyond_float32_spoils_no_figure(known):
+    runs = study_of(("token_ppo", "st_ppo"), worlds=2)
+    for _, updates, _ in runs:
+        updates.loc[~updates["iteration"].isin(known), "clipping_bias_norm"] = np.inf
+    drawn = {plot.name: plot.data for plot in all_figures(gather(runs))}
+    bias = drawn["norms"].query("metric == 'clipping_bias_norm'")
+    assert sorted(set(bias["iteration"])) == known and np.isfinite(drawn["norms"]["value"]).all()
+    assert set(drawn["trends"]["metric"]) == {"gradient_norm"}
+
+
 # ---- curves and bands ------------------------------------------------------------------------------
 def test_success_counts_as_zero_after_a_non_finite_stop():
     stopped = simulate("st_ppo", 0, iterations=10, non_finite=True)

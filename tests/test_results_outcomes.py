@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from stppo.results.outcomes import LABELS, judge, trailing_mean
+from stppo.results.outcomes import LABELS, judge, trailing_mean, with_zeros
 
 START = 0.2
 
@@ -90,6 +90,23 @@ def test_success_is_zero_after_a_non_finite_stop():
     assert whole.area == pytest.approx(np.trapezoid([*RISEN, *[0.0] * 10], dx=2) / 30)
     assert to_its_end.area == pytest.approx(np.trapezoid(RISEN, dx=2) / 10)
     assert whole.after[20] < 0.1 and math.isnan(to_its_end.after[20])
+
+
+@pytest.mark.parametrize("stopped", [10, 11, 12])
+def test_a_stop_off_the_grid_leaves_a_number_after_every_iteration(stopped):
+    """Evaluated at 0, 2, ..., 10 of 40; wherever the run stopped behind that, the zeros stand at 12, 14, ..., 40."""
+    run = judged(RISEN, non_finite_iteration=float(stopped), horizon=40)
+    assert run.after[20] == run.after[40] == 0.0 and math.isnan(run.after[60])
+    assert run.area == pytest.approx(np.trapezoid([*RISEN, *[0.0] * 15], dx=2) / 40)
+
+
+def test_the_horizon_has_a_zero_where_it_is_off_the_grid():
+    iterations, success = with_zeros(np.arange(0.0, 11, 3), np.ones(4), 10.0, 20)
+    assert iterations.tolist() == [0, 3, 6, 9, 12, 15, 18, 20] and success.tolist() == [1] * 4 + [0] * 4
+    iterations, success = with_zeros(np.arange(0.0, 11, 3), np.ones(4), 14.0, 20)
+    assert iterations.tolist() == [0, 3, 6, 9, 15, 18, 20], "success is 1 until it stops"
+    iterations, _ = with_zeros(np.arange(0.0, 11, 5), np.ones(3), 10.0, 10)
+    assert iterations.tolist() == [0, 5, 10]
 
 
 def test_an_earlier_crash_is_not_postponed_by_the_stop():

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from stppo.results.figures import FIGURES
-from stppo.results.report import render_report
+from stppo.results.report import provenance, render_report
 from stppo.results.runs import collect
 from tests.synthetic_runs import make_run
 
@@ -180,3 +180,16 @@ def test_runs_that_are_hard_to_compare_are_said_to_be(tmp_path):
         "1 warm start made more than once",
     ):
         assert said in seen
+
+
+def test_what_a_later_part_of_a_run_ran_on_is_named_beside_what_it_began_on(tmp_path):
+    run = make_run(tmp_path / "run", "st_ppo")
+    there = {
+        "hardware": {"cpu": "another CPU", "cores": 8},
+        "versions": {"torch": "3.0"},
+        "git_commit": "f" * 40,
+    }
+    metrics = collect([relabel(run, resumed_on=[there])], tmp_path / "metrics")
+    made = provenance(metrics)
+    assert "made-up CPU" in made["hardware"] and "another CPU, 8 cores" in made["hardware"]
+    assert "torch 2.13.0/3.0" in made["versions"] and "f" * 12 in made["commit"]

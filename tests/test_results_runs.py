@@ -1,5 +1,6 @@
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -309,6 +310,66 @@ def test_remedy_of_a_manual_run_composes_to_that_run(regime):
 def test_missing_metrics_name_the_command(tmp_path):
     with pytest.raises(FileNotFoundError, match="snakemake .*runs.json --config preset=smoke"):
         load_metrics(tmp_path / "results" / "smoke" / "metrics")
+
+
+NEEDED = (*schema.KEY_COLUMNS, "status", "preset", "world", "world_seed", "warm_start_seed", "iterations", "updates", "warm_start", "wall_seconds")  # fmt: skip
+
+
+def without(*parts):
+    """Of records, the last part, all but the named fields."""
+    *names, runs = parts
+    return [{name: value for name, value in run.items() if name not in names} for run in runs]
+
+
+@pytest.fixture
+def changed(run, tmp_path):
+    """A metrics folder of one run, its record changed by a function."""
+
+    def change(by):
+        file = tmp_path / "results/smoke/metrics" / schema.RUNS_FILE
+        collect([run], file.parent)
+        file.write_text(json.dumps(by(json.loads(file.read_text()))))
+        return file.parent
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("by", "said"),
+    [
+        (lambda runs: {"runs": runs}, "is no list of runs"),
+        (lambda runs: [], "holds no runs"),
+        (lambda runs: [*runs, "x"], ", run 2 lacks every field"),
+        *((partial(without, name), f", run 1 lacks {name}") for name in NEEDED),
+        (lambda runs: [run | {"iterations": "many"} for run in runs], "run 1: iterations = 'many' is not what"),
+        (lambda runs: [run | {"updates": None} for run in runs], "run 1: updates = None is not what"),
+        (lambda runs: [run | {"variant": 3} for run in runs], "run 1: variant = 3 is not what"),
+        (lambda runs: [run | {"warm_start": {}} for run in runs], "run 1: warm_start lacks the number"),
+    ],
+)  # fmt: skip
+def test_records_that_no_collection_writes_are_named_in_one_line(changed, by, said):
+    with pytest.raises(ValueError) as error:
+        load_metrics(changed(by))
+    message = str(error.value)
+    assert f"smoke/metrics/{schema.RUNS_FILE}" in message and said in message
+    assert "make it anew with: snakemake" in message and "\n" not in message
+
+
+def test_records_of_an_older_version_are_read(changed):
+    optional = ("label", "variant", "resumed_on", "objective", "training", "cpu_seconds", "versions")
+    old = changed(partial(without, *optional))
+    assert len(load_metrics(old).summary) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [(schema.ITERATIONS_FILE, "clip_fraction"), (schema.COLLECTED_EVALUATIONS_FILE, "success")],
+)
+def test_a_table_without_a_column_is_named(changed, name, column):
+    file = changed(lambda runs: runs) / name
+    pd.read_parquet(file).drop(columns=column).to_parquet(file)
+    with pytest.raises(ValueError, match=f"{name} lacks column {column}; make it anew"):
+        load_metrics(file.parent)
 
 
 def test_relative_path_is_found_from_a_subfolder(tmp_path, monkeypatch):

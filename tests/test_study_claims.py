@@ -1,6 +1,7 @@
 """The claims ledger: verdicts on runs of known truth, and what the shipped ledger asks for."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pandas as pd
@@ -185,6 +186,37 @@ def test_table_has_a_row_per_condition_with_both_intervals():
     assert rows["worlds"].tolist() == [12, 0]
 
 
+def test_the_table_for_people_shows_the_interval_that_decides():
+    """Eight entries: the 95 % interval of the first lies above 0, its joint one does not."""
+    metrics = make({"new": spread(0.565, seed=1), "old": spread(0.5)})
+    book = ledger(*((f"C{i}", [higher()]) for i in range(8)))
+    first = evaluate(metrics, book, {}, {})[0]
+    row = claims.table([first]).iloc[0]
+    assert row.low > 0 > row.joint_low and first.verdict == "inconclusive"
+    text = claims.markdown([first])
+    head, line = text.splitlines()[0], next(line for line in text.splitlines() if line.startswith("| C0"))
+    assert head.startswith("# ") and "99.38 % for entries C" in text and "does not decide" in text
+    cells = [cell.strip() for cell in line.split("|")]
+    names = [cell.strip() for cell in next(x for x in text.splitlines() if x.startswith("| |")).split("|")]
+    shown = dict(zip(names, cells, strict=True))
+    assert shown["joint interval, which decides"] == f"[{row.joint_low:.2f}, {row.joint_high:.2f}]"
+    assert shown["measured: estimate [95 %]"].endswith(f"{row.estimate:.2f} [{row.low:.2f}, {row.high:.2f}]")
+
+
+def test_the_table_for_people_says_what_each_column_means():
+    metrics = make({"new": spread(0.7, seed=1), "old": spread(0.5)})
+    asked = ("lost", "collapsed", "gradient_spike", "after_20")
+    text = claims.markdown(
+        [only(metrics, *(higher(column=column) for column in asked), higher("new", "absent"))]
+    )
+    told = dict(line[3:].split("`: ", 1) for line in text.splitlines() if line.startswith("- `"))
+    assert set(told) == {*asked, "final"}, "those that are asked for, no others"
+    for name in ("after_20", "final"):
+        assert told[name] == schema.SUMMARY_COLUMNS[name]
+    assert "as log10" in told["gradient_spike"] and "largest trailing mean" in told["lost"]
+    assert all(claims.COLUMNS.values()), "every column that a claim may ask for has a meaning"
+
+
 def test_preset_without_claims_has_none(tmp_path):
     metrics = make({"token_ppo": spread(0.5)}, preset="laptop")
     assert evaluate(metrics) == []
@@ -277,6 +309,19 @@ def test_every_condition_can_be_decided_by_the_worlds_that_are_planned():
             of = [worlds.get(arm, set()) for arm in condition.weights(known)]
             common = len(set.intersection(*of))
             assert common >= fewest_worlds(shipped.level(entry)), f"{entry.id}: {condition}"
+
+
+def test_what_entries_behind_one_gate_add_to_the_error_that_a_family_is_told_to_have():
+    """An entry without a gate frees its share for one entry behind it, no more."""
+    shipped = load_ledger()
+    behind = Counter(entry.gate for entry in shipped.claims if entry.gate)
+    assert {gate: n for gate, n in behind.items() if n > 1} == {"C5": 2}, "the head of claims.py names it"
+    assert not set(behind) & {entry.id for entry in shipped.claims if entry.gate}, (
+        "nor is there a gate behind a gate"
+    )
+    family = [entry for entry in shipped.claims if entry.id[0] == "C" and not entry.gate]
+    most = sum((1 - shipped.level(entry)) * max(1, behind[entry.id]) for entry in family)
+    assert most == pytest.approx(shipped.error * (len(family) + 1) / len(family))
 
 
 def test_columns_that_claims_ask_for_are_recorded():

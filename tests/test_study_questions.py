@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from stppo.results.resampling import fewest_worlds
 from stppo.study.arms import Group
 from stppo.study.questions import effects, questions_figure
 from tests.test_study_claims import make, spread
@@ -54,6 +55,29 @@ def test_title_tells_clear_effects_of_all_factorials_and_names_the_others():
     assert questions_figure(metrics, groups).title == (
         "What changes final success: ratio, turn for token: +0.40 and +0.40. No clear effect: divisor"
     )
+
+
+def test_two_worlds_show_no_effect():
+    few = make({arm: {31: end, 32: end + 0.001 * i} for i, (arm, end) in enumerate(ENDS.items())})
+    found = effects(few, {"factorial": FACTORIAL})
+    assert found["value"].abs().min() > 0.1 and found[["low", "high"]].isna().all(axis=None)
+    plot = questions_figure(few, {"factorial": FACTORIAL})
+    assert plot.title == "2 worlds, too few to tell: ratio and divisor"
+    assert plot.figure.axes[0].get_title(loc="left").endswith("Effects: ratio +0.45; divisor +0.15")
+
+
+def test_effects_are_judged_together():
+    """Of ten factorials twenty effects are looked at: their intervals are wider, and need more worlds."""
+    metrics = runs(**ENDS)
+    one = effects(metrics, {"factorial": FACTORIAL})
+    many = {str(i): dataclasses.replace(FACTORIAL, name=str(i)) for i in range(10)}
+    found = effects(metrics, many)
+    assert (found["low"][:2] < one["low"]).all() and (found["high"][:2] > one["high"]).all()
+    assert "is of 97.5 %, so that those of all 2 hold" in questions_figure(metrics, {"f": FACTORIAL}).caption
+    caption = questions_figure(metrics, many).caption
+    assert "is of 99.75 %" in caption and f"from fewer than {fewest_worlds(0.9975)} worlds" in caption
+    nine = make({arm: spread(end, n=9, seed=i, sd=0.02) for i, (arm, end) in enumerate(ENDS.items())})
+    assert effects(nine, many)["low"].isna().all() and effects(nine, {"f": FACTORIAL})["low"].notna().all()
 
 
 def test_many_panels_stand_in_two_columns_and_are_read_downwards():

@@ -118,11 +118,55 @@ def test_killed_run_resumes_bit_for_bit(
     assert_same_metrics(undisturbed, tmp_path)
 
 
-def test_finished_run_is_not_repeated(tmp_path, tiny, barely_trained):
+def elsewhere(monkeypatch, cpu="another CPU"):
+    """What comes now runs on another machine."""
+    found = {"versions": {"python": "3.99"}, "hardware": {"cpu": cpu}, "git_commit": None, "git_dirty": None}
+    monkeypatch.setattr("stppo.training.trainer.environment", lambda: dict(found))
+    return found
+
+
+def test_finished_run_is_not_repeated(tmp_path, tiny, barely_trained, monkeypatch):
+    ended = run(tiny(), tmp_path, barely_trained)
+    files = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}  # fmt: skip
+    elsewhere(monkeypatch)
+    again = Trainer(tiny(), tmp_path, barely_trained, progress=False)
+    assert again.train() == ended == json.loads((tmp_path / "run.json").read_text())
+    left = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}  # fmt: skip
+    assert left.keys() == files.keys() and left == files, "nothing is written, timings and environment too"
+    assert again.taken_up == 5 and len(again.update_rows) == 20 and len(again.evaluation_rows) >= 3
+
+
+@pytest.mark.parametrize("lost", ["policy", "updates.parquet"])
+def test_a_part_that_a_finished_run_lost_is_written_anew(lost, tmp_path, tiny, barely_trained):
     run(tiny(), tmp_path, barely_trained)
-    timed = tables(tmp_path)[0]
-    run(tiny(), tmp_path, barely_trained)
-    pd.testing.assert_frame_equal(timed, tables(tmp_path)[0], check_exact=True)  # timing columns too
+    weights, updates = (tmp_path / "policy" / "model.safetensors").read_bytes(), tables(tmp_path)[0]
+    shutil.rmtree(tmp_path / lost) if lost == "policy" else (tmp_path / lost).unlink()
+    assert run(tiny(), tmp_path, barely_trained)["status"] == "completed"
+    assert (tmp_path / "policy" / "model.safetensors").read_bytes() == weights
+    pd.testing.assert_frame_equal(updates, tables(tmp_path)[0], check_exact=True)
+
+
+def test_a_run_is_not_completed_before_its_weights_are_written(tmp_path, tiny, barely_trained):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr("stppo.training.trainer.save_policy", full)
+        run(tiny(), tmp_path, barely_trained)
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "running"
+    assert run(tiny(), tmp_path, barely_trained)["status"] == "completed"
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+
+
+def test_a_resumed_run_keeps_the_environment_it_began_with(tmp_path, tiny, barely_trained, monkeypatch):
+    interrupted(tiny(), tmp_path, barely_trained)
+    began = json.loads((tmp_path / "run.json").read_text())
+    interrupted(tiny(), tmp_path, barely_trained, after=4)
+    there = elsewhere(monkeypatch)
+    ended = run(tiny(), tmp_path, barely_trained)
+    for name in ("versions", "hardware", "git_commit", "git_dirty", "started"):
+        assert ended[name] == began[name], name
+    assert ended["resumed_on"] == [there], "the second part ran where the first did"
 
 
 def test_a_world_without_a_seed_is_recorded_as_world_0(tmp_path, tiny, barely_trained):

@@ -12,7 +12,7 @@ from stppo.training.failures import RunStopped, warm_start_stopped, what_stopped
 from stppo.training.trainer import Trainer, engine_rounds_adapters
 from stppo.training.warm_start import warm_start
 from tests.conftest import TINY
-from tests.training_runs import assert_same_metrics, run, tables
+from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +139,8 @@ def test_a_checkpoint_that_does_not_fit_is_noticed_before_an_engine_starts(
 def test_an_engine_is_closed_where_a_checkpoint_cannot_be_taken_up(
     tmp_path, tiny, barely_trained, monkeypatch
 ):
-    run(tiny("training.iterations=1"), tmp_path, barely_trained)
-    trainer = Trainer(tiny("training.iterations=1"), tmp_path, barely_trained, progress=False)
+    interrupted(tiny(), tmp_path, barely_trained)
+    trainer = Trainer(tiny(), tmp_path, barely_trained, progress=False)
     closed = []
     monkeypatch.setattr(trainer.sampler, "close", lambda: closed.append(1))
     monkeypatch.setattr("stppo.training.trainer.restore", lambda *_: 1 / 0)

@@ -1,9 +1,12 @@
 """What related methods ask of the trainer: kept trajectories, one turn at a time, the step's length, an early end."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
+from stppo.training.trainer import Trainer
 from stppo.training.updates import PolicyUpdates
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
@@ -98,3 +101,46 @@ def test_gradient_clip_is_the_trainers_own(tiny, barely_trained, tmp_path):
     # PyTorch divides by the norm plus 1e-6; Adam hardly notices.
     for column in ("gradient_norm", "update_norm", "clip_fraction"):
         np.testing.assert_allclose(ours[column].iloc[:2], theirs[column].iloc[:2], rtol=1e-3)
+
+
+@pytest.fixture
+def far_off(monkeypatch):
+    """Batches whose trajectories the policy has become so much likelier to sample that float32 has no number for it."""
+    collect = Trainer._collect
+
+    def changed(self):
+        rollout = collect(self)
+        batch = rollout.trajectories
+        behaviour = torch.where(batch.agent_mask, -60.0, batch.behaviour_logprobs)
+        return dataclasses.replace(
+            rollout, trajectories=dataclasses.replace(batch, behaviour_logprobs=behaviour)
+        )
+
+    monkeypatch.setattr(Trainer, "_collect", changed)
+
+
+@pytest.mark.parametrize("algorithm", ["topr", "vcpo", "vespo", "successes_only"])
+def test_a_clipping_bias_beyond_float32_does_not_stop_a_run_that_only_watches_it(
+    tiny, barely_trained, tmp_path, far_off, algorithm
+):
+    record = run(tiny(f"algorithm={algorithm}", *SHORT), tmp_path, barely_trained)
+    assert record["status"] == "completed" and record["iterations"] == 2
+    updates = tables(tmp_path)[0]
+    assert np.isfinite(updates[["gradient_norm", "update_norm", "stabilizer_divisor"]]).all(axis=None)
+    assert not np.isfinite(updates["clipping_bias_norm_logprob"]).any(), "recorded as it is"
+
+
+def test_a_clipping_bias_beyond_float32_stops_a_run_that_divides_by_it(
+    tiny, barely_trained, tmp_path, monkeypatch
+):
+    column = "clipping_bias_norm_logprob"
+    monkeypatch.setattr(
+        "stppo.training.updates.estimated_bias_norms", lambda *_: {column: np.inf, "clipping_bias_norm_logit": 0.0}
+    )  # fmt: skip
+    record = run(
+        tiny("algorithm=st_ppo", "algorithm.objective.stabilizer.estimator=logprob", *SHORT),
+        tmp_path,
+        barely_trained,
+    )
+    assert record["status"] == "non_finite" and "stabilizer divisor" in record["non_finite"]["what"]
+    assert list(tables(tmp_path)[0][column]) == [np.inf], "what was measured is kept"

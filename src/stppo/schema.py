@@ -81,6 +81,7 @@ class RunRecord(TypedDict):
     git_dirty: bool | None
     versions: dict[str, str]
     hardware: dict[str, Any]
+    resumed_on: list[dict[str, Any]]
     kernels: list[str]
     started: str
     wall_seconds: float
@@ -109,6 +110,7 @@ RUN_FIELDS: dict[str, str] = {
     "git_dirty": "true if the source tree had uncommitted changes; null outside git",
     "versions": "versions of Python and the main packages",
     "hardware": "processor, cores, memory, GPU",
+    "resumed_on": "versions, hardware and commit of each later part that ran under others than the part before it; mostly empty",
     "kernels": "what computed policy and critic: compiled or eager; both where the run went on under the other",
     "started": "start time, ISO 8601, UTC",
     "wall_seconds": "seconds of training in all, resumed parts added up",
@@ -142,7 +144,7 @@ def _ratio_columns() -> dict[str, str]:
 # Norms that cost a backward pass of their own and that not every objective needs.
 _WATCHED = (
     "where the objective does not use it, it is sampled on one update in bias_norm_every, at a place in the "
-    "epoch that rotates from iteration to iteration, and NaN on the others"
+    "epoch that rotates from iteration to iteration, and NaN on the others; infinite where float32 has no number for it"
 )
 
 # One row per optimiser update. Values that belong to an iteration repeat on each of its rows.
@@ -304,7 +306,7 @@ SUMMARY_COLUMNS: dict[str, str] = {
     "gain_kept": "(final - start) / (peak - start) of a run that learned, else empty",
     "crash_iteration": "first evaluation at which more than half of the gain is lost, or the non-finite update's; empty if none",
     "rapid_crashes": "how often half of the gain was lost within 10 iterations, recovered or not",
-    "collapsed": "true if a crash was not made good by the end, or a loss or gradient stopped being finite",
+    "collapsed": "true if a crash (more than half of the gain lost) was not made good by the end, or a loss or gradient stopped being finite",
     "outcome": "learned, crashed and recovered, collapsed, did not learn, or lost its start",
     "clip_fraction_mean": "mean sign-aware clip fraction over all iterations",
     "gradient_norm_max": "largest gradient norm of any update, before clipping",

@@ -183,6 +183,12 @@ class RunConfig(Section):
     evaluation: EvaluationConfig
     loggers: list[LoggerName]  # see copies of what is recorded, so no part of a run's identity
 
+    @property
+    def scores_reference(self) -> bool:
+        """Whether a run scores the warm start. Its KL is always recorded for policies from scratch, where it costs next to
+        nothing; a pretrained one is scored, and kept in memory, only where the loss reads it."""
+        return self.training.kl_coefficient > 0 or self.policy.pretrained is None
+
     @model_validator(mode="after")
     def _attention_fits(self) -> "RunConfig":
         attention, training = self.policy.attention, self.training

@@ -85,11 +85,6 @@ def is_divided(run: RunConfig, shape: Shape) -> bool:
     return trained_layers(run, shape) < shape.layers
 
 
-def has_reference(run: RunConfig) -> bool:
-    """Whether the warm start is scored (`stppo.training.models.scores_reference`)."""
-    return run.training.kl_coefficient > 0 or run.policy.pretrained is None
-
-
 def _output_layer(shape: Shape) -> int:
     return shape.vocabulary * shape.hidden
 
@@ -106,7 +101,7 @@ def resting(run: RunConfig, shape: Shape, algorithm: Algorithm) -> dict[str, flo
     trained, divided = trained_parameters(run, shape), is_divided(run, shape)
     plain = run.policy.lora is None
     parts = {"policy": 4 * shape.parameters if plain else frozen * shape.parameters + 4 * trained}
-    if plain and has_reference(run):
+    if plain and run.scores_reference:
         parts["reference"] = frozen * shape.linear + 4 * (shape.parameters - shape.linear)
         if divided:
             parts["reference"] = 4 * trained

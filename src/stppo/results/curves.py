@@ -77,13 +77,14 @@ def curves_of(metrics: Metrics, regime: str, algorithm: str, column: str) -> pd.
 
 
 def moves(metrics: Metrics, regime: str, algorithm: str, column: str) -> bool:
-    """Whether a quantity says anything of an algorithm's runs: recorded, a divisor other than 1, and a norm of the surrogate's
-    gradient that is not that of the whole gradient (by the recorded config or, without it, by the numbers to 1e-6)."""
+    """Whether a quantity says anything of an algorithm's runs: recorded and somewhere finite, a divisor other than 1, and a
+    norm of the surrogate's gradient that is not that of the whole gradient (by the recorded config or, without it, by the
+    numbers to 1e-6)."""
     rows = metrics.rows_of(regime, algorithm)
     if column in (SUCCESS, GREEDY):
         return len(curves_of(metrics, regime, algorithm, column)) > 0
     column = {"advantage_variance": "advantage_raw_std"}.get(column, column)
-    if column not in rows or rows[column].isna().all():
+    if column not in rows or not np.isfinite(rows[column]).any():
         return False
     if column == "stabilizer_divisor":
         return not np.allclose(rows[column].dropna(), 1, rtol=1e-6)

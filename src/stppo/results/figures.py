@@ -336,11 +336,11 @@ def trends(metrics: Metrics) -> Plot | None:
     """Reviewers' question 4: log-linear trends of the norms, with their R^2, for every algorithm."""
     regime = main_regime(metrics)
     algorithms = in_order(metrics.methods(regime))
-    panels, rows = [], []
+    rows = []
     for panel in NORM_PANELS[:3]:
-        moving = [name for name in algorithms if moves(metrics, regime, name, panel.column)]
-        panels += [panel] if moving else []
-        for name in moving:
+        for name in algorithms:
+            if not moves(metrics, regime, name, panel.column):
+                continue
             curves = curves_of(metrics, regime, name, panel.column)
             middle = band(curves[curves.index >= queue_filled(metrics, regime)], panel)
             fit = log_linear_trend(middle["iteration"], middle["value"])
@@ -352,6 +352,7 @@ def trends(metrics: Metrics) -> Plot | None:
     if not rows:
         return None
     table = pd.DataFrame(rows)
+    panels = [panel for panel in NORM_PANELS[:3] if (table["metric"] == panel.column).any()]
     question = "Do the norms grow? Factor per 10 iterations of a log-linear fit to each algorithm's line, with its R²."
     title = _trends_title(metrics, regime, table)
     with style():

@@ -40,9 +40,7 @@ class Outcome:
     peak: float  # P at the end
     final: float  # F
     area: float  # mean height of the curve of sampled success, from the start
-    after: dict[
-        int, float
-    ]  # S (or the mean of the first evaluations) at the last evaluation not after n iterations
+    after: dict[int, float]  # S at the last evaluation not after n iterations
     learned: bool
     gain_kept: float  # NaN where nothing was learned
     crash_iteration: float | None  # first crash, or the non-finite update's iteration
@@ -133,11 +131,16 @@ def judge(
 def with_zeros(
     iterations: NDArray, success: NDArray, stopped: float, horizon: float | None
 ) -> tuple[NDArray, NDArray]:
-    """The curve of a run that stopped at an iteration, with 0 at the evaluations up to the horizon that it did not reach."""
+    """The curve of a run that stopped at an iteration, with 0 at the evaluations up to the horizon that it did not reach.
+
+    They lie on the grid of those that it reached (one alone has no spacing: 1), the last at the horizon itself.
+    """
     spacing = np.median(np.diff(iterations)) if len(iterations) > 1 else 1.0
-    missing = np.arange(
-        max(stopped, iterations[-1] if len(iterations) else 0) + spacing, (horizon or 0) + 1, spacing
-    )
+    first = iterations[-1] + spacing if len(iterations) else 0.0
+    missing = np.arange(first, horizon or 0, spacing)
+    missing = missing[missing >= stopped]
+    if horizon and (not len(iterations) or horizon > iterations[-1]):
+        missing = np.append(missing, horizon)
     return np.append(iterations, missing), np.append(success, np.zeros(len(missing)))
 
 

@@ -140,7 +140,7 @@ def _runs(metrics: Metrics, results_dir: Path, page: Path) -> list[dict[str, Any
 # ---- provenance ---------------------------------------------------------------------------------
 def provenance(metrics: Metrics) -> dict[str, str]:
     """What made the runs, label -> value; values that differ between runs are all listed."""
-    runs = metrics.runs
+    runs = [part for run in metrics.runs for part in (run, *run.get("resumed_on", ()))]
     commits = [commit[:12] for commit in _distinct(run.get("git_commit") for run in runs)]
     names = _distinct(name for run in runs for name in run.get("versions", {}))
     versions = {name: _distinct(run.get("versions", {}).get(name) for run in runs) for name in names}

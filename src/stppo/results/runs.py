@@ -26,6 +26,7 @@ from stppo.results.statistics import area_under_curve, final_mean
 KEYS = list(schema.KEY_COLUMNS)
 CROWD = 12  # algorithms beyond which a picture shows those with a file of their own alone
 INTEGERS = ("seed", "iteration", "n_questions")
+_MEASURED, _EVALUATED = ("gradient_norm", "clip_fraction"), ("temperature", "success")  # read of every run
 # Columns of `Metrics.summary` whose means stand in `Metrics.table`.
 TABLE_MEANS = ("start", "peak", "final", "greedy_start", "greedy_final", "gain_kept", "area")
 
@@ -90,35 +91,48 @@ def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.Da
     run_dir = Path(run_dir)
     remedy = make_command(run_dir / schema.RUN_FILE)
     record = _read_json(run_dir / schema.RUN_FILE, remedy)
-    required = [*KEYS, "status", "warm_start", "wall_seconds"]
-    if not isinstance(record, dict) or (missing := [name for name in required if name not in record]):
-        name = missing[0] if isinstance(record, dict) else "every field"
-        raise ValueError(f"{run_dir / schema.RUN_FILE} lacks {name}; make it anew with: {remedy}")
     check_record(record, str(run_dir / schema.RUN_FILE), remedy)
     if record["status"] not in (schema.COMPLETED, schema.NON_FINITE):
         raise ValueError(f"run {run_dir} is unfinished (status {record['status']}); finish it with: {remedy}")
-    updates = _read_parquet(
-        run_dir / schema.UPDATES_FILE, ("update", "iteration", "gradient_norm", "clip_fraction"), remedy
-    )
-    evaluations = _read_parquet(
-        run_dir / schema.EVALUATIONS_FILE, ("iteration", "temperature", "success"), remedy
-    )
+    updates = _read_parquet(run_dir / schema.UPDATES_FILE, ("update", "iteration", *_MEASURED), remedy)
+    evaluations = _read_parquet(run_dir / schema.EVALUATIONS_FILE, ("iteration", *_EVALUATED), remedy)
     return record, updates, evaluations
 
 
-_KINDS = {
+# What summary, pictures, `compare` and claims read of a record, with its kind; the second list may be missing or null.
+_REQUIRED = {
     "regime": str,
     "algorithm": str,
     "seed": int,
     "status": str,
+    "preset": str,
+    "world": str,
+    "world_seed": int | None,
+    "warm_start_seed": int | None,
+    "iterations": int,
+    "updates": int,
     "warm_start": dict,
-    "wall_seconds": (int, float),
+    "wall_seconds": int | float,
+}
+_OPTIONAL = {
+    "label": str,
+    "variant": str,
+    "non_finite": dict,
+    "objective": dict,
+    "training": dict,
+    "versions": dict,
+    "hardware": dict,
+    "resumed_on": list,
 }
 
 
-def check_record(record: dict[str, Any], place: str, remedy: str) -> None:
-    """ValueError that names a field which is of another kind than a run writes."""
-    for name, kind in _KINDS.items():
+def check_record(record: Any, place: str, remedy: str) -> None:
+    """ValueError of one line that names a field which is missing, or of another kind than a run writes."""
+    if not isinstance(record, dict) or (missing := [name for name in _REQUIRED if name not in record]):
+        name = missing[0] if isinstance(record, dict) else "every field"
+        raise ValueError(f"{place} lacks {name}; make it anew with: {remedy}")
+    known = {name: kind | None for name, kind in _OPTIONAL.items() if name in record}
+    for name, kind in (_REQUIRED | known).items():
         value = record[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(
@@ -245,14 +259,23 @@ def _stack(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 
 def load_metrics(metrics_dir: str | Path) -> Metrics:
-    """Read what `collect` wrote. Errors name the file and the command that makes it."""
+    """Read what `collect` wrote. FileNotFoundError or ValueError names the file, what is wrong with it and the command that
+    makes it."""
     metrics_dir = repository_path(metrics_dir)
-    remedy = make_command(metrics_dir / schema.RUNS_FILE)
+    file = metrics_dir / schema.RUNS_FILE
+    remedy = make_command(file)
+    runs = _read_json(file, remedy)
+    if not isinstance(runs, list) or not runs:
+        what = "holds no runs" if runs == [] else "is no list of runs"
+        raise ValueError(f"{file} {what}; make it anew with: {remedy}")
+    for number, record in enumerate(runs, start=1):
+        check_record(record, f"{file}, run {number}", remedy)
+    rows = [*KEYS, "iteration"]
     return Metrics(
-        runs=_read_json(metrics_dir / schema.RUNS_FILE, remedy),
-        iterations=_read_parquet(metrics_dir / schema.ITERATIONS_FILE, [*KEYS, "iteration"], remedy),
+        runs=runs,
+        iterations=_read_parquet(metrics_dir / schema.ITERATIONS_FILE, [*rows, *_MEASURED], remedy),
         evaluations=_read_parquet(
-            metrics_dir / schema.COLLECTED_EVALUATIONS_FILE, [*KEYS, "iteration", "temperature"], remedy
+            metrics_dir / schema.COLLECTED_EVALUATIONS_FILE, [*rows, *_EVALUATED], remedy
         ),
     )
 

@@ -10,8 +10,10 @@ worlds, paired (`stppo.results.resampling`). An entry is
 - *inconclusive* otherwise. An interval without width decides nothing.
 
 Joint level: 1 - error / n for the n entries without a gate whose id begins with the same letter: the paper's claims (C) are
-one family, the reviewers' questions (Q) another. A gated entry is asked only if its gate is supported, at the same level: a
-fixed sequence costs nothing. Estimates and their 95 % intervals come first; the verdict is a label on them.
+one family, the reviewers' questions (Q) another. A gated entry is asked only if its gate is supported, at the same level. The
+first behind a gate costs the family nothing (a fixed sequence); each further one behind the same gate adds error / n to what
+the family errs at most, so two behind C5 make (n + 1) / n of `error`. Estimates and their 95 % intervals come first; the
+verdict is a label on them.
 """
 
 from __future__ import annotations
@@ -264,20 +266,25 @@ def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
 
 
 def markdown(verdicts: Sequence[Verdict]) -> str:
-    """The table for people: a row per entry, its conditions one below the other as `estimate [95 % interval]`, and why an
-    entry was not asked."""
+    """The table for people: how a verdict is made, a row per entry, its conditions one below the other, why an entry was not
+    asked, and what each column that is asked for means."""
+    if not verdicts:
+        return "The preset of these runs has no claims.\n"
     lines = [
-        "| | claim | source | measured: estimate [95 %] | to show | worlds | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        _head(verdicts),
+        "",
+        f"| | claim | source | measured: estimate [{_percent(SHOWN)}] | joint interval, which decides | to show | worlds | verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for verdict in verdicts:
         rows = table([verdict])
         measured = [
             f"{row.measured}: "
-            + ("–" if pd.isna(row.estimate) else f"{row.estimate:.2f} [{row.low:.2f}, {row.high:.2f}]")
+            + ("–" if pd.isna(row.estimate) else f"{row.estimate:.2f} {_span(row.low, row.high)}")
             for row in rows.itertuples()
         ]
-        cells = ["<br>".join(map(str, cell)) for cell in (measured, rows["threshold"], rows["worlds"])]
+        joint = map(_span, rows["joint_low"], rows["joint_high"])
+        cells = ["<br>".join(map(str, cell)) for cell in (measured, joint, rows["threshold"], rows["worlds"])]
         shown = verdict.verdict
         if shown == NOT_ASKED:
             shown += f" ({next(o for o in rows['outcome'] if o not in (HOLDS, OPEN, FAILS))})"
@@ -285,7 +292,37 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
             shown += " (provisional)"
         entry = verdict.entry
         lines.append(f"| {entry.id} | {entry.claim} | {entry.source} | {' | '.join(cells)} | {shown} |")
-    return "\n".join(lines) + "\n" if verdicts else "The preset of these runs has no claims.\n"
+    asked = {check.condition.column for verdict in verdicts for check in verdict.checks}
+    lines += ["", "What was measured of each run:", ""]
+    lines += [f"- `{column}`: {meaning}" for column, meaning in COLUMNS.items() if column in asked]
+    return "\n".join(lines) + "\n"
+
+
+def _head(verdicts: Sequence[Verdict]) -> str:
+    """How the verdicts of a table are made, in words."""
+    levels = {verdict.entry.id[0]: _percent(verdict.level) for verdict in verdicts}
+    told = " and ".join(f"{level} for entries {family}" for family, level in levels.items())
+    return f"""# Claims, and what the runs say of them
+
+Every number is a mean over worlds: of an arm, of the difference of two arms (A − B), or of a factor's main effect (its second
+level minus its first, mean over the other factors' settings). Arms are off-policy unless a regime stands behind them. Success
+and all shares lie between 0 and 1.
+
+An entry is *supported* if the joint interval of each of its conditions lies wholly beyond the threshold ("to show"), *not
+supported* if that of some condition lies wholly on the other side (widened where there are several conditions, so that their
+chances to fail count as one), *not asked* if neither and an arm has no runs or too few worlds, or the entry that it hangs on is
+not supported, and *inconclusive* otherwise. *Provisional*: from fewer runs than planned.
+
+The {_percent(SHOWN)} interval beside an estimate does not decide. The joint interval does, because many entries are judged at
+once (Bonferroni over the entries of a letter that hang on no other): it is of {told}."""
+
+
+def _percent(level: float) -> str:
+    return f"{100 * level:.4g} %"
+
+
+def _span(low: float | None, high: float | None) -> str:
+    return "–" if pd.isna(low) else f"[{low:.2f}, {high:.2f}]"
 
 
 def read_planned(file: Path) -> dict[str, int]:

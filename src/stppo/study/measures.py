@@ -55,11 +55,17 @@ COURSE: dict[str, Callable[[pd.DataFrame], float]] = {
     "clipping_bias_growth": clipping_bias_growth,
     "critic_error": critic_error,
 }
-COLUMNS = (*SHARES, *NUMBERS, "lost", *COURSE)
+# Every column that a claim may ask for, with its meaning.
+COLUMNS: dict[str, str] = {
+    **{name: f"share of runs; {schema.SUMMARY_COLUMNS[name]}" for name in SHARES},
+    **{name: schema.SUMMARY_COLUMNS[name] for name in NUMBERS},
+    "lost": f"peak - final; peak is the {schema.SUMMARY_COLUMNS['peak'].removeprefix('P: ')}",
+    **{name: " ".join((measure.__doc__ or "").split()).rstrip(".") for name, measure in COURSE.items()},
+}
 
 
 def per_run(metrics: Metrics) -> pd.DataFrame:
-    """One row per run: `Metrics.summary`, `lost` (peak - final success) and the columns of `COURSE`."""
+    """One row per run: `Metrics.summary`, `lost` and the columns of `COURSE`."""
     table = metrics.summary.assign(lost=lambda runs: runs["peak"] - runs["final"])
     for column, measure in COURSE.items():
         table[column] = [measure(metrics.select(metrics.iterations, record)) for record in metrics.runs]

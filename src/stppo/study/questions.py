@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Mapping
 
@@ -13,8 +14,8 @@ from matplotlib.lines import Line2D
 
 from stppo.config_files import options
 from stppo.results.curves import WIDTH, page, source_of
-from stppo.results.findings import signed
-from stppo.results.resampling import by_world, contrast, fewest_worlds, mean
+from stppo.results.findings import few_words, signed
+from stppo.results.resampling import by_world, contrast, fewest_worlds, joint_level, mean
 from stppo.results.runs import Metrics
 from stppo.results.style import Plot, style
 from stppo.study import arms
@@ -29,9 +30,10 @@ def effects(metrics: Metrics, groups: Mapping[str, Group]) -> pd.DataFrame:
     """Main effects of the factorials whose arms are all recorded, on final sampled success; a row a factor of two levels.
 
     Columns: group, factor, lower and upper (its levels), value (upper minus lower, mean over the other factors' settings and
-    over the worlds that all arms share), low and high (95 %, worlds resampled), worlds.
+    over the worlds that all arms share), low and high (worlds resampled; all of them hold at once with 95 %; NaN from fewer
+    worlds than that level needs), worlds.
     """
-    rows = []
+    rows, found = [], []
     for group in groups.values():
         values = {arm: by_world(metrics.arm(group.regimes[0], arm), "final") for arm in group.levels()}
         if not values or not set.intersection(*(set(of) for of in values.values())):
@@ -39,10 +41,18 @@ def effects(metrics: Metrics, groups: Mapping[str, Group]) -> pd.DataFrame:
         for factor, levels in group.factors.items():
             if len(levels) == 2:
                 weights = group.main_effect(factor)
-                found = contrast([values[arm] for arm in weights], list(weights.values()))
-                low, high = found.interval(LEVEL)
-                rows.append([group.name, factor, *levels, found.value, low, high, found.n_worlds])
+                found.append(contrast([values[arm] for arm in weights], list(weights.values())))
+                rows.append([group.name, factor, *levels])
+    level = _level(len(found))
+    for row, one in zip(rows, found, strict=True):
+        enough = one.n_worlds >= fewest_worlds(level)
+        row += [one.value, *(one.interval(level) if enough else (math.nan, math.nan)), one.n_worlds]
     return pd.DataFrame(rows, columns=["group", "factor", "lower", "upper", "value", "low", "high", "worlds"])
+
+
+def _level(n: int) -> float:
+    """Of each of n effects that are looked at together."""
+    return joint_level(max(1, n), 1 - LEVEL)
 
 
 def questions_figure(metrics: Metrics, groups: Mapping[str, Group] | None = None) -> Plot | None:
@@ -82,10 +92,16 @@ def questions_figure(metrics: Metrics, groups: Mapping[str, Group] | None = None
                 table += _panel(ax, metrics, groups[name], panels[name], found[found["group"] == name])
             axes[-1].set(xlim=(0, 1), xlabel="final success, sampled")
     caption = (
-        f"{question} Arms of one question in order of their mean, with their number of worlds. An effect of a factor is the mean over the settings of the "
-        f"others, in the worlds that all arms share, with its {LEVEL:.0%} interval. Arms with runs in fewer than "
+        f"{question} Arms of one question in order of their mean, with their number of worlds; those with runs in fewer than "
         f"{fewest_worlds(LEVEL)} worlds get no interval."
-    ).replace("%", " %", 1)
+    )
+    if n := len(found):
+        level = _level(n)
+        caption += (
+            " An effect of a factor is the mean over the settings of the others, in the worlds that all arms share. Its interval "
+            f"is of {100 * level:.4g} %, so that those of all {n} hold at once with {100 * LEVEL:.0f} % (Bonferroni); from fewer "
+            f"than {fewest_worlds(level)} worlds it has none."
+        )
     return Plot("questions", fig, pd.DataFrame(table), caption, {"effects": found}, title)
 
 
@@ -114,9 +130,12 @@ def _title(metrics: Metrics, groups: Mapping[str, Group], found: pd.DataFrame) -
             f"{factor}, {rows['upper'].iloc[0]} for {rows['lower'].iloc[0]}: {' and '.join(map(signed, rows['value']))}"
             for factor, rows in found[clear].groupby("factor", sort=False)
         ]
-        unclear = " and ".join(dict.fromkeys(found["factor"][~clear]))
         said = [f"What changes final success: {'; '.join(told)}"] if told else []
-        return ". ".join([*said, *([f"No clear effect: {unclear}"] if unclear else [])])
+        few = found["low"].isna()
+        names = [" and ".join(dict.fromkeys(found["factor"][of])) for of in (~clear & ~few, few)]
+        said += [f"No clear effect: {names[0]}"] if names[0] else []
+        said += [f"{few_words(found['worlds'][few].max())}: {names[1]}"] if names[1] else []
+        return ". ".join(said)
     group = next(group for group in groups.values() if len(_recorded(metrics, group)) > 1)
     regime, best = _recorded(metrics, group)[0]
     end = metrics.arm(regime, best).groupby("world_seed")["final"].mean().mean()
@@ -147,7 +166,8 @@ def _panel(
     ax.tick_params(axis="y", length=0, labelcolor="#333333", labelsize=8.5)
     ax.grid(axis="y", visible=False)
     told = [
-        f"{row.factor} {signed(row.value)} [{signed(row.low)}, {signed(row.high)}]"
+        f"{row.factor} {signed(row.value)}"
+        + ("" if math.isnan(row.low) else f" [{signed(row.low)}, {signed(row.high)}]")
         for row in found.itertuples()
     ]
     text = group.question + (f" Effects: {'; '.join(told)}" if told else "")

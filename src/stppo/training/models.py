@@ -23,7 +23,7 @@ from stppo.trajectories import Trajectories
 @dataclass
 class Models:
     """policy; reference: the warm start, frozen, or under LoRA the policy itself, whose adapters are then switched off
-    while it scores, and None where it is not scored (`scores_reference`); critic: None where nothing reads its values.
+    while it scores, and None where it is not scored (`RunConfig.scores_reference`); critic: None where nothing reads its values.
     kernels: what computes them, "compiled" or "eager"."""
 
     policy: PreTrainedModel
@@ -52,12 +52,6 @@ class Models:
         return join(scored, batch.tokens)
 
 
-def scores_reference(settings: RunConfig) -> bool:
-    """Whether a run scores the warm start. Its KL is always recorded for policies from scratch, where it costs next to
-    nothing; a pretrained one is scored, and kept in memory, only where the loss reads it."""
-    return settings.training.kl_coefficient > 0 or settings.policy.pretrained is None
-
-
 def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, critic: bool) -> Models:
     """Models of a run from the policy that a warm start's folder holds.
 
@@ -67,7 +61,7 @@ def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, 
     Raises ValueError where the device is not there, or the policy has too few layers.
     """
     training, lora = settings.training, settings.policy.lora
-    divided, wanted = settings.policy.trainable_layers, scores_reference(settings)
+    divided, wanted = settings.policy.trainable_layers, settings.scores_reference
     device = resolve_device(training.device)
     frozen = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
     if lora is not None:

@@ -150,6 +150,7 @@ class Trainer:
         self.policy, self.critic = self.models.policy, self.models.critic
         self.reference = self.models.reference
         self.kernels = [self.models.kernels]
+        self.resumed_on: list[dict[str, Any]] = []  # environments of later parts, where they differ
         self.tokenizer = tokenizer
         self.passes = Passes(training.micro_batch_tokens, training.length_chunks)
         self.parameters = list(trained(self.policy).values())
@@ -216,7 +217,7 @@ class Trainer:
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.environment = environment()
         state = self._saved(resume)
-        if resume != "never" and (ended := self._ended()) is not None:
+        if resume != "never" and (ended := self._ended(state)) is not None:
             return ended
         taken_up = False
         try:
@@ -229,7 +230,7 @@ class Trainer:
             )
             self._write(RUNNING)
             self.loggers = self._make_loggers()
-            record = self._train()
+            ended = self._train()
         except Exception as error:
             stopped = what_stopped(error, self.settings, self.run_dir, self.iteration)
             if stopped is None:
@@ -244,9 +245,10 @@ class Trainer:
             if "sampler" in self.__dict__:
                 self.sampler.close()
         save_policy(self.policy, self.run_dir / POLICY_DIR, self.tokenizer)
-        return record
+        return ended or self._write(COMPLETED)  # only now: a completed run is whole, and never taken up again
 
-    def _train(self) -> dict[str, Any]:
+    def _train(self) -> dict[str, Any] | None:
+        """The record of a run that a number which is not finite has ended; None where all iterations are done."""
         training = self.settings.training
         try:
             if self._evaluation_is_due():
@@ -278,9 +280,8 @@ class Trainer:
             self.evaluator, self.policy, self.evaluation_questions[:3], False, seed=self.settings.seed
         )
         write_sample(self.run_dir, self.sampler, rollout)
-        record = self._write(COMPLETED)
         self._checkpoint()  # kept, so that running a finished run again repeats nothing
-        return record
+        return None
 
     def _iterate(self) -> None:
         """Train on the oldest batch of the queue, sample a new one, evaluate, checkpoint."""
@@ -500,6 +501,7 @@ class Trainer:
             "config_fingerprint": fingerprint(self.identity),
             "code_hash": self.code_hash,
             **self.environment,
+            "resumed_on": self.resumed_on,
             "kernels": self.kernels,
             "started": self.started,
             "wall_seconds": round(self._elapsed(), 1),
@@ -539,6 +541,8 @@ class Trainer:
             "critic": self.critic and trained(self.critic),
             "critic_optimizer": self.critic and self.critic_optimizer.state_dict(),
             "generator": self.generator.get_state(),
+            "environment": self.environment,
+            "resumed_on": self.resumed_on,
             "kernels": self.kernels,
             "question_order": self.question_order,
             "queue": [
@@ -563,21 +567,25 @@ class Trainer:
                 log.warning("%s", error)
         return None
 
-    def _ended(self) -> dict[str, Any] | None:
-        """The record of this very run, by config and code, where a number that is not finite ended it: it would end so again.
-        Its rows are taken up."""
-        mine = {
-            "status": NON_FINITE,
-            "config_fingerprint": fingerprint(self.identity),
-            "code_hash": self.code_hash,
-        }
+    def _ended(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The record of this very run, by config and code, where it is completed, or where a number that is not finite ended it:
+        it would end so again. Its rows and, of a completed run, its checkpoint's state are taken up; nothing is written.
+        """
+        mine = {"config_fingerprint": fingerprint(self.identity), "code_hash": self.code_hash}
         try:
             record = parse_json((self.run_dir / RUN_FILE).read_bytes())
             if not isinstance(record, dict) or not mine.items() <= record.items():
                 return None
-            self.update_rows, self.evaluation_rows = read_tables(self.run_dir)
+            rows = read_tables(self.run_dir)
         except (OSError, ValueError):  # none yet, or damaged: the checkpoint decides, and all is written anew
             return None
+        if record.get("status") == NON_FINITE:
+            self.update_rows, self.evaluation_rows = rows
+            return record
+        whole = state is not None and state["iteration"] == self.settings.training.iterations
+        if record.get("status") != COMPLETED or not whole or not (self.run_dir / POLICY_DIR).is_dir():
+            return None
+        self._take_up(state)
         return record
 
     def _take_up(self, state: dict[str, Any] | None) -> None:
@@ -600,6 +608,10 @@ class Trainer:
             self.kernels = [*state["kernels"], self.models.kernels]
         else:
             self.kernels = state["kernels"]
+        here, self.environment = self.environment, state["environment"]
+        self.resumed_on = state["resumed_on"]
+        if here != (self.resumed_on or [self.environment])[-1]:
+            self.resumed_on = [*self.resumed_on, here]
         self.question_order = state["question_order"]
         self.queue = deque(
             QueuedBatch(

@@ -96,11 +96,8 @@ class PolicyUpdates:
         self._require_finite(loss, "loss", row)
 
         watched, norms = self._watched(surrogate, scores, loss, row)
-        norms |= scored.backward(loss, watched)
+        row |= norms | scored.backward(loss, watched)  # one that only watches may overflow: it stops no run
         del scored, scores
-        bias_norms = [norms[column] for column in BIAS_NORM_COLUMNS.values() if not math.isnan(norms[column])]
-        self._require_finite(torch.tensor(bias_norms), "clipping bias norm", row)
-        row |= norms
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         row["gradient_norm"] = global_norm(gradients)
         divisor = self._divisor(row)

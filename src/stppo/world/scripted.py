@@ -73,7 +73,7 @@ class SyntheticReader:
 
     def act(self, episode: Episode) -> str:
         seen = self._read(episode)
-        early = bool(seen and self._wanted) and self._happens(self._noise.early_answer)
+        early = bool(seen and self._wanted) and _happens(self._rng, self._noise.early_answer)
         if early or not self._wanted or len(episode.turns) >= self._turn_budget:
             answer = self._rng.choice(seen) if early else self._entity
             kind, content, thought = "answer", answer, f"answer {answer}"
@@ -83,9 +83,9 @@ class SyntheticReader:
         turn = f"<{kind}> {content} </{kind}>"
         if not early and self._fact:
             thought = self._fact
-        if thought and self._happens(self._think_probability):
+        if thought and _happens(self._rng, self._think_probability):
             turn = f"<think> {thought} </think> {turn}"
-        return _broken(self._rng, kind, content) if self._happens(self._noise.malformed) else turn
+        return _broken(self._rng, kind, content) if _happens(self._rng, self._noise.malformed) else turn
 
     def _read(self, episode: Episode) -> list[str]:
         """Follow the chain through the latest document; returns the entities it names."""
@@ -100,7 +100,7 @@ class SyntheticReader:
                 relation = self._wanted.pop(0)
                 copied = facts[relation]
                 others = [entity for entity in facts.values() if entity != copied]
-                wrong = others and self._happens(self._noise.wrong_entity)
+                wrong = others and _happens(self._rng, self._noise.wrong_entity)
                 self._entity = self._rng.choice(others) if wrong else copied
                 self._missed = False
                 self._fact = f"{relation} {self._entity}"
@@ -109,8 +109,9 @@ class SyntheticReader:
                     self._fact = " ".join([subject, *itertools.chain(*[*facts.items()][:last])])
         return seen
 
-    def _happens(self, probability: float) -> bool:
-        return self._rng.random() < probability
+
+def _happens(rng: random.Random, probability: float) -> bool:
+    return rng.random() < probability
 
 
 def _broken(rng: random.Random, kind: str, content: str) -> str:
@@ -165,22 +166,19 @@ class GoldTitleSearcher:
         missing = [query for query in self._queries if query not in searched]
         if len(episode.turns) >= self._turn_budget:
             missing = []
-        if missing and documents and self._happens(self._noise.early_answer):
+        if missing and documents and _happens(self._rng, self._noise.early_answer):
             kind, content = "answer", self._rng.choice(documents).title
         else:
             kind, content = (
                 ("search", missing[0]) if missing else ("answer", self._supported_answer(documents))
             )
             others = [document.title for document in documents if document.title != content]
-            if others and self._happens(self._noise.wrong_entity):
+            if others and _happens(self._rng, self._noise.wrong_entity):
                 content = self._rng.choice(others)
         content = neutralise_tags(content).strip()
-        if self._happens(self._noise.malformed):
+        if _happens(self._rng, self._noise.malformed):
             return _broken(self._rng, kind, content)
         return f"<{kind}> {content} </{kind}>"
-
-    def _happens(self, probability: float) -> bool:
-        return self._rng.random() < probability
 
     def _supported_answer(self, documents: Sequence[Document]) -> str:
         texts = [f" {normalise_answer(f'{document.title} {document.text}')} " for document in documents]
