@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from stppo import cli
 from stppo import config as configs
@@ -71,6 +71,14 @@ def test_unknown_model_says_how_to_get_it(tmp_path):
     config = ["preset=laptop", "policy.pretrained=someone/private-model"]
     with pytest.raises(FileNotFoundError, match="hf download someone/private-model"):
         preflight(config, gpu_gib=80)
+
+
+def test_trajectories_longer_than_the_model_are_no_ready_run(stppo, tmp_path):
+    GPT2Config(n_positions=96).save_pretrained(tmp_path)
+    code, out = stppo("preset=laptop", f"policy.pretrained={tmp_path}", "rollout.max_tokens=900")
+    assert code == 1 and not out
+    with pytest.raises(ValueError, match=r"rollout\.max_tokens=40000 exceeds .* 32768 positions"):
+        preflight(["preset=qwen", "rollout.max_tokens=40000"], gpu_gib=80)  # a public model that is not here
 
 
 # ---- model --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from stppo.agent.compiled import Kernels
 from stppo.agent.compute import Precision
-from stppo.agent.policy import PolicyConfig
+from stppo.agent.policy import PolicyConfig, check_positions, positions_of
 from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig
 from stppo.config_files import Presentation
 from stppo.world.scripted import DemonstrationNoise
@@ -201,12 +201,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _trajectories_have_positions(self) -> "RunConfig":
-        longest, positions = self.rollout.max_tokens, self.policy.max_positions
-        if self.policy.pretrained is None and longest > positions:
-            raise ValueError(
-                f"rollout.max_tokens={longest} exceeds the policy's {positions} positions: lower it or raise "
-                "policy.max_positions"
-            )
+        check_positions(positions_of(self.policy), self.rollout.max_tokens)
         return self
 
     @model_validator(mode="after")

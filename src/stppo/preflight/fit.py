@@ -12,6 +12,7 @@ import torch
 
 from stppo import config as configs
 from stppo.agent.known_models import KNOWN
+from stppo.agent.policy import check_positions
 from stppo.files import repository_path
 from stppo.preflight import requirements
 from stppo.preflight.memory import (
@@ -140,6 +141,7 @@ def preflight(
     name = run.policy.pretrained
     download = name is not None and name not in KNOWN and not Path(name).is_dir()
     made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name, download)
+    check_positions(made.shape.positions, run.rollout.max_tokens)  # of models that are known and not here
     rows = [
         *requirements.software(run, gpu_gib is not None),
         *requirements.model(run),
