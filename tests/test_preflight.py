@@ -1,6 +1,7 @@
 """`stppo preflight`: the table, its exit code, and what it says where something is missing, broken or too small."""
 
 import json
+import re
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -240,6 +241,26 @@ def test_host_memory_is_short_where_the_numbers_say_so(monkeypatch):
             break
     else:
         raise AssertionError("no knob that fits was tried")
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "found"), [(23.5, r"^16\.\d GiB$"), (4, r"^none of 4.0 GiB: process 5.0 GiB \+ que")]
+)
+def test_room_that_is_found_is_never_negative(monkeypatch, host_gib, found):
+    for part in ("software", "model", "data"):
+        monkeypatch.setattr(requirements, part, lambda *_: [])
+    report = on_a_machine_of(monkeypatch, host_gib, "preset=qwen", "rollout=torch")
+    rows = [row for row in report.rows if row.what.startswith("host (no GPU) memory")]
+    assert len(rows) == len(report.estimate.phases) > 4
+    assert all(re.search(found, row.found) for row in rows), rows[0].found
+
+
+def test_a_gpu_that_is_not_to_be_used_is_not_planned_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 2 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    assert Machine.found(tmp_path).gpu == 2 * GIB
+    assert Machine.found(tmp_path, device="cpu").gpu is None
 
 
 def test_frozen_layers_are_a_knob_of_pretrained_policies(monkeypatch, weights):

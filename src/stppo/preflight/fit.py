@@ -12,7 +12,7 @@ import torch
 
 from stppo import config as configs
 from stppo.agent.known_models import KNOWN
-from stppo.agent.policy import check_positions
+from stppo.agent.policy import LoraSettings, check_positions
 from stppo.files import repository_path
 from stppo.preflight import requirements
 from stppo.preflight.memory import (
@@ -44,13 +44,14 @@ class Machine:
     disk: float
 
     @classmethod
-    def found(cls, folder: Path, gpu_gib: float | None = None) -> "Machine":
-        """This machine, its GPU as given by hand where `gpu_gib` (GiB) is; folder: on the disk that is written to."""
+    def found(cls, folder: Path, gpu_gib: float | None = None, device: str = "auto") -> "Machine":
+        """This machine, its GPU as given by hand where `gpu_gib` (GiB) is; folder: on the disk that is written to.
+        device: training.device, which may leave a GPU idle."""
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         disk = shutil.disk_usage(requirements.existing(folder)).free
         if gpu_gib is not None:
             return cls(USUAL, gpu_gib * GIB, gpu_gib * GIB, host, disk)
-        if torch.cuda.is_available():
+        if device != "cpu" and torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             return cls(torch.cuda.get_device_name(), total, free, host, disk)
         return cls("none", None, host, host, disk)
@@ -117,7 +118,7 @@ def estimate(
         algorithm,
         phases_of(run, shape, algorithm, gpu),
         engine_room(run, shape, gpu or 0) if run.rollout.engine == "vllm" else None,
-        host_parts(run, shape, algorithm),
+        host_parts(run, shape, algorithm, gpu is not None),
         disk_parts(run, shape, algorithm, download),
         estimate_speed(run, shape, algorithm, gpu_name),
     )
@@ -136,7 +137,7 @@ def preflight(
     world = configs.build(config["world"], "world")
     objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
     folder = out or repository_path("results") / config["preset"]
-    machine = Machine.found(folder, gpu_gib)
+    machine = Machine.found(folder, gpu_gib, run.training.device)
     vocabulary = None if world.tokenizer is None else len(world.tokenizer)
     name = run.policy.pretrained
     download = name is not None and name not in KNOWN and not Path(name).is_dir()
@@ -161,7 +162,7 @@ def _fits(run: RunConfig, made: Estimate, machine: Machine) -> Iterator[Row]:
     for phase in made.phases:
         yield Row(
             f"{kind} memory, {phase.name}",
-            _gib(memory),
+            _gib(memory) if memory > 0 else f"none of {_gib(machine.host)}: {_together(made.host)}",
             _gib(phase.total),
             phase.total <= memory,
             "see the knobs below; " + _largest(phase.parts),
@@ -262,9 +263,10 @@ def _variants(
         top = made.shape.layers // 3
         changed = replace(policy, trainable_layers=top)
         yield f"policy.trainable_layers={top}", run.model_copy(update={"policy": changed}), objective
+    if run.warm_start.trained_weights == "all" and (policy.lora or policy.trainable_layers):
+        changed = run.warm_start.model_copy(update={"trained_weights": "policy"})
+        yield "warm_start.trained_weights=policy", run.model_copy(update={"warm_start": changed}), objective
     if policy.lora is None:
-        from stppo.agent.policy import LoraSettings
-
         changed = replace(policy, lora=LoraSettings())
         yield "'policy.lora={rank: 16}'", run.model_copy(update={"policy": changed}), objective
     if made.algorithm.critic:
@@ -330,6 +332,10 @@ def text(report: Report) -> str:
 def _largest(parts: dict[str, float]) -> str:
     name = max(parts, key=parts.get)
     return f"the largest part is {name} ({_gib(parts[name])})"
+
+
+def _together(parts: dict[str, float]) -> str:
+    return " + ".join(f"{name} {_gib(size)}" for name, size in parts.items())
 
 
 def _gib(size: float) -> str:
