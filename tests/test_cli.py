@@ -213,6 +213,21 @@ def test_train_uses_the_cached_warm_start_and_really_trains(stppo, started):
         assert len(updates) == 8 and (updates["update_norm"] > 0).any()
 
 
+def test_memory_that_may_run_out_is_one_warning_and_no_hindrance(stppo, started, monkeypatch, caplog):
+    def warnings(free):
+        caplog.clear()
+        monkeypatch.setattr("stppo.preflight.fit._free_host", lambda: free)
+        code, out, err = stppo("train", *TINY, "training.iterations=1", "training.learning_rate=1e-4,2e-4")
+        assert code == 0, err
+        return [line for line in caplog.messages if "memory" in line]
+
+    assert warnings(2.0**40) == []
+    (line,) = warnings(2.0**29)  # one for both runs of the sweep
+    assert "0.5 GiB are free" in line and line.endswith("more by `stppo preflight`")
+    monkeypatch.setattr("stppo.preflight.fit.estimate", lambda *_, **__: 1 / 0)
+    assert warnings(2.0**29) == []
+
+
 def test_runs_of_a_sweep_do_not_overwrite_each_other(stppo, started):
     code, _, err = stppo("train", *TINY, "training.iterations=1", "training.learning_rate=1e-4,2e-4")
     assert code == 0, err

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from stppo import cli
 from stppo import config as configs
-from stppo.preflight import requirements
-from stppo.preflight.fit import Machine, preflight, text
+from stppo.preflight import fit, requirements
+from stppo.preflight.fit import Machine, preflight, shortage, text
 from stppo.preflight.memory import GIB
 
 
@@ -261,6 +261,23 @@ def test_a_gpu_that_is_not_to_be_used_is_not_planned_for(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
     assert Machine.found(tmp_path).gpu == 2 * GIB
     assert Machine.found(tmp_path, device="cpu").gpu is None
+
+
+def test_shortage_is_one_line_with_what_would_help(monkeypatch):
+    large = ["policy=small", "policy.max_positions=512", "rollout.max_tokens=512"]
+    run = configs.validate(configs.compose(["preset=laptop", *large]))
+    monkeypatch.setattr(fit, "_free_host", lambda: 1000 * GIB)
+    monkeypatch.setattr(fit.os, "sysconf", lambda _: 2**20)  # pages of 1 MiB, a million of them
+    assert shortage(run) is None
+    monkeypatch.setattr(fit, "_free_host", lambda: 3 * GIB)
+    line = shortage(run)
+    assert line.startswith("memory may run out: ") and "\n" not in line and "3.0 GiB are free" in line
+    needed = gib(re.search(r"takes up to (\S+ GiB)", line)[1])
+    assert needed > 3
+    monkeypatch.setattr(fit, "_free_host", lambda: (needed - 0.5) * GIB)
+    fits = re.findall(r"([\w.]+=[\w.]+) \(to (\S+ GiB), fits\)", shortage(run))
+    assert fits and all(gib(size) < needed - 0.4 for _, size in fits)
+    assert shortage(configs.validate(configs.compose(["preset=laptop", *large, fits[0][0]]))) is None
 
 
 def test_frozen_layers_are_a_knob_of_pretrained_policies(monkeypatch, weights):

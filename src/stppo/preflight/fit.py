@@ -1,6 +1,7 @@
 """`stppo preflight`: what a run needs, what the machine has, and what to change where it does not fit."""
 
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -154,6 +155,46 @@ def preflight(
     if made.peak.total > machine.room(made):
         knobs = list(_knobs(run, objective, vocabulary, made, machine))
     return Report(rows, made, knobs, machine)
+
+
+def shortage(run: RunConfig) -> str | None:
+    """One line where a run may need more memory than is free on this machine now, with the settings that would help; None
+    where it fits. It takes a fraction of a second: nothing but memory is looked at.
+
+    Raises FileNotFoundError where the policy's sizes are not known here.
+    """
+    objective = configs.build(run.algorithm.objective, "algorithm.objective")
+    vocabulary = None
+    if run.policy.pretrained is None:
+        vocabulary = len(configs.build(run.world, "world").tokenizer)
+    machine = Machine.found(Path(), device=run.training.device)
+    made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name)
+    on_gpu = machine.gpu is not None
+    free = replace(machine, gpu=machine.gpu_free if on_gpu else None, host=min(machine.host, _free_host()))
+    if made.peak.total <= free.room(made):
+        return None
+    beside, there = (0.0, free.gpu) if on_gpu else (sum(made.host.values()), free.host)
+    name, peak = made.peak.name, made.peak.total
+    knobs = [knob for knob in _knobs(run, objective, vocabulary, made, free) if name in knob.phases]
+    helping = ", ".join(
+        f"{knob.override} (to {_gib(knob.phases[name] + beside)}{', fits' * knob.fits})"
+        for knob in knobs
+        if knob.phases[name] < peak - 0.01 * GIB
+    )
+    return (
+        f"memory may run out: {name} takes up to {_gib(peak + beside)}, if every trajectory is as long as allowed, and "
+        f"{_gib(there)} are free{' on the GPU' * on_gpu}; {_largest(made.peak.parts)}; what would help, each alone: "
+        f"{helping or 'no setting that is known'}; more by `stppo preflight`"
+    )
+
+
+def _free_host() -> float:
+    """Bytes of the host's memory that are free now or can be freed; infinite where the system does not say it."""
+    try:
+        found = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2]
+        return 1024.0 * int(found.split()[0])
+    except (OSError, ValueError, IndexError):
+        return math.inf
 
 
 def _fits(run: RunConfig, made: Estimate, machine: Machine) -> Iterator[Row]:
