@@ -199,6 +199,10 @@ def started(tmp_path, monkeypatch, barely_trained):
     return tmp_path
 
 
+END = r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]"
+SUCCESS = rf"^success on 16 unseen questions.*: sampled {END} to {END}, greedy {END} to {END}$"
+
+
 def runs_in(folder):
     return sorted(path.parent for path in folder.glob("results/smoke/manual/OFF_POLICY/*/*/run.json"))
 
@@ -207,6 +211,7 @@ def test_train_uses_the_cached_warm_start_and_really_trains(stppo, started):
     code, out, err = stppo("train", *TINY, "training.iterations=2", "algorithm=token_ppo,grpo")
     assert code == 0, err
     assert out.count("completed: 2 iterations, 8 updates") == 2
+    assert len(re.findall(SUCCESS, out, re.M)) == 2 and re.search(SUCCESS, out.splitlines()[-1])
     assert [run.parent.name for run in runs_in(started)] == ["grpo", "token_ppo"]
     for run in runs_in(started):
         updates = pd.read_parquet(run / "updates.parquet")
@@ -269,7 +274,7 @@ def test_complete_run_says_that_nothing_was_trained(stppo, started):
     before = (run / "updates.parquet").read_bytes()
     _, out, _ = stppo(*arguments)
     assert out.startswith("already complete: nothing trained (same config, code and start)")
-    assert "--out" in out and "completed" not in out
+    assert "--out" in out and "completed" not in out and re.search(SUCCESS, out.splitlines()[-1])
     assert (run / "updates.parquet").read_bytes() == before
 
 

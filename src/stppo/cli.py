@@ -351,13 +351,17 @@ def _progress():
 
 
 def train_one(job: dict, out: Path | None, resume: str, variant: str = "", differs: str = "") -> str:
-    """Train the run of one composed config, its warm start first where none is cached; returns the line that says so.
+    """Train the run of one composed config, its warm start first where none is cached; returns a line that says so, and
+    one of its success before and after.
 
     variant: its overrides (`config.variant`), for the record; differs: those that not all members of its sweep share,
     for the names of progress bar and folder.
     """
+    import pandas as pd
+
     from stppo import config
     from stppo.files import repository_path
+    from stppo.results.compare import before_and_after
     from stppo.training.trainer import Trainer
     from stppo.training.warm_start import WARM_START_FILE, ensure_warm_start
 
@@ -374,10 +378,12 @@ def train_one(job: dict, out: Path | None, resume: str, variant: str = "", diffe
     title = f"algorithm={algorithm} seed={seed} {differs}".strip()
     trainer = Trainer(job, folder, start, variant=variant, title=title)
     record = trainer.train(resume)
+    success = before_and_after(pd.DataFrame(trainer.evaluation_rows))
+    after = "" if success is None else f"\n{success}"
     if trainer.taken_up == trainer.settings.training.iterations:
-        return f"already complete: nothing trained (same config, code and start); --out elsewhere to repeat, {folder}"
-    seconds = f"{record['wall_seconds']:.0f} s"
-    return f"{record['status']}: {record['iterations']} iterations, {record['updates']} updates in {seconds}, {folder}"
+        return f"already complete: nothing trained (same config, code and start); --out elsewhere to repeat, {folder}{after}"
+    done = f"{record['iterations']} iterations, {record['updates']} updates in {record['wall_seconds']:.0f} s"
+    return f"{record['status']}: {done}, {folder}{after}"
 
 
 @app.command("warm-start")
