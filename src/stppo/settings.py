@@ -157,7 +157,10 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Fixed held-out questions, and how wrong the critic is; all that ends in `every` counts iterations."""
+    """Fixed held-out questions, and how wrong the critic is; all that ends in `every` counts iterations.
+
+    trajectories: shown of the trained policy; no part of a run's identity, and not in the configs of earlier runs.
+    """
 
     every: int = Field(gt=0)
     greedy_every: int = Field(gt=0)
@@ -165,6 +168,7 @@ class EvaluationConfig(Section):
     value_error_every: int = Field(ge=0)
     value_states: int = Field(gt=1)
     value_continuations: int = Field(gt=1)
+    trajectories: int = Field(3, gt=0)
 
 
 class RunConfig(Section):
