@@ -8,7 +8,6 @@ environment for both: `make test-engines` makes `.venv-engines`.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import resource
@@ -38,7 +37,11 @@ def measure(engine: str, model: str, precision: str) -> list[dict]:
     place(policy, torch.device("cpu"), precision)
     library = Library()
     protocol = Protocol(
-        **PROMPTS["short"], max_information_words=60, max_turn_tokens=32, max_observation_tokens=160, turn_budget=2
+        **PROMPTS["short"],
+        max_information_words=60,
+        max_turn_tokens=32,
+        max_observation_tokens=160,
+        turn_budget=2,
     )
     config = (
         RolloutConfig(max_tokens=384, batch_size=max(SIZES))
@@ -93,10 +96,22 @@ def main() -> None:
     from stppo.provenance import environment
 
     rows = []
-    one = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    one = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     for precision in PRECISIONS:
         for engine in ENGINES:
-            command = [sys.executable, "-m", "benchmarks.rollouts", options.model, "--only", engine, precision]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.rollouts",
+                options.model,
+                "--only",
+                engine,
+                precision,
+            ]
             done = subprocess.run(["taskset", "-c", "0", *command], capture_output=True, text=True, env=one)
             if done.returncode:
                 raise SystemExit(done.stderr[-2000:])

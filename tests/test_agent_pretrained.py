@@ -8,11 +8,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from stppo import config as configs
+from stppo.agent.engines import make_rollout
 from stppo.agent.policy import PolicyConfig, check_vocabulary, load_policy, load_tokenizer, save_policy, score
+from stppo.agent.rollout import RolloutConfig
 from stppo.config import ConfigError
 from stppo.preflight.shapes import policy_config, shape_of
+from stppo.training.evaluation import evaluate_checkpoint
 from stppo.training.optimizers import make_optimizer
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import load_warm_start, warm_start
@@ -70,6 +74,41 @@ def test_a_world_without_tokenizer_needs_a_model_that_brings_one(tmp_path, tiny,
 def test_weights_from_nowhere_cannot_be_taken_as_they_are(tiny):
     with pytest.raises(ConfigError, match=r"warm_start\.max_steps=0 .*set policy\.pretrained"):
         configs.validate(tiny("warm_start.max_steps=0"))
+
+
+@pytest.fixture
+def short(tmp_path):
+    """The folder of a GPT-2 of 96 positions, by its config alone: what looks at its weights fails."""
+    GPT2Config(n_positions=96, n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path / "short")
+    return tmp_path / "short"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda config, folder, out: warm_start(config, out),
+        lambda config, folder, out: Trainer(config, out, out),
+        lambda config, folder, out: evaluate_checkpoint(folder, config, out),
+    ],
+    ids=["warm start", "training", "evaluation"],
+)
+def test_trajectories_longer_than_the_model_are_refused_before_anything_is_computed(
+    use, tmp_path, tiny, short
+):
+    config = tiny(f"policy.pretrained={short}", "rollout.max_tokens=900")
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.max_tokens=900 exceeds .* 96 positions: lower it to 96"
+    ):
+        use(config, short, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert configs.validate(tiny(f"policy.pretrained={short}", "rollout.max_tokens=96"))
+
+
+def test_weights_that_came_from_the_hub_are_as_long_as_trajectories(short):
+    world = SyntheticWorld(n_train=8, n_validation=8, n_test=8)
+    policy = GPT2LMHeadModel(GPT2Config.from_pretrained(short))
+    with pytest.raises(ValueError, match=r"rollout\.max_tokens=97 exceeds .* 96 positions"):
+        make_rollout(world.environment, world.tokenizer, RolloutConfig(max_tokens=97), policy)
 
 
 @pytest.mark.parametrize("load", [load_policy, load_tokenizer])

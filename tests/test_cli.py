@@ -199,6 +199,10 @@ def started(tmp_path, monkeypatch, barely_trained):
     return tmp_path
 
 
+END = r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]"
+SUCCESS = rf"^success on 16 unseen questions.*: sampled {END} to {END}, greedy {END} to {END}$"
+
+
 def runs_in(folder):
     return sorted(path.parent for path in folder.glob("results/smoke/manual/OFF_POLICY/*/*/run.json"))
 
@@ -207,10 +211,26 @@ def test_train_uses_the_cached_warm_start_and_really_trains(stppo, started):
     code, out, err = stppo("train", *TINY, "training.iterations=2", "algorithm=token_ppo,grpo")
     assert code == 0, err
     assert out.count("completed: 2 iterations, 8 updates") == 2
+    assert len(re.findall(SUCCESS, out, re.M)) == 2 and re.search(SUCCESS, out.splitlines()[-1])
     assert [run.parent.name for run in runs_in(started)] == ["grpo", "token_ppo"]
     for run in runs_in(started):
         updates = pd.read_parquet(run / "updates.parquet")
         assert len(updates) == 8 and (updates["update_norm"] > 0).any()
+
+
+def test_memory_that_may_run_out_is_one_warning_and_no_hindrance(stppo, started, monkeypatch, caplog):
+    def warnings(free):
+        caplog.clear()
+        monkeypatch.setattr("stppo.preflight.fit._free_host", lambda: free)
+        code, out, err = stppo("train", *TINY, "training.iterations=1", "training.learning_rate=1e-4,2e-4")
+        assert code == 0, err
+        return [line for line in caplog.messages if "memory" in line]
+
+    assert warnings(2.0**40) == []
+    (line,) = warnings(2.0**29)  # one for both runs of the sweep
+    assert "0.5 GiB are free" in line and line.endswith("more by `stppo preflight`")
+    monkeypatch.setattr("stppo.preflight.fit.estimate", lambda *_, **__: 1 / 0)
+    assert warnings(2.0**29) == []
 
 
 def test_runs_of_a_sweep_do_not_overwrite_each_other(stppo, started):
@@ -254,7 +274,7 @@ def test_complete_run_says_that_nothing_was_trained(stppo, started):
     before = (run / "updates.parquet").read_bytes()
     _, out, _ = stppo(*arguments)
     assert out.startswith("already complete: nothing trained (same config, code and start)")
-    assert "--out" in out and "completed" not in out
+    assert "--out" in out and "completed" not in out and re.search(SUCCESS, out.splitlines()[-1])
     assert (run / "updates.parquet").read_bytes() == before
 
 

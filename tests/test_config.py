@@ -353,6 +353,19 @@ def fingerprints(runs):
     return {run.name: configs.fingerprint(configs.run_section(run.config)) for run in runs}
 
 
+def test_how_many_trajectories_are_shown_is_no_part_of_a_run():
+    plain, more = (configs.compose(["preset=smoke", f"evaluation.trajectories={n}"]) for n in (3, 10))
+    assert configs.validate(more).evaluation.trajectories == 10
+    assert configs.run_section(plain) == configs.run_section(more)
+    assert configs.identity_section(plain) == configs.identity_section(more)
+    assert configs.warm_start_dir(plain) == configs.warm_start_dir(more)
+    del plain["evaluation"]["trajectories"]  # as runs before this key recorded it
+    assert configs.run_section(plain) == configs.run_section(more)
+    assert configs.validate(plain).evaluation.trajectories == 3
+    with pytest.raises(ConfigError, match="evaluation.trajectories = 0"):
+        configs.validate(configs.compose(["preset=smoke", "evaluation.trajectories=0"]))
+
+
 @pytest.fixture
 def copied_configs(tmp_path, monkeypatch):
     """The real configs in a folder that may be edited."""

@@ -1,18 +1,19 @@
 """`stppo preflight`: the table, its exit code, and what it says where something is missing, broken or too small."""
 
 import json
+import re
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from stppo import cli
 from stppo import config as configs
-from stppo.preflight import requirements
-from stppo.preflight.fit import Machine, preflight, text
+from stppo.preflight import fit, requirements
+from stppo.preflight.fit import Machine, preflight, shortage, text
 from stppo.preflight.memory import GIB
 
 
@@ -71,6 +72,14 @@ def test_unknown_model_says_how_to_get_it(tmp_path):
     config = ["preset=laptop", "policy.pretrained=someone/private-model"]
     with pytest.raises(FileNotFoundError, match="hf download someone/private-model"):
         preflight(config, gpu_gib=80)
+
+
+def test_trajectories_longer_than_the_model_are_no_ready_run(stppo, tmp_path):
+    GPT2Config(n_positions=96).save_pretrained(tmp_path)
+    code, out = stppo("preset=laptop", f"policy.pretrained={tmp_path}", "rollout.max_tokens=900")
+    assert code == 1 and not out
+    with pytest.raises(ValueError, match=r"rollout\.max_tokens=40000 exceeds .* 32768 positions"):
+        preflight(["preset=qwen", "rollout.max_tokens=40000"], gpu_gib=80)  # a public model that is not here
 
 
 # ---- model --------------------------------------------------------------------------------------
@@ -232,6 +241,43 @@ def test_host_memory_is_short_where_the_numbers_say_so(monkeypatch):
             break
     else:
         raise AssertionError("no knob that fits was tried")
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "found"), [(23.5, r"^16\.\d GiB$"), (4, r"^none of 4.0 GiB: process 5.0 GiB \+ que")]
+)
+def test_room_that_is_found_is_never_negative(monkeypatch, host_gib, found):
+    for part in ("software", "model", "data"):
+        monkeypatch.setattr(requirements, part, lambda *_: [])
+    report = on_a_machine_of(monkeypatch, host_gib, "preset=qwen", "rollout=torch")
+    rows = [row for row in report.rows if row.what.startswith("host (no GPU) memory")]
+    assert len(rows) == len(report.estimate.phases) > 4
+    assert all(re.search(found, row.found) for row in rows), rows[0].found
+
+
+def test_a_gpu_that_is_not_to_be_used_is_not_planned_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 2 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    assert Machine.found(tmp_path).gpu == 2 * GIB
+    assert Machine.found(tmp_path, device="cpu").gpu is None
+
+
+def test_shortage_is_one_line_with_what_would_help(monkeypatch):
+    large = ["policy=small", "policy.max_positions=512", "rollout.max_tokens=512"]
+    run = configs.validate(configs.compose(["preset=laptop", *large]))
+    monkeypatch.setattr(fit, "_free_host", lambda: 1000 * GIB)
+    monkeypatch.setattr(fit.os, "sysconf", lambda _: 2**20)  # pages of 1 MiB, a million of them
+    assert shortage(run) is None
+    monkeypatch.setattr(fit, "_free_host", lambda: 3 * GIB)
+    line = shortage(run)
+    assert line.startswith("memory may run out: ") and "\n" not in line and "3.0 GiB are free" in line
+    needed = gib(re.search(r"takes up to (\S+ GiB)", line)[1])
+    assert needed > 3
+    monkeypatch.setattr(fit, "_free_host", lambda: (needed - 0.5) * GIB)
+    fits = re.findall(r"([\w.]+=[\w.]+) \(to (\S+ GiB), fits\)", shortage(run))
+    assert fits and all(gib(size) < needed - 0.4 for _, size in fits)
+    assert shortage(configs.validate(configs.compose(["preset=laptop", *large, fits[0][0]]))) is None
 
 
 def test_frozen_layers_are_a_knob_of_pretrained_policies(monkeypatch, weights):

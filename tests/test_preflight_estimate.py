@@ -6,16 +6,18 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from stppo import config as configs
 from stppo.agent.compute import computing, place
 from stppo.agent.policy import LoraSettings
+from stppo.files import repository_path
 from stppo.preflight.memory import (
     GIB,
     Algorithm,
     checkpoint_bytes,
     engine_room,
+    host_parts,
     micro_batch_tokens,
     phases_of,
     resting,
@@ -24,6 +26,7 @@ from stppo.preflight.memory import (
 )
 from stppo.preflight.shapes import QWEN25, known_config, shape_of, smaller
 from stppo.preflight.speed import estimate_speed
+from stppo.settings import RunConfig
 from stppo.training.checkpoint import CHECKPOINT_DIR, newest
 from stppo.training.models import make_models
 from stppo.training.trainer import Trainer
@@ -310,6 +313,91 @@ def test_memory_of_an_update_is_near_the_estimate(checkpointing):
     update = phases_of(run, shape, Algorithm.of(run, objective), None)[-1]
     there = update.parts["policy"] + update.parts["reference"]  # weights are loaded, and no reference
     assert json.loads(done.stdout) == pytest.approx(update.total - there, rel=0.3)
+
+
+# ---- against recorded runs ----------------------------------------------------------------------
+
+SMOLLM2 = {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49_152,
+    "tie_word_embeddings": True,
+}
+
+
+def smollm(*overrides):
+    """Settings of preset smollm with small records, SmolLM2's sizes, and the estimate's view of its algorithm."""
+    config = configs.compose(["preset=smollm", f"world.records={__file__}", *overrides])
+    run = RunConfig.model_validate(configs.run_section(config) | {"loggers": []})
+    objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+    return run, shape_of(LlamaConfig(**SMOLLM2)), Algorithm.of(run, objective)
+
+
+def smollm_phases(*overrides):
+    run, shape, algorithm = smollm(*overrides)
+    return {phase.name: phase for phase in phases_of(run, shape, algorithm, None)}
+
+
+# The second machine counted memory otherwise (ru_maxrss), and its bfloat16 kernels are others.
+@pytest.mark.parametrize(
+    ("folder", "least", "most"),
+    [("smollm_comparison/tuning", 0.9, 1.1), ("smollm/metrics", 0.7, 1.1), ("smollm/tuning", 0.7, 1.1)],
+)
+def test_peaks_of_recorded_runs_are_near_the_estimate(folder, least, most):
+    recorded = json.loads(repository_path(f"results/reference/{folder}/runs.json").read_text())
+    assert recorded
+    for record in recorded:
+        made_with = [
+            f"algorithm={record['algorithm']}",
+            "training.precision=bfloat16",
+            "rollout.batch_size=64",
+        ]
+        run, shape, algorithm = smollm(*made_with)
+        largest = max(phase.total for phase in phases_of(run, shape, algorithm, None))
+        needed = largest + sum(host_parts(run, shape, algorithm, False).values())
+        assert least < needed / (record["peak_memory_mb"] * 2**20) < most, record["algorithm"]
+
+
+def test_an_evaluation_plays_as_many_lanes_as_it_asks_questions():
+    found = smollm_phases("rollout.batch_size=150", "training.trajectories_per_iteration=32")
+    cache = {name: phase.parts.get("KV cache") for name, phase in found.items()}
+    assert cache["roll-out"] == 4 * 11_520 * 384 * 32
+    assert cache["evaluation"] == cache["warm start"] == 4 * 11_520 * 384 * 150
+    assert max(found.values(), key=lambda phase: phase.total).name == "evaluation"
+    few = smollm_phases("evaluation.questions=40", "warm_start.final_samples=40", "warm_start.max_steps=0")
+    assert few["evaluation"].parts["KV cache"] == 4 * 11_520 * 384 * 40
+    assert few["warm start"].parts["KV cache"] == 4 * 11_520 * 384 * 96, "warm_start.evaluate_questions"
+
+
+def test_half_precision_samples_from_rounded_copies_of_the_weights():
+    shape = shape_of(LlamaConfig(**SMOLLM2))
+    found = smollm_phases("training.precision=bfloat16")
+    for phase in ("warm start", "roll-out", "evaluation"):
+        assert found[phase].parts["bfloat16 copies of weights"] == 2 * shape.linear
+    assert "bfloat16 copies of weights" not in smollm_phases()["evaluation"].parts
+
+
+def test_a_warm_start_of_all_weights_takes_more_than_training_some():
+    every, some = (
+        smollm_phases(f"warm_start.trained_weights={which}")["warm start"].parts
+        for which in ("all", "policy")
+    )
+    shape = shape_of(LlamaConfig(**SMOLLM2))
+    assert every["adam"] == 8 * shape.parameters and every["gradient"] == 4 * shape.parameters
+    assert some["adam"] == 8 * (10 * shape.layer + shape.norm)
+    assert "adam" not in smollm_phases("warm_start.max_steps=0")["warm start"].parts
+
+
+def test_without_a_gpu_a_checkpoint_is_read_before_the_other_phases_not_beside_them():
+    run, shape, algorithm = smollm()
+    checkpoint = "checkpoint or weights while they are read"
+    assert checkpoint in host_parts(run, shape, algorithm, True)
+    assert checkpoint not in host_parts(run, shape, algorithm, False)
+    found = smollm_phases()["resumption"].parts
+    assert found["checkpoint while it is read"] == checkpoint_bytes(run, shape, algorithm)
 
 
 # ---- what knobs do ------------------------------------------------------------------------------

@@ -652,6 +652,24 @@ def test_table_of_the_searched_rates():
             assert f"{word} by {gained}" in " ".join(page.split())
 
 
+def test_memory_of_the_language_models_runs_is_told_with_its_aim():
+    page = (ROOT / "docs/howto/pretrained-models.md").read_text(encoding="utf-8")
+
+    def peaks(*folders):
+        records = [
+            r for f in folders for r in json.loads((ROOT / "results/reference" / f / "runs.json").read_text())
+        ]
+        return sorted(record["peak_memory_mb"] / 1024 for record in records)
+
+    first, second = peaks("smollm_comparison/tuning")
+    assert f"| {first:.1f} and {second:.1f} | not met |" in page
+    least, *_, most = peaks("smollm/metrics", "smollm/tuning")
+    assert f"| {least:.1f} to {most:.1f} | not met |" in page
+    assert min(first, least) > 4e9 / 2**30, "no recorded run meets the aim"
+    for seconds, verdict in re.findall(r"\| (\d+|slower) \| ((?:not )?met)[^|]*\|$", page, re.M):
+        assert verdict == ("met" if seconds.isdigit() and int(seconds) <= 90 else "not met")
+
+
 # ---- the benchmark's page -------------------------------------------------------------------------
 SEARCH = ROOT / "results/reference/search"
 

@@ -9,7 +9,7 @@ import pytest
 
 from stppo import schema
 from stppo.config import expand_sweep, variant
-from stppo.results.compare import compare_runs, find_runs, text
+from stppo.results.compare import before_and_after, compare_runs, find_runs, text
 from stppo.results.runs import collect, load_metrics, told_apart
 from tests.synthetic_runs import make_run
 
@@ -145,3 +145,15 @@ def test_unfinished_run_is_left_out_and_named(sweep, tmp_path):
 def test_folder_without_runs_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         compare_runs([tmp_path])
+
+
+def test_success_before_and_after_is_that_of_the_ends_with_intervals():
+    rows = [(0, 0.0, 0.25), (0, 1.0, 0.0), (10, 1.0, 0.9), (20, 0.0, 0.5), (20, 1.0, 1.0)]
+    played = pd.DataFrame(rows, columns=["iteration", "temperature", "success"]).assign(n_questions=20)
+    assert before_and_after(played) == (
+        "success on 20 unseen questions, before and after [95 % Wilson interval]: "
+        "sampled 0.00 [0.00, 0.16] to 1.00 [0.84, 1.00], greedy 0.25 [0.11, 0.47] to 0.50 [0.30, 0.70]"
+    )
+    started = before_and_after(played[:2])  # stopped before another evaluation
+    assert started.endswith("sampled 0.00 [0.00, 0.16], greedy 0.25 [0.11, 0.47]")
+    assert before_and_after(played[:0]) is None and "greedy" not in before_and_after(played[1:3])

@@ -55,6 +55,20 @@ def test_everything_of_the_schema_is_recorded(undisturbed):
     assert len(json.loads((undisturbed / "trajectories.json").read_text())) == 3
 
 
+def test_a_run_keeps_as_many_trajectories_as_are_asked_for_and_is_the_same_run(
+    tmp_path, tiny, barely_trained
+):
+    plain, more = (tiny("training.iterations=1", *others) for others in ((), ("evaluation.trajectories=10",)))
+    run(more, tmp_path / "more", barely_trained)
+    assert len(json.loads((tmp_path / "more" / "trajectories.json").read_text())) == 10
+    assert run(plain, tmp_path / "more", barely_trained)["status"] == "completed", "its checkpoint fits"
+    assert (
+        run(plain, tmp_path / "plain", barely_trained)["config_fingerprint"]
+        == (json.loads((tmp_path / "more" / "run.json").read_text())["config_fingerprint"])
+    )
+    assert_same_metrics(tmp_path / "plain", tmp_path / "more")
+
+
 def test_first_update_of_fresh_data_has_ratio_one(undisturbed):
     first = tables(undisturbed)[0].iloc[0]
     assert first["ratio_max_token"] == pytest.approx(1, abs=1e-4)

@@ -72,8 +72,10 @@ def test_out_of_memory_in_an_update_names_the_knobs_and_keeps_the_checkpoint(tmp
         trainer.train()
     message = str(stopped.value)
     assert "\n" not in message and message.startswith("out of memory (CUDA out of memory.")
-    knobs = ["micro_batch_tokens (now null)", "gradient_checkpointing=true", "policy.lora", "adam8bit"]
+    knobs = ["micro_batch_tokens (now null)", "gradient_checkpointing=true", "; or, as another run, "]
+    knobs += ["rollout.batch_size (now 256)", "policy.lora"]
     assert sorted(knobs, key=message.index) == knobs
+    assert "adam8bit" not in message, "a CPU has no such optimizer"
     assert "gpu_memory_utilization" not in message, "no engine that could take less"
     assert json.loads((newest(tmp_path / "checkpoint") / "state.json").read_text())["state"]["iteration"] == 2
     run(tiny(), tmp_path / "other", barely_trained)
@@ -88,6 +90,21 @@ def test_only_memory_and_connections_are_the_outside(tiny, tmp_path):
     assert what_stopped(ValueError("out of memory"), settings, tmp_path, 0) is None
     line = str(what_stopped(RuntimeError("CUDA error: out of memory"), vllm, tmp_path, 7))
     assert "(now 512)" in line and "rollout.gpu_memory_utilization (now 0.4)" in line
+
+
+def test_advice_is_what_the_device_and_the_policy_can_follow(tiny, tmp_path, monkeypatch):
+    def advice(*overrides):
+        return str(what_stopped(MemoryError(), configs.validate(tiny(*overrides)), tmp_path, 7))
+
+    pretrained = ("policy.pretrained=somewhere", "training.device=auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "adam8bit" not in advice(*pretrained)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "training.optimizer=adam8bit" in advice(*pretrained)
+    assert "adam8bit" not in advice("training.device=cpu")
+    assert "policy.trainable_layers=N" in advice(*pretrained)
+    assert "trainable_layers" not in advice() + advice(*pretrained, "+policy.trainable_layers=1")
+    assert "batch_size" not in advice("rollout=vllm"), "vLLM has rollout.max_num_seqs"
 
 
 def test_memory_that_ran_out_in_the_engine_names_the_engines_knobs_first(tiny, tmp_path):
@@ -114,6 +131,7 @@ def test_out_of_memory_in_a_warm_start_is_one_line_too(tmp_path, tiny, monkeypat
     line = str(stopped.value)
     assert "\n" not in line and line.startswith("warm start: out of memory (CUDA out of memory.")
     assert "micro_batch_tokens (now null)" in line and line.endswith("run the same command again")
+    assert "lower rollout.batch_size (now 256)" in line
     assert warm_start_stopped(ValueError("target"), configs.validate(tiny())) is None
 
 

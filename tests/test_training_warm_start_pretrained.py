@@ -139,12 +139,14 @@ def test_only_demonstrations_that_succeed_and_fit_are_imitated(small, caplog):
         module._successes([e for e in episodes if e not in right], encoder, run)
 
 
+@pytest.mark.parametrize("steps", [(), ("warm_start.max_steps=0",)], ids=["trained", "as it is"])
 def test_a_training_question_that_is_too_long_stops_before_anything_is_trained(
-    tmp_path, small, records, monkeypatch
+    tmp_path, small, records, monkeypatch, steps
 ):
     monkeypatch.setattr(module, "_supervised_step", None)
+    monkeypatch.setattr(module, "evaluate", None)
     monkeypatch.setattr(module, "_successes", lambda *_: object())
-    config = small("world.max_start_tokens=30")
+    config = small("world.max_start_tokens=30", *steps)
     with pytest.raises(
         ValueError, match="exceeds max_start_tokens=30: raise it, or leave that question out"
     ) as error:
@@ -159,13 +161,17 @@ def test_a_training_question_that_is_too_long_stops_before_anything_is_trained(
     for n in range(40):
         record["id"], record["paragraphs"][0]["title"] = f"long{n}", f"Long {n}"
         place.write_text("\n".join([*lines, json.dumps(record)]))
-        config = small(f"world.records={place}", "world.max_start_tokens=200")
+        config = small(f"world.records={place}", "world.max_start_tokens=200", *steps)
         asked = configs.build(config["world"], "world").questions("train")
         if any(q.text == longer for q in asked):
             break
     else:
         raise AssertionError("no title puts the question into training")
     with pytest.raises(ValueError, match="exceeds max_start_tokens=200: raise it"):
+        warm_start(config, tmp_path / "start", progress=False)
+    roomy = (f"world.records={place}", "world.max_start_tokens=9000", "rollout.max_tokens=400")
+    config = small(*roomy, *steps)
+    with pytest.raises(ValueError, match="rollout.max_tokens=400 leaves no room for a turn after the"):
         warm_start(config, tmp_path / "start", progress=False)
 
 

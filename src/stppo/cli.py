@@ -14,13 +14,16 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stppo.config_files import VARIABLE, use_config_dir
 from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
+
+if TYPE_CHECKING:
+    from stppo.settings import RunConfig
 
 app = typer.Typer(
     name="stppo",
@@ -100,7 +103,8 @@ def train(
 
     * `stppo train algorithm=my_ppo preset=smoke --config-dir my_configs`, with `my_configs/algorithm/my_ppo.yaml`
 
-    A warm start is made first where none is cached. An interrupted run goes on from its checkpoint.
+    A warm start is made first where none is cached. An interrupted run goes on from its checkpoint. Where memory may not
+    suffice, a line says so and names the settings that help.
     """
     from stppo import config
 
@@ -113,10 +117,11 @@ def train(
     from stppo.waiting import saying
 
     with saying("checking the settings: the world is built, its questions and passages are read"):
-        for job in jobs:
-            config.validate(job)
+        runs = [config.validate(job) for job in jobs]
+    warned: set[str] = set()
     try:
-        for job, chosen in zip(jobs, sweep, strict=True):
+        for job, run, chosen in zip(jobs, runs, sweep, strict=True):
+            _warn_of_memory(run, warned)
             names = (
                 config.variant(chosen),
                 config.variant(o for o in chosen if any(o not in c for c in sweep)),
@@ -132,6 +137,21 @@ def train(
     except KeyboardInterrupt:
         typer.echo("stopped; run the same command again to go on from the last checkpoint", err=True)
         raise typer.Exit(130) from None
+
+
+def _warn_of_memory(run: RunConfig, warned: set[str]) -> None:
+    """A line of the log where a run may need more memory than is free, unless an earlier one of a sweep got the same."""
+    from stppo.preflight.fit import shortage
+
+    log = logging.getLogger("stppo.cli")
+    try:
+        line = shortage(run)
+    except Exception as error:  # an estimate that fails must not stop a run
+        log.debug("memory was not estimated: %s", error)
+        return
+    if line is not None and line not in warned:
+        log.warning("%s", line)
+        warned.add(line)
 
 
 @app.command("train-planned")
@@ -331,13 +351,17 @@ def _progress():
 
 
 def train_one(job: dict, out: Path | None, resume: str, variant: str = "", differs: str = "") -> str:
-    """Train the run of one composed config, its warm start first where none is cached; returns the line that says so.
+    """Train the run of one composed config, its warm start first where none is cached; returns a line that says so, and
+    one of its success before and after.
 
     variant: its overrides (`config.variant`), for the record; differs: those that not all members of its sweep share,
     for the names of progress bar and folder.
     """
+    import pandas as pd
+
     from stppo import config
     from stppo.files import repository_path
+    from stppo.results.compare import before_and_after
     from stppo.training.trainer import Trainer
     from stppo.training.warm_start import WARM_START_FILE, ensure_warm_start
 
@@ -354,10 +378,12 @@ def train_one(job: dict, out: Path | None, resume: str, variant: str = "", diffe
     title = f"algorithm={algorithm} seed={seed} {differs}".strip()
     trainer = Trainer(job, folder, start, variant=variant, title=title)
     record = trainer.train(resume)
+    success = before_and_after(pd.DataFrame(trainer.evaluation_rows))
+    after = "" if success is None else f"\n{success}"
     if trainer.taken_up == trainer.settings.training.iterations:
-        return f"already complete: nothing trained (same config, code and start); --out elsewhere to repeat, {folder}"
-    seconds = f"{record['wall_seconds']:.0f} s"
-    return f"{record['status']}: {record['iterations']} iterations, {record['updates']} updates in {seconds}, {folder}"
+        return f"already complete: nothing trained (same config, code and start); --out elsewhere to repeat, {folder}{after}"
+    done = f"{record['iterations']} iterations, {record['updates']} updates in {record['wall_seconds']:.0f} s"
+    return f"{record['status']}: {done}, {folder}{after}"
 
 
 @app.command("warm-start")

@@ -189,7 +189,9 @@ def validate(config: Config) -> RunConfig:
 
     try:
         run = RunConfig.model_validate(
-            run_section(config) | {"algorithm": config.get("algorithm"), "loggers": config.get("loggers", [])}
+            run_section(config)
+            | {"algorithm": config.get("algorithm"), "evaluation": config.get("evaluation")}
+            | {"loggers": config.get("loggers", [])}
         )
     except ValidationError as error:
         raise ConfigError("; ".join(_problem(RunConfig, item) for item in error.errors())) from error
@@ -335,10 +337,12 @@ def _how_to_write(kind: type) -> str:
 
 def run_section(config: Config) -> Config:
     """What one run depends on: the config without the pipeline's list of runs, the study's groups, the preset's name, the
-    loggers, and how figures show the algorithm."""
+    loggers, how many trajectories its page shows, and how figures show the algorithm."""
     section = {k: v for k, v in config.items() if k not in ("pipeline", "study", "preset", "loggers")}
     if isinstance(algorithm := section.get("algorithm"), dict):
         section["algorithm"] = {k: v for k, v in algorithm.items() if k not in Presentation.model_fields}
+    if isinstance(evaluation := section.get("evaluation"), dict):
+        section["evaluation"] = {k: v for k, v in evaluation.items() if k != "trajectories"}
     return section
 
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from stppo.agent.compiled import Kernels
 from stppo.agent.compute import Precision
-from stppo.agent.policy import PolicyConfig
+from stppo.agent.policy import PolicyConfig, check_positions, positions_of
 from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig
 from stppo.config_files import Presentation
 from stppo.world.scripted import DemonstrationNoise
@@ -157,7 +157,10 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Fixed held-out questions, and how wrong the critic is; all that ends in `every` counts iterations."""
+    """Fixed held-out questions, and how wrong the critic is; all that ends in `every` counts iterations.
+
+    trajectories: shown of the trained policy; no part of a run's identity, and not in the configs of earlier runs.
+    """
 
     every: int = Field(gt=0)
     greedy_every: int = Field(gt=0)
@@ -165,6 +168,7 @@ class EvaluationConfig(Section):
     value_error_every: int = Field(ge=0)
     value_states: int = Field(gt=1)
     value_continuations: int = Field(gt=1)
+    trajectories: int = Field(3, gt=0)
 
 
 class RunConfig(Section):
@@ -207,12 +211,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _trajectories_have_positions(self) -> "RunConfig":
-        longest, positions = self.rollout.max_tokens, self.policy.max_positions
-        if self.policy.pretrained is None and longest > positions:
-            raise ValueError(
-                f"rollout.max_tokens={longest} exceeds the policy's {positions} positions: lower it or raise "
-                "policy.max_positions"
-            )
+        check_positions(positions_of(self.policy), self.rollout.max_tokens)
         return self
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from stppo.agent.engines import make_rollout
 from stppo.agent.mismatch import trainer_logprobs
 from stppo.agent.policy import PolicyConfig, build_policy, score
 from stppo.agent.rollout import EngineOutOfMemory, RolloutConfig, VLLMRolloutConfig
+from stppo.agent.rollout_torch import TorchRollout
 from stppo.agent.weights import named_weights
 from stppo.training.warm_start import demonstration_batch
 from stppo.world.encoding import DialogueEncoder
@@ -49,7 +50,7 @@ def make(environment, tokenizer, policy, **settings):
 
 def in_pytorch(sampler, **settings):
     config = RolloutConfig(max_tokens=sampler.config.max_tokens, **settings)
-    return make_rollout(sampler.environment, sampler.tokenizer, config, None)
+    return TorchRollout(sampler.environment, sampler.tokenizer, config)
 
 
 def generator(seed=0):

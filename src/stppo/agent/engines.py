@@ -2,8 +2,10 @@
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from stppo.agent.policy import check_positions
 from stppo.agent.rollout import RolloutConfig, Sampler, VLLMRolloutConfig
 from stppo.agent.rollout_torch import TorchRollout
+from stppo.agent.weights import without_adapters
 from stppo.world.environment import SearchEnvironment
 
 
@@ -17,7 +19,10 @@ def make_rollout(
     """The sampler that `config.engine` names; an engine with weights of its own is started for this policy.
 
     score_tokens: most padded tokens that are scored at once, where the trainer scores what an engine sampled.
+    ValueError where the policy has too few positions, which the settings cannot see of weights that come from the hub.
     """
+    shape = without_adapters(policy).config
+    check_positions(getattr(shape, "max_position_embeddings", None), config.max_tokens)
     if config.engine == "torch":
         return TorchRollout(environment, tokenizer, config)
     from stppo.agent.rollout_vllm import VLLMRollout  # vLLM is an extra

@@ -173,6 +173,26 @@ def load_shape(path: str | Path, **options: bool) -> PreTrainedConfig:
     return shape
 
 
+def positions_of(policy: PolicyConfig) -> int | None:
+    """How many tokens a policy has positions for; None where pretrained weights are not on this machine yet. No network
+    is used."""
+    if policy.pretrained is None:
+        return policy.max_positions
+    try:
+        return getattr(load_shape(policy.pretrained, local_files_only=True), "max_position_embeddings", None)
+    except UNREADABLE:
+        return None  # whoever loads the weights says what is wrong with them
+
+
+def check_positions(positions: int | None, max_tokens: int) -> None:
+    """Raise ValueError where a trajectory of `max_tokens` is longer than a policy has positions (None: not known)."""
+    if positions is not None and max_tokens > positions:
+        raise ValueError(
+            f"rollout.max_tokens={max_tokens} exceeds the policy's {positions} positions: lower it to {positions}, or take "
+            "a policy of more (policy.max_positions, of pretrained weights another policy.pretrained)"
+        )
+
+
 def _refuse_parts(policy: PreTrainedModel, found: dict[str, Any]) -> None:
     """Raise ValueError where some weights were not in the files, or the files hold others, or numbers are not finite."""
     problems = {

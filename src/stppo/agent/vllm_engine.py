@@ -80,12 +80,6 @@ class Engine:
         self.sleeps = config.sleep_level > 0 and not on_cpu
         shape = copy.deepcopy(model.config)
         shape.architectures = [type(model).__name__]
-        positions = getattr(shape, "max_position_embeddings", math.inf)
-        if config.max_tokens > positions:
-            raise ValueError(
-                f"rollout.max_tokens={config.max_tokens} exceeds the policy's {positions} positions "
-                "(policy.max_positions); lower it"
-            )
         heads = shape.num_attention_heads
         self.head_size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
         if on_cpu and self.head_size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):

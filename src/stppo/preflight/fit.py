@@ -1,6 +1,7 @@
 """`stppo preflight`: what a run needs, what the machine has, and what to change where it does not fit."""
 
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 
 from stppo import config as configs
 from stppo.agent.known_models import KNOWN
+from stppo.agent.policy import LoraSettings, check_positions
 from stppo.files import repository_path
 from stppo.preflight import requirements
 from stppo.preflight.memory import (
@@ -43,13 +45,14 @@ class Machine:
     disk: float
 
     @classmethod
-    def found(cls, folder: Path, gpu_gib: float | None = None) -> "Machine":
-        """This machine, its GPU as given by hand where `gpu_gib` (GiB) is; folder: on the disk that is written to."""
+    def found(cls, folder: Path, gpu_gib: float | None = None, device: str = "auto") -> "Machine":
+        """This machine, its GPU as given by hand where `gpu_gib` (GiB) is; folder: on the disk that is written to.
+        device: training.device, which may leave a GPU idle."""
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         disk = shutil.disk_usage(requirements.existing(folder)).free
         if gpu_gib is not None:
             return cls(USUAL, gpu_gib * GIB, gpu_gib * GIB, host, disk)
-        if torch.cuda.is_available():
+        if device != "cpu" and torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             return cls(torch.cuda.get_device_name(), total, free, host, disk)
         return cls("none", None, host, host, disk)
@@ -116,7 +119,7 @@ def estimate(
         algorithm,
         phases_of(run, shape, algorithm, gpu),
         engine_room(run, shape, gpu or 0) if run.rollout.engine == "vllm" else None,
-        host_parts(run, shape, algorithm),
+        host_parts(run, shape, algorithm, gpu is not None),
         disk_parts(run, shape, algorithm, download),
         estimate_speed(run, shape, algorithm, gpu_name),
     )
@@ -135,11 +138,12 @@ def preflight(
     world = configs.build(config["world"], "world")
     objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
     folder = out or repository_path("results") / config["preset"]
-    machine = Machine.found(folder, gpu_gib)
+    machine = Machine.found(folder, gpu_gib, run.training.device)
     vocabulary = None if world.tokenizer is None else len(world.tokenizer)
     name = run.policy.pretrained
     download = name is not None and name not in KNOWN and not Path(name).is_dir()
     made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name, download)
+    check_positions(made.shape.positions, run.rollout.max_tokens)  # of models that are known and not here
     rows = [
         *requirements.software(run, gpu_gib is not None),
         *requirements.model(run),
@@ -153,13 +157,53 @@ def preflight(
     return Report(rows, made, knobs, machine)
 
 
+def shortage(run: RunConfig) -> str | None:
+    """One line where a run may need more memory than is free on this machine now, with the settings that would help; None
+    where it fits. It takes a fraction of a second: nothing but memory is looked at.
+
+    Raises FileNotFoundError where the policy's sizes are not known here.
+    """
+    objective = configs.build(run.algorithm.objective, "algorithm.objective")
+    vocabulary = None
+    if run.policy.pretrained is None:
+        vocabulary = len(configs.build(run.world, "world").tokenizer)
+    machine = Machine.found(Path(), device=run.training.device)
+    made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name)
+    on_gpu = machine.gpu is not None
+    free = replace(machine, gpu=machine.gpu_free if on_gpu else None, host=min(machine.host, _free_host()))
+    if made.peak.total <= free.room(made):
+        return None
+    beside, there = (0.0, free.gpu) if on_gpu else (sum(made.host.values()), free.host)
+    name, peak = made.peak.name, made.peak.total
+    knobs = [knob for knob in _knobs(run, objective, vocabulary, made, free) if name in knob.phases]
+    helping = ", ".join(
+        f"{knob.override} (to {_gib(knob.phases[name] + beside)}{', fits' * knob.fits})"
+        for knob in knobs
+        if knob.phases[name] < peak - 0.01 * GIB
+    )
+    return (
+        f"memory may run out: {name} takes up to {_gib(peak + beside)}, if every trajectory is as long as allowed, and "
+        f"{_gib(there)} are free{' on the GPU' * on_gpu}; {_largest(made.peak.parts)}; what would help, each alone: "
+        f"{helping or 'no setting that is known'}; more by `stppo preflight`"
+    )
+
+
+def _free_host() -> float:
+    """Bytes of the host's memory that are free now or can be freed; infinite where the system does not say it."""
+    try:
+        found = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2]
+        return 1024.0 * int(found.split()[0])
+    except (OSError, ValueError, IndexError):
+        return math.inf
+
+
 def _fits(run: RunConfig, made: Estimate, machine: Machine) -> Iterator[Row]:
     memory = machine.room(made)
     kind = "GPU" if machine.gpu else "host (no GPU)"
     for phase in made.phases:
         yield Row(
             f"{kind} memory, {phase.name}",
-            _gib(memory),
+            _gib(memory) if memory > 0 else f"none of {_gib(machine.host)}: {_together(made.host)}",
             _gib(phase.total),
             phase.total <= memory,
             "see the knobs below; " + _largest(phase.parts),
@@ -260,9 +304,10 @@ def _variants(
         top = made.shape.layers // 3
         changed = replace(policy, trainable_layers=top)
         yield f"policy.trainable_layers={top}", run.model_copy(update={"policy": changed}), objective
+    if run.warm_start.trained_weights == "all" and (policy.lora or policy.trainable_layers):
+        changed = run.warm_start.model_copy(update={"trained_weights": "policy"})
+        yield "warm_start.trained_weights=policy", run.model_copy(update={"warm_start": changed}), objective
     if policy.lora is None:
-        from stppo.agent.policy import LoraSettings
-
         changed = replace(policy, lora=LoraSettings())
         yield "'policy.lora={rank: 16}'", run.model_copy(update={"policy": changed}), objective
     if made.algorithm.critic:
@@ -328,6 +373,10 @@ def text(report: Report) -> str:
 def _largest(parts: dict[str, float]) -> str:
     name = max(parts, key=parts.get)
     return f"the largest part is {name} ({_gib(parts[name])})"
+
+
+def _together(parts: dict[str, float]) -> str:
+    return " + ".join(f"{name} {_gib(size)}" for name, size in parts.items())
 
 
 def _gib(size: float) -> str:

@@ -16,7 +16,10 @@ GIB = 2**30
 
 # Assumptions.
 CUDA_CONTEXT = 1.0 * GIB  # driver, kernels, libraries' workspaces
-FRAGMENTATION = 0.04  # of what PyTorch allocates, lost between blocks
+FRAGMENTATION = 0.04  # of what PyTorch allocates on a GPU, lost between blocks
+HOST_FRAGMENTATION = (
+    0.10  # the same on the host, where glibc keeps more: so fits results/reference/smollm_comparison
+)
 ASLEEP = 1.5 * GIB  # what a sleeping vLLM keeps: CUDA graphs, workspaces
 ENGINE_STEP = 2.0 * GIB  # vLLM's own activations and logits in one step
 PROCESS = 5.0 * GIB  # host: Python, PyTorch, CUDA, vLLM, `datasets`
@@ -28,9 +31,11 @@ QUEUE_TOKEN = 40  # host: bytes that queued batches hold for one token
 
 # Measured on the CPU with a vocabulary of 151,936, or counted: bytes for one logit while a piece of logits is computed.
 LOGIT_BYTES = 22
+DRAWN_BYTES = 28  # the same where a token is drawn: logits, log-probs, probs, these and their sums in float64
 LOGITS_AT_ONCE = 2**27  # of `stppo.agent.policy`
 ROWS_AT_ONCE = 16  # of `stppo.agent.mismatch`, where micro-batches have no budget
 TRANSIENT = 1.5  # of one layer's activations: they and the gradients on the way back
+PREFILLED_AT_ONCE = 1 / 4  # of the lanes, in `stppo.agent.lanes`
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def trained_parameters(run: RunConfig, shape: Shape, critic: bool = False) -> in
 
 
 def trained_layers(run: RunConfig, shape: Shape) -> int:
-    """Layers that passes with gradients go through."""
+    """Layers that training's passes with gradients go through."""
     return min(run.policy.trainable_layers or shape.layers, shape.layers)
 
 
@@ -137,51 +142,41 @@ def longest(run: RunConfig, shape: Shape) -> int:
     return min(run.rollout.max_tokens, shape.positions)
 
 
-def micro_batch_tokens(run: RunConfig, shape: Shape) -> tuple[int, bool]:
-    """Tokens in one pass of an update at most, and whether a minibatch takes several passes."""
+def micro_batch_tokens(run: RunConfig, shape: Shape, rows: int | None = None) -> tuple[int, bool]:
+    """Tokens in one pass of an update at most, and whether a minibatch takes several passes. rows: of the minibatch; None:
+    of training's."""
     training, row = run.training, longest(run, shape)
-    minibatch = training.trajectories_per_iteration // training.minibatches * row
-    budget = training.micro_batch_tokens
+    rows = training.trajectories_per_iteration // training.minibatches if rows is None else rows
+    minibatch, budget = rows * row, training.micro_batch_tokens
     if budget is None or minibatch <= budget:
         return minibatch, False
     return max(budget // row, 1) * row, True
 
 
 def phases_of(run: RunConfig, shape: Shape, algorithm: Algorithm, gpu: float | None) -> list[Phase]:
-    """The phases of an iteration. gpu: its bytes, of which vLLM takes its share; None: all is in the host's memory.
+    """The phases of a run. gpu: its bytes, of which vLLM takes its share; None: all is in the host's memory.
 
-    roll-out: sampling. scoring: log-probs of policy and reference, values. critic, update: their passes back.
+    warm start: a supervised step or an evaluation. resumption, without a GPU: a checkpoint is read whole. roll-out:
+    sampling. evaluation: sampling in PyTorch, with as many lanes as it asks questions. scoring: log-probs of policy and
+    reference, values. critic, update: their passes back.
     """
     training, rollout = run.training, run.rollout
     half = training.precision == "bfloat16"
     kept = resting(run, shape, algorithm)
-    asleep: dict[str, float] = {}
-    if rollout.engine == "vllm" and gpu is None:
-        room = engine_room(run, shape, 0)
-        sampling = asleep = {"vLLM": room.weights + rollout.max_num_seqs * room.trajectory}
-    elif rollout.engine == "vllm":
-        share = rollout.gpu_memory_utilization * gpu
-        asleep = {"vLLM, asleep": ASLEEP} if rollout.sleep_level else {"vLLM": share}
-        sampling = {"vLLM": share}
-    else:
-        lanes = min(rollout.batch_size, training.trajectories_per_iteration)
-        cache = shape.kv_values() * (3 if half else 4) * lanes * longest(run, shape)
-        sampling = {"KV cache": cache, "logits": LOGIT_BYTES * lanes * shape.vocabulary}
-    copies = 2 * shape.linear if half and run.policy.lora is None else 0
+    asleep = _asleep(run, shape, gpu)
+    copies = _copies(run, shape)
     tokens, several = micro_batch_tokens(run, shape)
     scored = tokens
     if rollout.engine == "vllm" and training.micro_batch_tokens is None:
         scored = max(tokens, ROWS_AT_ONCE * longest(run, shape))
-    # The output layer computes in float32; frozen beside adapters it is copied to it.
-    copied_head = 4 * shape.vocabulary * shape.hidden if half and run.policy.lora is not None else 0
-    layer = (12 if half else 16) * shape.hidden + (8 if half else 16) * shape.intermediate
+    copied_head = _copied_head(run, shape)
     scoring = {
-        "activations": scored * layer,
+        "activations": scored * _passing(shape, half),
         "logits": LOGIT_BYTES * _logits(run, shape, scored) + copied_head,
         "bfloat16 copies of weights": copies,
     }
     back = {
-        "activations": tokens * _activations(run, shape),
+        "activations": tokens * _activations(run, shape, trained_layers(run, shape)),
         "bfloat16 copies of weights": copies,
     }
     trained = trained_parameters(run, shape)
@@ -198,11 +193,94 @@ def phases_of(run: RunConfig, shape: Shape, algorithm: Algorithm, gpu: float | N
     stepping = {"gradient": 4 * trained, "policy before the step": 4 * trained}
     if sum(stepping.values()) > sum(update.values()):
         update = stepping
-    phases = {"roll-out": sampling, "scoring": scoring | asleep}
+    asked = training.trajectories_per_iteration
+    if training.values == "monte_carlo" or (run.evaluation.value_error_every and algorithm.critic):
+        asked = max(
+            asked, getattr(rollout, "batch_size", 0)
+        )  # trajectories are played on from many of their states
+    phases = {"warm start": _warm_start(run, shape, gpu)}
+    if gpu is None:
+        weights = {
+            name: size for name, size in kept.items() if ": " not in name
+        }  # optimizers take the file's states
+        phases["resumption"] = weights | {
+            "checkpoint while it is read": checkpoint_bytes(run, shape, algorithm)
+        }
+    phases["roll-out"] = kept | _sampling(run, shape, gpu, asked)
+    if rollout.engine == "torch":
+        phases["evaluation"] = kept | _sampling(run, shape, gpu, run.evaluation.questions)
+    phases["scoring"] = kept | scoring | asleep
     if algorithm.critic:
-        phases["critic"] = back | {"gradient": 4 * trained_parameters(run, shape, critic=True)} | asleep
-    phases["update"] = update | asleep
-    return [Phase(name, _with_overhead(kept | parts, gpu is not None)) for name, parts in phases.items()]
+        gradient = 4 * trained_parameters(run, shape, critic=True)
+        phases["critic"] = kept | back | {"gradient": gradient} | asleep
+    phases["update"] = kept | update | asleep
+    return [Phase(name, _with_overhead(parts, gpu is not None)) for name, parts in phases.items()]
+
+
+def _asleep(run: RunConfig, shape: Shape, gpu: float | None) -> dict[str, float]:
+    """What vLLM keeps while it does not sample; nothing in PyTorch."""
+    if run.rollout.engine != "vllm":
+        return {}
+    if gpu is not None and run.rollout.sleep_level:
+        return {"vLLM, asleep": ASLEEP}
+    return _sampling(run, shape, gpu, 0)
+
+
+def _sampling(run: RunConfig, shape: Shape, gpu: float | None, asked: int) -> dict[str, float]:
+    """What sampling takes where so many trajectories are asked for: vLLM its share, PyTorch as much as its lanes."""
+    rollout = run.rollout
+    if rollout.engine == "vllm":
+        room = engine_room(run, shape, 0)
+        whole = room.weights + rollout.max_num_seqs * room.trajectory
+        return {"vLLM": whole if gpu is None else rollout.gpu_memory_utilization * gpu}
+    half, row = run.training.precision == "bfloat16", longest(run, shape)
+    lanes = min(rollout.batch_size, asked)
+    fed = min(row, max(run.world.get("max_start_tokens") or row, observation_tokens(run.world)))
+    return {
+        "KV cache": shape.kv_values() * (3 if half else 4) * lanes * row,
+        "logits": DRAWN_BYTES * lanes * shape.vocabulary + _copied_head(run, shape),
+        "activations": PREFILLED_AT_ONCE * lanes * fed * _passing(shape, half),
+        "bfloat16 copies of weights": _copies(run, shape),
+    }
+
+
+def _warm_start(run: RunConfig, shape: Shape, gpu: float | None) -> dict[str, float]:
+    """A supervised step or an evaluation, whichever takes more; between steps gradients stay. Of frozen weights, too, it
+    holds float32."""
+    settings, half = run.warm_start, run.training.precision == "bfloat16"
+    asked = max(settings.final_samples, settings.evaluate_questions, run.evaluation.questions)
+    sampling, parts = _sampling(run, shape, gpu, asked), {"policy": 4 * shape.parameters}
+    if not settings.max_steps:
+        return parts | sampling
+    trained, layers, head = shape.parameters, shape.layers, 8 * _output_layer(shape)
+    if settings.trained_weights == "policy" and (run.policy.lora or is_divided(run, shape)):
+        trained, layers, head = trained_parameters(run, shape), trained_layers(run, shape), 0
+        parts["policy"] += 4 * trained if run.policy.lora else 0
+    parts |= {"adam": optimizer_bytes("adam") * trained, "gradient": 4 * trained}
+    tokens, _ = micro_batch_tokens(run, shape, settings.batch_size)
+    step = {
+        "activations": tokens * _activations(run, shape, layers),
+        "logits": LOGIT_BYTES * _logits(run, shape, tokens),
+        "gradient of the output layer": head,
+        "bfloat16 copies of weights": 2 * shape.linear if half else 0,
+    } | _asleep(run, shape, gpu)
+    return parts | max(step, sampling, key=lambda taken: sum(taken.values()))
+
+
+def _copies(run: RunConfig, shape: Shape) -> float:
+    """Of weights in bfloat16, which autocast makes; frozen beside adapters they are bfloat16 already."""
+    return 2 * shape.linear if run.training.precision == "bfloat16" and run.policy.lora is None else 0
+
+
+def _copied_head(run: RunConfig, shape: Shape) -> float:
+    """The output layer computes in float32; frozen beside adapters it is copied to it."""
+    half = run.training.precision == "bfloat16"
+    return 4 * _output_layer(shape) if half and run.policy.lora is not None else 0
+
+
+def _passing(shape: Shape, half: bool) -> float:
+    """Bytes for one token of a pass without gradients: those of one layer."""
+    return (12 if half else 16) * shape.hidden + (8 if half else 16) * shape.intermediate
 
 
 def _logits(run: RunConfig, shape: Shape, tokens: int) -> int:
@@ -214,9 +292,9 @@ def _logits(run: RunConfig, shape: Shape, tokens: int) -> int:
     return min(agents, max(1, LOGITS_AT_ONCE // shape.vocabulary)) * shape.vocabulary
 
 
-def _activations(run: RunConfig, shape: Shape) -> float:
-    """Bytes for one token of a pass with gradients."""
-    layer, layers = saved_by_layer(run, shape), trained_layers(run, shape)
+def _activations(run: RunConfig, shape: Shape, layers: int) -> float:
+    """Bytes for one token of a pass with gradients through so many layers."""
+    layer = saved_by_layer(run, shape)
     if not run.training.gradient_checkpointing:
         return (layers - 1 + TRANSIENT) * layer
     stream = 2 if run.policy.lora is not None and run.training.precision == "bfloat16" else 4
@@ -225,7 +303,8 @@ def _activations(run: RunConfig, shape: Shape) -> float:
 
 def _with_overhead(parts: dict[str, float], on_gpu: bool) -> dict[str, float]:
     own = sum(size for name, size in parts.items() if not name.startswith("vLLM"))
-    parts = {name: size for name, size in parts.items() if size} | {"fragmentation": FRAGMENTATION * own}
+    lost = own * (FRAGMENTATION if on_gpu else HOST_FRAGMENTATION)
+    parts = {name: size for name, size in parts.items() if size} | {"fragmentation": lost}
     return parts | {"CUDA": CUDA_CONTEXT} if on_gpu else parts
 
 
@@ -264,13 +343,14 @@ def checkpoint_bytes(run: RunConfig, shape: Shape, algorithm: Algorithm) -> floa
     return size
 
 
-def host_parts(run: RunConfig, shape: Shape, algorithm: Algorithm) -> dict[str, float]:
-    """Host memory at its peak, which is a resumption: the whole checkpoint is read before it moves to the GPU."""
+def host_parts(run: RunConfig, shape: Shape, algorithm: Algorithm, on_gpu: bool) -> dict[str, float]:
+    """Host memory beside the phases. With a GPU at its peak, which is a resumption: the whole checkpoint is read before it
+    moves to the GPU. Without, that is one of the phases."""
     training, world = run.training, run.world
     real = "BenchmarkWorld" in world["_target_"]
     vllm = run.rollout.engine == "vllm"
     local = _record_files(world)
-    large = vllm or training.device != "cpu" or (real and local is None)
+    large = vllm or on_gpu or (real and local is None)
     questions = QUESTIONS if local is None else READ_FILE * sum(file.stat().st_size for file in local)
     parts = {
         "process": PROCESS if large else PLAIN_PROCESS,
@@ -279,10 +359,11 @@ def host_parts(run: RunConfig, shape: Shape, algorithm: Algorithm) -> dict[str, 
         * training.trajectories_per_iteration
         * longest(run, shape)
         * QUEUE_TOKEN,
-        "checkpoint or weights while they are read": max(
-            checkpoint_bytes(run, shape, algorithm), 4.0 * shape.parameters
-        ),
     }
+    if on_gpu:
+        parts["checkpoint or weights while they are read"] = max(
+            checkpoint_bytes(run, shape, algorithm), 4.0 * shape.parameters
+        )
     if vllm and run.rollout.sleep_level == 1:
         parts["vLLM's weights, asleep"] = engine_room(run, shape, 0).weights
     return {name: size for name, size in parts.items() if size}

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import pandas as pd
 from matplotlib.figure import Figure
-from scipy.stats import binomtest
 
 from stppo.algorithms import SPARE_COLORS
+from stppo.results.statistics import with_intervals
 from stppo.results.style import Plot, style
 
-CONFIDENCE = 0.95
 _COLORS = ("#0061A8", "#D55E00", "#009E73", *SPARE_COLORS)
 _MARKERS = "osDv^P*X"
-
-
-def with_intervals(results: pd.DataFrame, measure: str = "em") -> pd.DataFrame:
-    """Rows of `schema.BENCHMARK_COLUMNS` with `low` and `high`: Wilson's 95% interval of a share of questions.
-
-    Wilson's, because `em` +- standard error has no width at 0 and 1. ValueError for a measure that is no such share.
-    """
-    counts = results[measure] * results["n_questions"]
-    if (counts - counts.round()).abs().max() > 1e-6:
-        raise ValueError(f"{measure} is no share of questions, so it has no binomial interval")
-    intervals = [
-        binomtest(int(count), int(n)).proportion_ci(CONFIDENCE, "wilson")
-        for count, n in zip(counts.round(), results["n_questions"], strict=True)
-    ]
-    return results.assign(low=[i.low for i in intervals], high=[i.high for i in intervals])
 
 
 def match_table(results: pd.DataFrame, measure: str = "em") -> pd.DataFrame:

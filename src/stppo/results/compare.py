@@ -12,7 +12,7 @@ from stppo import schema
 from stppo.foreign import parse_json
 from stppo.results.outcomes import with_zeros
 from stppo.results.runs import recorded, stopped_at, told_apart
-from stppo.results.statistics import area_under_curve, final_mean
+from stppo.results.statistics import area_under_curve, final_mean, with_intervals
 
 MEASURES = ("start", "final", "auc", "highest")
 KINDS = ("sampled", "greedy")
@@ -105,6 +105,21 @@ def text(table: pd.DataFrame) -> str:
             ]
             shown[f"{measure} {kind}"] = cells
     return shown.to_string(index=False)
+
+
+def before_and_after(evaluations: pd.DataFrame) -> str | None:
+    """One line on a run's evaluations (`schema.EVALUATION_COLUMNS`): success of the first and the last, sampled and greedy,
+    each with its interval over questions. None where there are none."""
+    if evaluations.empty:
+        return None
+    parts = []
+    for kind in KINDS:
+        rows = evaluations[(evaluations["temperature"] == 0) == (kind == "greedy")].sort_values("iteration")
+        ends = with_intervals(rows.iloc[sorted({0, len(rows) - 1})] if len(rows) else rows, "success")
+        shown = [f"{end.success:.2f} [{end.low:.2f}, {end.high:.2f}]" for end in ends.itertuples()]
+        parts += [f"{kind} {' to '.join(shown)}"] if shown else []
+    asked = evaluations["n_questions"].iloc[-1]
+    return f"success on {asked} unseen questions, before and after [95 % Wilson interval]: {', '.join(parts)}"
 
 
 def _measures(rows: pd.DataFrame, stopped: float | None, horizon: int) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Trends over iterations and the numbers that stand for a curve. Intervals over worlds: `results.resampling`."""
+"""Trends over iterations, the numbers that stand for a curve, and intervals over questions. Those over worlds:
+`results.resampling`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import binomtest
+
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -52,3 +57,18 @@ def area_under_curve(x: ArrayLike, y: ArrayLike) -> float:
     """Mean height of a curve over its range of x, by the trapezoidal rule; NaN for fewer than two points."""
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     return float(np.trapezoid(y, x) / np.ptp(x)) if len(x) > 1 else math.nan
+
+
+def with_intervals(results: pd.DataFrame, measure: str = "em") -> pd.DataFrame:
+    """Rows of `schema.BENCHMARK_COLUMNS` with `low` and `high`: Wilson's 95% interval of a share of questions.
+
+    Wilson's, because `em` +- standard error has no width at 0 and 1. ValueError for a measure that is no such share.
+    """
+    counts = results[measure] * results["n_questions"]
+    if (counts - counts.round()).abs().max() > 1e-6:
+        raise ValueError(f"{measure} is no share of questions, so it has no binomial interval")
+    intervals = [
+        binomtest(int(count), int(n)).proportion_ci(CONFIDENCE, "wilson")
+        for count, n in zip(counts.round(), results["n_questions"], strict=True)
+    ]
+    return results.assign(low=[i.low for i in intervals], high=[i.high for i in intervals])

@@ -80,14 +80,14 @@ def evaluate_checkpoint(
     """
     if unknown := [name for name in decodings if name not in DECODINGS]:
         raise ValueError(f"decoding must be of {', '.join(DECODINGS)}, got {unknown[0]!r}")
+    folder = _policy_folder(checkpoint)
     # The checkpoint is the policy: the sizes of the config's own limit nothing here.
-    settings = validate(config | {"policy": config["policy"] | {"pretrained": str(checkpoint)}})
+    settings = validate(config | {"policy": config["policy"] | {"pretrained": str(folder)}})
     world: World = build(config["world"], "world")
     test = _unseen(
         world.questions("test"), trained_on or _config_of(checkpoint), config["world"].get("records")
     )
     asked = sample_of_each(test, questions, seed)
-    folder = _policy_folder(checkpoint)
     policy = load_policy(folder, settings.policy.attention)
     reads = find_tokenizer(folder, world, tokenizer)
     check_vocabulary(policy, reads)

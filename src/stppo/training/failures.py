@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stppo.agent.compute import is_out_of_memory
+from stppo.agent.compute import is_out_of_memory, resolve_device
 from stppo.agent.rollout import EngineOutOfMemory
 from stppo.settings import RunConfig
 
@@ -23,12 +23,14 @@ def what_stopped(error: Exception, settings: RunConfig, run_dir: Path, iteration
         )
     if not is_out_of_memory(error):
         return None
-    again = []
-    if settings.policy.lora is None:
+    policy, again = settings.policy, _lanes(settings)
+    if policy.pretrained is not None and policy.trainable_layers is None:
+        again.append("policy.trainable_layers=N (the top N alone)")
+    if policy.lora is None:
         again.append("'policy.lora={rank: 16}'")
-    if settings.training.optimizer == "adam":
-        again.append("training.optimizer=adam8bit")
-    anew = f"; or, as another run, set {' or '.join(again)}" if again else ""
+    if settings.training.optimizer == "adam" and resolve_device(settings.training.device).type == "cuda":
+        again.append("training.optimizer=adam8bit")  # which a CPU does not have
+    anew = f"; or, as another run, {' or '.join(again)}" if again else ""
     return RunStopped(
         f"{_out_of_memory(error, settings)}, and go on from the newest checkpoint with --out {run_dir}{anew}"
     )
@@ -38,7 +40,17 @@ def warm_start_stopped(error: Exception, settings: RunConfig) -> RunStopped | No
     """The one-line form of an error for want of memory in a warm start; None for any other."""
     if not is_out_of_memory(error):
         return None
-    return RunStopped(f"warm start: {_out_of_memory(error, settings)}, and run the same command again")
+    policy, other = settings.policy, _lanes(settings)
+    if settings.warm_start.trained_weights == "all" and (policy.lora or policy.trainable_layers):
+        other.append("warm_start.trained_weights=policy")
+    knobs = ", ".join([_out_of_memory(error, settings), *other])
+    return RunStopped(f"warm start: {knobs}, and run the same command again")
+
+
+def _lanes(settings: RunConfig) -> list[str]:
+    """Fewer trajectories at once, in PyTorch; a checkpoint does not go on under it, for other samples are drawn."""
+    rollout = settings.rollout
+    return [f"lower rollout.batch_size (now {rollout.batch_size})"] if rollout.engine == "torch" else []
 
 
 def _out_of_memory(error: Exception, settings: RunConfig) -> str:

@@ -141,7 +141,7 @@ def _texts(ids: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) 
     return texts
 
 
-def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int = 3) -> None:
+def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int) -> None:
     """`trajectory_records` as a file of the run."""
     write_json(run_dir / TRAJECTORIES_FILE, trajectory_records(rollout, sampler.tokenizer, n))
 

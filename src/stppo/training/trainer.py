@@ -276,10 +276,11 @@ class Trainer:
         except FloatingPointError as stop:  # the roll-out raises it too, on non-finite logits
             log.error("run stopped: %s; metrics up to here are kept in %s", stop, self.run_dir)
             return self._write(NON_FINITE, {"what": str(stop), "update": self.update})
+        n = self.settings.evaluation.trajectories
         _, rollout = evaluate(
-            self.evaluator, self.policy, self.evaluation_questions[:3], False, seed=self.settings.seed
+            self.evaluator, self.policy, self.evaluation_questions[:n], False, seed=self.settings.seed
         )
-        write_sample(self.run_dir, self.sampler, rollout)
+        write_sample(self.run_dir, self.sampler, rollout, n)
         self._checkpoint()  # kept, so that running a finished run again repeats nothing
         return None
 

@@ -55,6 +55,7 @@ from stppo.training.metrics import evaluate
 from stppo.training.optimizers import make_optimizer
 from stppo.training.processes import in_own_process
 from stppo.trajectories import Trajectories
+from stppo.waiting import saying
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.environment import Episode
 from stppo.world.knowledge import SyntheticWorld
@@ -184,10 +185,11 @@ def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -
         # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
         evaluated = evaluation_questions(world, run.evaluation.questions)
         Board(sampler, evaluated)  # whether they fit shows before anything is trained
-        if data is not None and world.tokenizer is None:  # real questions are of any length
+        if world.tokenizer is None:  # real questions are of any length
             asked = world.questions("train")
-            for start in range(0, len(asked), 1024):
-                Board(sampler, asked[start : start + 1024])
+            with saying(f"looking whether {len(asked)} training questions fit into a trajectory"):
+                for start in range(0, len(asked), 1024):
+                    Board(sampler, asked[start : start + 1024])
         if data is not None and _reading_steps(run, world):
             history += _read(policy, world, encoder, run, progress)
         if data is not None:
