@@ -199,7 +199,7 @@ class Trainer:
     # ---- the loop -------------------------------------------------------------------------------
 
     def train(self, resume: str = "auto") -> dict[str, Any]:
-        """Train to the end and return the run's record (`run.json`).
+        """Train to the end and return the run's record (`run.json`); that of a finished run as it stands, nothing written.
 
         resume: "auto" continues from a checkpoint if there is one and raises ValueError where it does not
         fit; "set_aside" renames such a checkpoint and starts again; "never" ignores checkpoints.
