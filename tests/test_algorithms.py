@@ -11,6 +11,7 @@ from stppo import config as configs
 from stppo import config_files
 from stppo.algorithms import LINES, ORDER, OWN, algorithms, aliases, look
 from stppo.config import ConfigError, fingerprint, identity_section, run_section
+from stppo.results.curves import GREY
 
 BASED_ON_TURN_PPO = "defaults: [turn_ppo]\nname: {}\n{}"
 
@@ -42,6 +43,10 @@ def test_every_shipped_row_says_everything():
         assert rows[name].line == LINES.get(rows[name].granularity, OWN)
         assert rows[name].prior is not None, f"{name} says neither a prior of its knob nor that it has none"
     assert len({row.color for row in rows.values()}) == len(rows)
+    for row in rows.values():
+        red, green, blue = (int(row.color[i : i + 2], 16) for i in (1, 3, 5))
+        grey = max(red, green, blue) - min(red, green, blue) < 24
+        assert not (grey and red > 0x70), f"{row.name} looks like token PPO's line behind the others ({GREY})"
     assert aliases()["so_ppo"] == "st_ppo" and look("so_ppo") == rows["st_ppo"]
 
 

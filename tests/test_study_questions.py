@@ -90,11 +90,11 @@ def test_many_panels_stand_in_two_columns_and_are_read_downwards():
     assert left == [0, 0, 0, 1, 1, 1, 1]
 
 
-def test_an_incomplete_factorial_has_no_effect_and_the_title_says_who_ends_highest():
+def test_an_incomplete_factorial_has_no_effect_and_the_title_says_from_where_to_where_arms_end():
     ends = {name: end for name, end in ENDS.items() if name != "s_ppo"}
     assert effects(runs(**ends), {"factorial": FACTORIAL}).empty
     plot = questions_figure(runs(**ends), {"factorial": FACTORIAL})
-    assert plot.title == "Of 3 arms “ST-PPO (SO-PPO)” ends highest, at 0.80"
+    assert plot.title == "3 arms end from 0.80 (“ST-PPO (SO-PPO)”) down to 0.20 (“token PPO”)"
 
 
 def test_a_question_whose_recorded_arms_are_shown_already_gets_no_panel():

@@ -75,6 +75,7 @@ def questions_figure(metrics: Metrics, groups: Mapping[str, Group] | None = None
     question = "Which arm answers what? Final success of every run, sampled, and the mean over worlds."
     bar = Line2D([], [], color="#222222", linewidth=2, marker="|", markersize=11, markeredgewidth=2)
     firm = any(metrics.arm(*arm)["world_seed"].nunique() >= fewest_worlds(LEVEL) for arm in drawn)
+    bar.set_linestyle("-" if firm else "none")
     bar.set_label(f"mean, {LEVEL:.0%} interval over worlds".replace("%", " %") if firm else "mean")
     columns = _columns({name: ROW * len(rows) + HEAD for name, rows in panels.items()})
     height, width = max(sum(column.values()) for column in columns), WIDTH * (1 + 0.7 * (len(columns) - 1))
@@ -123,7 +124,7 @@ def _columns(heights: Mapping[str, float]) -> list[dict[str, float]]:
 
 
 def _title(metrics: Metrics, groups: Mapping[str, Group], found: pd.DataFrame) -> str:
-    """The effects of all factorials in words, or who ends highest of the first question's arms."""
+    """The effects of all factorials in words, or from where to where the first question's arms end."""
     if len(found):
         clear = (found["low"] > 0) | (found["high"] < 0)
         told = [
@@ -137,9 +138,12 @@ def _title(metrics: Metrics, groups: Mapping[str, Group], found: pd.DataFrame) -
         said += [f"{few_words(found['worlds'][few].max())}: {names[1]}"] if names[1] else []
         return ". ".join(said)
     group = next(group for group in groups.values() if len(_recorded(metrics, group)) > 1)
-    regime, best = _recorded(metrics, group)[0]
-    end = metrics.arm(regime, best).groupby("world_seed")["final"].mean().mean()
-    return f"Of {len(_recorded(metrics, group))} arms “{metrics.look(best).label}” ends highest, at {end:.2f}"
+    ends = [
+        (metrics.arm(*arm).groupby("world_seed")["final"].mean().mean(), metrics.look(arm[1]).label)
+        for arm in _recorded(metrics, group)
+    ]
+    (most, first), *_, (least, last) = ends
+    return f"{len(ends)} arms end from {most:.2f} (“{first}”) down to {least:.2f} (“{last}”)"
 
 
 def _panel(
