@@ -1,9 +1,8 @@
 """Roll-outs by our PyTorch sampler and by vLLM, side by side, on one core: python benchmarks/rollouts.py MODEL [--json FILE].
 
 MODEL: a pretrained model that searches, such as a warm start of preset `smollm`. It answers made-up questions over made-up
-passages in two turns, sampled at temperature 1. Each engine runs in a process of its own, with one thread and both precisions
-(bfloat16 where the processor multiplies it), 32 and 64 trajectories at once, three times after one that does not count; a
-cell is the median. vLLM's prefix cache holds within a roll-out, as in training, where weights change in between. With one
+passages in at most three turns, sampled at temperature 1. Each engine runs in a process of its own, with one thread, 32 and 64
+trajectories at once, three times after one that does not count; a cell is the median. vLLM's prefix cache holds within a roll-out, as in training, where weights change in between. With one
 environment for both: `make test-engines` makes `.venv-engines`.
 """
 
@@ -17,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-ENGINES, SIZES, PRECISIONS, TIMES = ("torch", "vllm"), (32, 64), ("float32", "bfloat16"), 3
+ENGINES, SIZES, TIMES = ("torch", "vllm"), (32, 64), 3
 
 
 def measure(engine: str, model: str, precision: str) -> list[dict]:
@@ -88,10 +87,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs=2, metavar=("ENGINE", "PRECISION"))
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--only", choices=ENGINES)
     options = parser.parse_args()
     if options.only:
-        print(json.dumps(measure(options.only[0], options.model, options.only[1])))
+        print(json.dumps(measure(options.only, options.model, options.precision)))
         return
     from stppo.provenance import environment
 
@@ -101,25 +101,16 @@ def main() -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    for precision in PRECISIONS:
-        for engine in ENGINES:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.rollouts",
-                options.model,
-                "--only",
-                engine,
-                precision,
-            ]
-            done = subprocess.run(["taskset", "-c", "0", *command], capture_output=True, text=True, env=one)
-            if done.returncode:
-                raise SystemExit(done.stderr[-2000:])
-            rows += json.loads(done.stdout.strip().splitlines()[-1])
-            print(json.dumps(rows[-len(SIZES) :], indent=1), flush=True)
+    for engine in ENGINES:
+        command = [sys.executable, "-m", "benchmarks.rollouts", options.model, "--only", engine]
+        command = ["taskset", "-c", "0", *command, "--precision", options.precision]
+        done = subprocess.run(command, capture_output=True, text=True, env=one)
+        if done.returncode:
+            raise SystemExit(done.stderr[-2000:])
+        rows += json.loads(done.stdout.strip().splitlines()[-1])
+        print(json.dumps(rows[-len(SIZES) :], indent=1), flush=True)
     if options.json:
-        about = {**environment(), "load_average": os.getloadavg()[0]}
-        options.json.write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -915,6 +915,33 @@ def test_vcpo(benchmark):
     assert f"{said(one)} with one try, {said(five)} with five." in LEADERS
 
 
+def test_table_of_roll_outs_side_by_side():
+    page = (ROOT / "docs/howto/pretrained-models.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "results/reference/speed/rollouts.json").read_text(encoding="utf-8"))["rows"]
+    assert {row["precision"] for row in rows} == {"bfloat16"}
+    shown = re.findall(
+        r"^\| (torch|vllm) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (?:(\d+) %)? ?\| ?(?:([.\d]+) )?\|$",
+        page,
+        re.M,
+    )
+    keys = ("tokens_per_second", "agent_tokens_per_second", "cpu_seconds")
+    assert [cells[:5] for cells in shown] == [
+        (row["engine"], str(row["trajectories"]), *(f"{row[key]:.0f}" for key in keys)) for row in rows
+    ]
+    for (*_, cached, mismatch), row in zip(shown, rows, strict=True):
+        if row["engine"] == "vllm":
+            assert (cached, mismatch) == (
+                f"{100 * row['prefix_cache_hit_rate']:.0f}",
+                f"{row['mismatch_mean']:.3f}".lstrip("0"),
+            )
+    torch_, vllm = rows[:2], rows[2:]
+    faster = [
+        ours["tokens_per_second"] / theirs["tokens_per_second"]
+        for ours, theirs in zip(torch_, vllm, strict=True)
+    ]
+    assert "PyTorch samples {:.1f} and {:.1f} times as many".format(*faster) in " ".join(page.split())
+
+
 # ---- the index of recorded runs ---------------------------------------------------------------------
 def test_index_of_recorded_runs_names_every_folder_with_its_runs():
     reference = ROOT / "results/reference"
