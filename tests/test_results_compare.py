@@ -157,3 +157,11 @@ def test_success_before_and_after_is_that_of_the_ends_with_intervals():
     started = before_and_after(played[:2])  # stopped before another evaluation
     assert started.endswith("sampled 0.00 [0.00, 0.16], greedy 0.25 [0.11, 0.47]")
     assert before_and_after(played[:0]) is None and "greedy" not in before_and_after(played[1:3])
+
+
+def test_success_that_a_table_has_rounded_is_a_share_all_the_same():
+    """A run that ended earlier is told from its tables, which hold float32."""
+    played = pd.DataFrame(
+        {"iteration": [0], "temperature": [0.0], "success": [99 / 300], "n_questions": [300]}
+    )
+    assert before_and_after(played.astype({"success": "float32"})) == before_and_after(played)
