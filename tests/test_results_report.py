@@ -118,6 +118,18 @@ def test_everything_that_was_trained_appears(page, results):
     assert len(rows) == 9 + 1, "one a run, below the heading"
 
 
+def test_each_of_a_few_runs_has_its_success_before_and_after_with_intervals(page, results, monkeypatch):
+    lines = re.findall(
+        r"<li>([^<]*): success on 256 unseen questions, before and after \[95 % Wilson interval\]: ([^<]*)</li>",
+        page.text,
+    )
+    assert len(lines) == 9 and "token PPO, seed 1" in dict(lines)
+    assert all(re.match(r"sampled [.\d]+ \[[.\d]+, [.\d]+\] to [.\d]+ \[", told) for _, told in lines)
+    monkeypatch.setattr("stppo.results.report.FEW", 8)
+    many = render_report(results / "mine", None, results / "mine" / "many.html")
+    assert "Wilson" not in many.read_text(encoding="utf-8")
+
+
 def test_names_are_text_wherever_they_stand(page):
     assert HOSTILE not in page.text and not [tag for tag, _ in page.tags if tag == "script"]
 

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stppo import schema
 from stppo.files import write_atomically
+from stppo.results.compare import before_and_after
 from stppo.results.figures import FIGURES
 from stppo.results.findings import main_regime
 from stppo.results.runs import Metrics, load_metrics
@@ -22,6 +23,7 @@ from stppo.results.runs import Metrics, load_metrics
 METRICS, FIGURE_FOLDER, CLAIMS = "metrics", "figures", "claims"
 CLAIM_COLUMNS = ("id", "claim", "measured", "estimate", "low", "high", "threshold", "worlds", "verdict")
 UNFOLDED = ("learning", "clip_ratio", "tolerance")  # shown before anything is unfolded, in this order
+FEW = 12  # runs up to which each one's success before and after is told with its intervals over questions
 OTHERS = "more"  # group of figures that the registry does not know: a reader's own
 
 
@@ -135,6 +137,13 @@ def _runs(metrics: Metrics, results_dir: Path, page: Path) -> list[dict[str, Any
         link = Path(os.path.relpath(notebook, page.parent)).as_posix() if notebook.is_file() else None
         rows.append(row | {"learning_rate": metrics.settings(record)["learning_rate"], "link": link})
     return rows
+
+
+def _ends(metrics: Metrics) -> list[tuple[str, str]]:
+    """Each run's name, and its success before and after with intervals over questions, which one run alone can have."""
+    told = (before_and_after(metrics.select(metrics.evaluations, record)) for record in metrics.runs)
+    names = (f"{metrics.look(record['algorithm']).label}, seed {record['seed']}" for record in metrics.runs)
+    return [(name, line) for name, line in zip(names, told, strict=True) if line]
 
 
 # ---- provenance ---------------------------------------------------------------------------------
@@ -275,6 +284,7 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         folded=_by_group(section for section in sections if section.name not in UNFOLDED),
         not_drawn=[name for name in FIGURES if name not in shown],
         runs=_runs(metrics, results_dir, page),
+        ends=_ends(metrics) if len(metrics.runs) <= FEW else [],
         notebooks=_notebooks(results_dir, page),
         provenance=provenance(metrics),
         reference_provenance=provenance(theirs) if theirs else None,
