@@ -20,7 +20,7 @@ from stppo.agent.rollout import Rollout
 from stppo.agent.rollout_torch import TorchRollout
 from stppo.agent.tiny_model import make_tiny_model
 from stppo.retrieval.client import RetrievalClient, RetrievalUnavailable
-from stppo.training.evaluation import evaluate_checkpoint, ratio_and_error, summarise
+from stppo.training.evaluation import evaluate_checkpoint, ratio_and_error, replies_of, summarise
 from stppo.training.metrics import evaluate, trajectory_records, write_tables
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import warm_start
@@ -157,6 +157,12 @@ def test_each_benchmark_and_decoding_has_its_row_and_its_folder(bench, overrides
     assert whole["results"] == rows and whole["environment"]["versions"]["torch"]
     part = json.loads((tmp_path / "nq" / "sampled" / schema.RESULT_FILE).read_text())
     assert [question["id"] for question in part["questions"]] == [f"nq-{i}" for i in range(1, 8)]
+    replies = replies_of(tmp_path)
+    means = replies.groupby(["benchmark", "decoding"])[["em", "searches"]].agg(["size", "mean"])
+    for row in rows:
+        of = means.loc[(row["benchmark"], row["decoding"])]
+        assert (of["em", "size"], of["em", "mean"]) == (row["n_questions"], row["em"])
+        assert of["searches", "mean"] == pytest.approx(row["searches"])
     kept = json.loads((tmp_path / "nq" / "sampled" / schema.TRAJECTORIES_FILE).read_text())
     assert [set(record) for record in kept] == [set(schema.TRAJECTORY_FIELDS)] * 2
     assert kept[0]["question"] == NQ[0]["question"] and "<|im_start|>" in kept[0]["tokens"]

@@ -149,6 +149,17 @@ def evaluate_checkpoint(
         return found
 
 
+def replies_of(out: Path) -> pd.DataFrame:
+    """Every reply that an evaluation's folder holds: benchmark, decoding, id (of the question), reply, em (0 or 1), searches."""
+    parts = [
+        pd.DataFrame(parse_json(file.read_bytes())["questions"]).assign(
+            benchmark=file.parts[-3], decoding=file.parts[-2]
+        )
+        for file in sorted(out.glob(f"*/*/{RESULT_FILE}"))
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
 def summarise(episodes: Sequence[Episode]) -> dict[str, float]:
     """`BENCHMARK_MEANS` of finished episodes, each with its standard error over questions (`_se`).
 
