@@ -60,7 +60,7 @@ def measure(engine: str, model: str, precision: str) -> list[dict]:
                 )
             wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
             batch = rollout.trajectories
-            rows_of_one = {
+            measured = {
                 "tokens_per_second": float(batch.lengths.sum()) / wall,
                 "agent_tokens_per_second": float(batch.agent_mask.sum()) / wall,
                 "cpu_seconds": cpu,
@@ -68,7 +68,7 @@ def measure(engine: str, model: str, precision: str) -> list[dict]:
                 "prefix_cache_hit_rate": rollout.metrics.get("prefix_cache_hit_rate"),
                 "mismatch_mean": rollout.metrics.get("mismatch_mean"),
             }
-            found += [rows_of_one] if repeat else []
+            found += [measured] if repeat else []
         middle = {
             name: None if found[0][name] is None else statistics.median(row[name] for row in found)
             for name in found[0]

@@ -42,7 +42,7 @@ def test_every_cell_runs_and_no_passage_of_the_training_is_asked_for(small, tmp_
         if cell["cell_type"] == "code"
         for output in cell["outputs"]
     )
-    for said in ("of a training question too", "hops", "searches a question", "outside [0.8, 1.2]"):
+    for said in ("an answer of a training question", "hops", "searches a question", "outside [0.8, 1.2]"):
         assert said in printed, said
 
     trained = {

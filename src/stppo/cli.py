@@ -147,7 +147,7 @@ def _warn_of_memory(run: RunConfig, warned: set[str]) -> None:
     try:
         line = shortage(run)
     except Exception as error:  # an estimate that fails must not stop a run
-        log.debug("memory was not estimated: %s", error)
+        log.warning("memory was not estimated (%s: %s)", type(error).__name__, error)
         return
     if line is not None and line not in warned:
         log.warning("%s", line)

@@ -112,15 +112,13 @@ def before_and_after(evaluations: pd.DataFrame) -> str | None:
     each with its interval over questions. None where there are none."""
     if evaluations.empty:
         return None
-    asked = evaluations["n_questions"]
-    right = (evaluations["success"] * asked).round()  # tables keep five digits
-    evaluations, parts = evaluations.assign(success=right / asked), []
+    parts = []
     for kind in KINDS:
         rows = evaluations[(evaluations["temperature"] == 0) == (kind == "greedy")].sort_values("iteration")
         ends = with_intervals(rows.iloc[sorted({0, len(rows) - 1})] if len(rows) else rows, "success")
         shown = [f"{end.success:.2f} [{end.low:.2f}, {end.high:.2f}]" for end in ends.itertuples()]
         parts += [f"{kind} {' to '.join(shown)}"] if shown else []
-    return f"success on {asked.iloc[-1]} unseen questions, before and after [95 % Wilson interval]: {', '.join(parts)}"
+    return f"success on {evaluations['n_questions'].iloc[-1]} unseen questions, before and after [95 % Wilson interval]: {', '.join(parts)}"
 
 
 def _measures(rows: pd.DataFrame, stopped: float | None, horizon: int) -> dict[str, float]:

@@ -270,14 +270,13 @@ def _unseen(asked: list[Question], trained_on: Config, records: Any) -> list[Que
     section = trained_on.get("world", {})
     if not section.get("train") or section.get("split_by") != "gold_title":
         return asked
-    kind = {field.name for field in dataclasses.fields(BenchmarkWorld)} - {
+    of_a_corpus = {
         "corpus",
         "retriever",
         "only_in_corpus",
-    }
-    fields = {name: value for name, value in section.items() if name in kind} | {
-        "corpus": CONTEXTS
-    }  # no code of the file's
+    }  # not needed here, and a retriever would be the file's code
+    known = {field.name for field in dataclasses.fields(BenchmarkWorld)} - of_a_corpus
+    fields = {name: value for name, value in section.items() if name in known} | {"corpus": CONTEXTS}
     try:
         kept = BenchmarkWorld(**fields).unseen(asked)
     except OSError as error:
