@@ -137,7 +137,6 @@ def test_tokens_that_no_text_is_split_into_stay_whole(tmp_path, family):
     assert tokenizer.decode(ids, skip_special_tokens=True) == f"the {MARK}t"
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_a_question_holds_no_control_token_of_the_file(tmp_path, family):
     write_gguf(tmp_path / "tiny.gguf", family)
     encoder = DialogueEncoder(Protocol(), load_tokenizer(fetch(str(tmp_path / "tiny.gguf")).folder))
@@ -148,6 +147,14 @@ def test_a_file_that_lacks_a_tensor_is_refused_by_its_name(tmp_path, family):
     write_gguf(tmp_path / "tiny.gguf", family, without="blk.1.ffn_up.weight")
     name = {"gpt2": "transformer.h.1.mlp.c_fc.weight"}.get(family, "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(ValueError, match=rf"tiny\.gguf cannot be converted \({name} is missing") as error:
+        fetch(str(tmp_path / "tiny.gguf"))
+    one_line(error)
+
+
+@pytest.mark.parametrize("scaled", [{"scaling": "yarn"}, {"frequency_factor": 8.0}])
+def test_a_file_whose_scaled_positions_would_be_lost_is_refused(tmp_path, scaled):
+    write_gguf(tmp_path / "tiny.gguf", **scaled)
+    with pytest.raises(ValueError, match=r"tiny\.gguf scales its rotary positions.*from the hub") as error:
         fetch(str(tmp_path / "tiny.gguf"))
     one_line(error)
 

@@ -25,10 +25,13 @@ def write_gguf(
     tied: bool = True,
     seed: int = 0,
     without: str | None = None,
+    scaling: str = "none",
+    frequency_factor: float = 1.0,
 ) -> dict[str, np.ndarray]:
     """Write the model; returns its weights by the names that GGUF has for them. In it <|im_end|> is the end token.
 
-    without: name of a tensor that is left out."""
+    without: name of a tensor that is left out. scaling, frequency_factor: how rotary positions are scaled, by a named method or
+    by a tensor."""
     rng = np.random.default_rng(seed)
     kinds = dict.fromkeys((PAD, START, END), gguf.TokenType.CONTROL)
     kinds |= dict.fromkeys([*sorted(ByteLevel.alphabet()), "Ġt", "he"], gguf.TokenType.NORMAL)
@@ -64,6 +67,8 @@ def write_gguf(
         weights[name] = (1 + scale if len(shape) == 1 else scale).astype(np.float32)
         if name != without:
             writer.add_tensor(name, weights[name])
+    writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
+    writer.add_tensor("rope_freqs.weight", np.full(HIDDEN // HEADS // 2, frequency_factor, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -257,7 +257,8 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import gguf  # an extra, as transformers wants it too
 
     try:
-        fields = gguf.GGUFReader(file).fields
+        reader = gguf.GGUFReader(file)
+        fields = reader.fields
         architecture = fields["general.architecture"].contents()
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError) as error:
         raise ValueError(
@@ -268,6 +269,7 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise ValueError(
             f"{file.name} is of the architecture {architecture}; what trains here is {', '.join(FAMILIES)}"
         )
+    _refuse_scaled_positions(file, reader, architecture)
     try:
         here = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
         shape = AutoConfig.from_pretrained(**here)
@@ -291,6 +293,17 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise ValueError(
             f"{file} cannot be converted ({first}); get it again, or take another file"
         ) from error
+
+
+def _refuse_scaled_positions(file: Path, reader: Any, architecture: str) -> None:
+    """ValueError where rotary positions are scaled, as Llama 3.1's are: transformers' conversion would leave that out."""
+    scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
+    factors = (tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    if (scaling and scaling.contents() != "none") or any((values != 1).any() for values in factors):
+        raise ValueError(
+            f"{file.name} scales its rotary positions, which its conversion to transformers would lose; "
+            "fetch the model's folder from the hub instead"
+        )
 
 
 def _keep_whole(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> None:

@@ -36,6 +36,9 @@ class DialogueEncoder:
     def __init__(self, protocol: Protocol, tokenizer: Any) -> None:
         self.protocol, self.tokenizer = protocol, tokenizer
         self._texts: dict[int, str] = {}  # of single tokens, as they come up
+        added = tokenizer.added_tokens_decoder.values()
+        control = {str(token) for token in added if token.special}
+        self._control = sorted({*tokenizer.all_special_tokens, *control})
         self._closing = self._encode(protocol.closing_text)
         if len(self._closing) >= protocol.max_observation_tokens:
             raise ValueError(
@@ -49,10 +52,9 @@ class DialogueEncoder:
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """`prompt` of each text; one call of the tokenizer for all."""
-        special = self.tokenizer.all_special_tokens
         rendered = []
         for text in texts:
-            for token in special:
+            for token in self._control:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
             rendered.append(render_prompt(self.tokenizer, text))
         found = self.tokenizer(rendered, add_special_tokens=False)["input_ids"] if rendered else []
