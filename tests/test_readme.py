@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from scipy import stats
 
 ROOT = Path(__file__).parents[1]
@@ -650,6 +651,36 @@ def test_table_of_the_searched_rates():
             gained = said(curve.loc[20, "success"] - curve.loc[0, "success"])
             word = "greedy success rises" if decoding == "greedy" else "sampled success"
             assert f"{word} by {gained}" in " ".join(page.split())
+
+
+def test_table_of_the_comparison():
+    page = (SMOLLM / "README.md").read_text(encoding="utf-8")
+    metrics = ROOT / "results/reference/smollm_comparison/metrics"
+    runs = pd.read_csv(metrics / "summary.csv")
+    rows = pd.read_parquet(metrics / "evaluations.parquet").set_index(
+        ["algorithm", "seed", "temperature", "iteration"]
+    )
+    preset = yaml.safe_load((ROOT / "configs/preset/smollm_comparison.yaml").read_text(encoding="utf-8"))
+    arms, seeds = preset["pipeline"]["regimes"]["COMPARISON"].values()
+    assert f"## The comparison, {len(runs)} of {len(arms) * len(seeds)} runs so far" in page
+    shown = re.findall(r"^\| [^|]+ \(`(\w+)`\) \| (\d) \| ([^|]+) \| ([^|]+) \| ([.\d]+) \|$", page, re.M)
+    assert [(name, int(seed)) for name, seed, *_ in shown] == [
+        *zip(runs["algorithm"], runs["seed"], strict=True)
+    ]
+    for name, seed, *curves, valid in shown:
+        run = rows.loc[(name, int(seed))]
+        for temperature, curve in enumerate(curves):
+            assert curve == ", ".join(said(run.loc[(temperature, i), "success"]) for i in (0, 20, 40)), name
+        assert valid == said(run.loc[(0, 40), "valid_format_rate"])
+
+
+def test_when_token_ppo_broke_for_good_in_the_comparison():
+    page = (SMOLLM / "README.md").read_text(encoding="utf-8")
+    rows = pd.read_parquet(ROOT / "results/reference/smollm_comparison/metrics/iterations.parquet")
+    run = rows[(rows["algorithm"] == "token_ppo") & (rows["seed"] == 1)].set_index("iteration")
+    lost = run["valid_format_rate"] == 0
+    first = int(re.search(r"from iteration (\d+) on none of its trajectories holds a valid turn", page)[1])
+    assert lost[first:].all() and not lost[: first - 1].any()
 
 
 def test_memory_of_the_language_models_runs_is_told_with_its_aim():
