@@ -74,6 +74,7 @@ class RunRecord(TypedDict):
     policy_parameters: int
     world: str
     warm_start_seed: int
+    warm_start_folder: str
     world_seed: int
     config_fingerprint: str
     code_hash: str
@@ -103,6 +104,7 @@ RUN_FIELDS: dict[str, str] = {
     "policy_parameters": "number of trainable parameters of the policy, critic not counted",
     "world": "name of the world config, e.g. synthetic",
     "warm_start_seed": "seed of the supervised start",
+    "warm_start_folder": "name of the folder with the supervised start; another version of the code would name it differently",
     "world_seed": "seed of the synthetic knowledge base",
     "config_fingerprint": "hash of the composed config",
     "code_hash": "hash of the syntax tree of every module that training imports",

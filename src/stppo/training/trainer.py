@@ -133,6 +133,7 @@ class Trainer:
         torch.manual_seed(self.settings.seed)
         self.generator = torch.Generator().manual_seed(self.settings.seed)
         warm_start_dir = Path(warm_start_dir)
+        self.warm_start_folder = warm_start_dir.name
         with saying(f"reading the weights of {warm_start_dir}"):
             policy, self.warm_start, weights = load_warm_start(warm_start_dir, self.settings.policy.attention)
         if self.warm_start.get("made_for") != made_for(config):
@@ -496,6 +497,7 @@ class Trainer:
             "preset": self.config["preset"],
             "world": self.config["world"]["_target_"].rsplit(".", 1)[-1].removesuffix("World").lower(),
             "warm_start_seed": self.settings.warm_start_seed,
+            "warm_start_folder": self.warm_start_folder,
             "world_seed": self.config["world"].get("seed") or 0,  # a world of one's own may have none
             "policy": self.settings.policy.name,
             "policy_parameters": sum(p.numel() for p in self.parameters),
