@@ -330,6 +330,16 @@ def test_title_of_none_that_learns():
     assert title.startswith(f"Neither learns (from {START:.2f}") and "no clear" not in title
 
 
+def test_title_of_one_world_in_which_none_learns():
+    assert learning_title(two(STALLS, STALLS, 1)).endswith("; one world, too few to tell")
+
+
+def test_no_line_parts_a_number_from_its_percent_sign():
+    for length in range(60, 80):  # so that the first line ends before, in and behind it
+        fig = curves.page("x" * length + " 15 % and 20 % more", "", "", 2.0)
+        assert not re.search(r"\n%", fig.texts[0].get_text())
+
+
 def test_title_of_both_that_keep_what_they_gain_compares_the_ends():
     title = learning_title(two(Dynamics(0.5), KEEPS))
     assert re.fullmatch(r"ST-PPO ends at 0\.[78]\d, token PPO at 0\.[45]\d", title)

@@ -229,6 +229,12 @@ def baseline_handle(metrics: Metrics) -> Line2D:
     return Line2D([], [], color=GREY, linewidth=1.8, label=f"{metrics.look(BASELINE).label}, for comparison")
 
 
+def _in_lines(text: str, width: int) -> str:
+    """Lines of at most `width` characters, in which no number is parted from its %."""
+    unbroken = text.replace(" %", "\u00a0%")  # a space at which textwrap breaks no line
+    return textwrap.fill(unbroken, width, break_on_hyphens=False).replace("\u00a0", " ")
+
+
 def page(
     title: str,
     question: str,
@@ -242,13 +248,13 @@ def page(
     Call within `style()`; panels placed in it keep clear of the texts.
     """
     texts = [
-        (textwrap.fill(title, int(width * 9.3), break_on_hyphens=False), 13, "bold", "#1D2530", 0.235),
-        (textwrap.fill(question, int(width * 14.2), break_on_hyphens=False), 9.5, "normal", "#555555", 0.18),
+        (_in_lines(title, int(width * 9.3)), 13, "bold", "#1D2530", 0.235),
+        (_in_lines(question, int(width * 14.2)), 9.5, "normal", "#555555", 0.18),
     ]
     columns = _legend_columns([str(handle.get_label()) for handle in handles], width)
     legend = 0.21 * -(-len(handles) // columns) + 0.06 if handles else 0.0
     head = 0.14 + sum(line * (text.count("\n") + 1) + 0.05 for text, *_, line in texts) + legend
-    below = textwrap.fill(source, int(width * 17), break_on_hyphens=False)
+    below = _in_lines(source, int(width * 17))
     foot = 0.12 + 0.15 * (below.count("\n") + 1)
     height = head + body + foot
     fig = Figure(figsize=(width, height), layout="constrained")

@@ -187,11 +187,8 @@ def learning(metrics: Metrics, regime: str, names: Sequence[str]) -> str:
     elif not any(learned):
         begin = f"Neither learns (from {two(arms[0]['start'].mean())} at the start)"
         told = f"{begin}: {ends}"
-        return (
-            told
-            if final.clear
-            else f"{told}; {few_words(final.n_worlds) if final.few else 'no clear difference'}"
-        )
+        vague = few_words(final.n_worlds).lower() if final.few else "no clear difference"
+        return told if final.clear else f"{told}; {vague}"
     if final.clear or final.few or not area.clear:
         return sentence(final.say(_higher_first(labels, final, "ends", "at "), ends))
     along = _higher_first(labels, area, "averages")
