@@ -50,8 +50,11 @@ def test_every_cell_runs_and_no_passage_of_the_training_is_asked_for(small, tmp_
     trained = {
         t for q in configs.build(config["world"], "world").questions("train") for t, _ in q.gold_paragraphs
     }
+    numbers = json.loads(Path("results/scratch/smollm/token_ppo_seed0.json").read_text())
+    assert {row["agent"] for row in numbers["one hop"] + numbers["more hops"]} == {"before", "after"}
+
     answers = json.loads(
-        Path("results/scratch/smollm/more_hops/after/musique/greedy/result.json").read_text()
+        Path("results/scratch/smollm/more_hops/token_ppo_seed0/musique/greedy/result.json").read_text()
     )
     records_by_id = {
         record["id"]: {p["title"] for p in record["paragraphs"] if p["is_supporting"]}

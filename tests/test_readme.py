@@ -683,6 +683,28 @@ def test_when_token_ppo_broke_for_good_in_the_comparison():
     assert lost[first:].all() and not lost[: first - 1].any()
 
 
+def test_what_the_language_model_writes():
+    page = " ".join((SMOLLM / "README.md").read_text(encoding="utf-8").split())
+    file = ROOT / "results/reference/smollm_comparison/notebook_26/turn_ppo_seed1.json"
+    numbers = json.loads(file.read_text(encoding="utf-8"))
+    for when in ("before", "after"):
+        assert f"**{when.capitalize()}, {numbers[f'right {when}, of 10']} of 10 right**" in page
+    rows = pd.DataFrame(numbers["one hop"] + numbers["more hops"])
+    rows = rows.pivot(index="benchmark", columns="agent", values=["em", "n_questions"])
+    for begin, kind in [
+        ("an answer that training never had it answers", "a new answer"),
+        ("those with a known one", "an answer of a training question"),
+        ("2WikiMultihopQA", "2wikimultihopqa, 2 hops"),
+        ("MuSiQue", "musique, 2 hops"),
+    ]:
+        after, before, asked = re.search(begin + r" ([.\d]+) \(([.\d]+)(?: before)?; (\d+)\b", page).groups()
+        row = rows.loc[kind]
+        assert (after, before) == (said(row["em", "after"]), said(row["em", "before"]))
+        assert int(asked) == row["n_questions", "after"] == row["n_questions", "before"]
+    out = [f"{100 * numbers[f'{what} out of range']:.0f} %" for what in ("tokens", "turns")]
+    assert "for {} of the tokens of eight sampled trajectories, a turn's for {} of".format(*out) in page
+
+
 def test_memory_of_the_language_models_runs_is_told_with_its_aim():
     page = (ROOT / "docs/howto/pretrained-models.md").read_text(encoding="utf-8")
 
