@@ -672,6 +672,11 @@ def test_table_of_the_comparison():
         for temperature, curve in enumerate(curves):
             assert curve == ", ".join(said(run.loc[(temperature, i), "success"]) for i in (0, 20, 40)), name
         assert valid == said(run.loc[(0, 40), "valid_format_rate"])
+    turn = rows.loc[("turn_ppo", 1), "success"]
+    assert "lost\na quarter of its greedy success" in page and round(4 * (1 - turn[0, 40] / turn[0, 0])) == 1
+    error = np.sqrt(sum(p * (1 - p) / 300 for p in (turn[1, 0], turn[1, 40])))
+    assert "gained sampled success within two standard errors" in page
+    assert 0 < turn[1, 40] - turn[1, 0] < 2 * error
 
 
 def test_when_token_ppo_broke_for_good_in_the_comparison():
