@@ -93,14 +93,15 @@ def test_an_engine_that_does_not_start_is_one_line(stppo, monkeypatch):
     assert "Traceback" in stppo("--debug", "train", "preset=smoke")[2]
 
 
-def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind", [KeyError, RecursionError, NotImplementedError])
+def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_path, kind):
     def broken(*_):
-        raise KeyError("surprise")
+        raise kind("surprise")
 
     monkeypatch.setattr(cli, "train_one", broken)
     result = stppo("train", "preset=smoke")
     (file,) = tmp_path.glob("stppo-error-*.txt")
-    assert_one_line_error(result, "unexpected KeyError: 'surprise'", str(file))
+    assert_one_line_error(result, f"unexpected {kind.__name__}: {kind('surprise')}", str(file))
     text = file.read_text()
     assert text.startswith("stppo train preset=smoke") and "in broken" in text and "python" in text
 

@@ -760,6 +760,7 @@ def _missing(error: ModuleNotFoundError) -> str:
 
 
 _EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
+_UNFORESEEN = (RecursionError, NotImplementedError)  # though Python counts them as RuntimeErrors
 
 
 def main() -> None:
@@ -776,7 +777,7 @@ def main() -> None:
             traceback.print_exc()
         message = _missing(error) if isinstance(error, ModuleNotFoundError) else str(error)
         message = " ".join(message.split()) or type(error).__name__
-        if not isinstance(error, _EXPECTED) or isinstance(error, RecursionError | NotImplementedError):
+        if not isinstance(error, _EXPECTED) or isinstance(error, _UNFORESEEN):
             message = f"unexpected {type(error).__name__}: {message[:300]}; please report it with {_report_file(error)}"
         typer.echo(f"error: {message}", err=True)
         raise SystemExit(1) from None
