@@ -81,7 +81,8 @@ def test_neither_the_clip_nor_the_credit(runs, early):
     told = f"({push.weight_token_decides_turn} against {push.turn_ppo}; token PPO {push.token_ppo})"
     assert told in TEXT
     own = f"({mean.turn_ppo} with the turn's mean advantage, {mean.weight_turn_decides_turn} with own advantages)"
-    assert own in TEXT and f"on token ratios it does harm: {mean.token_ppo_turn_mean}." in TEXT
+    assert own in TEXT and f"in each of the three worlds, at {mean.token_ppo_turn_mean};" in TEXT
+    assert (runs.loc["token_ppo_turn_mean", "sampled"] < runs.loc["token_ppo", "sampled"]).all()
     two_sided = runs.loc["token_ppo_two_sided", "sampled"].map(said)
     assert set(two_sided) == {".00"} and "on both sides of the range ends at .00 in all three" in TEXT
 

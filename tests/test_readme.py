@@ -110,23 +110,34 @@ def crashes(part: pd.DataFrame) -> str:
 
 
 @TEXTS
-def test_fresh_data_used_once_does_as_well_or_better(runs, fresh, once, text):
+def test_fresh_data_used_once_is_clearly_better_with_two_of_three(runs, once, text):
     names = ("turn_ppo", "st_ppo", "token_ppo")
+    found = {name: gain(once[name], runs[name]) for name in names}
+    assert {len(once[name]) for name in names} == {6}
+    assert {name: low > 0 for name, (_, low) in found.items()} == {
+        "turn_ppo": True,
+        "st_ppo": False,
+        "token_ppo": True,
+    }
+    turn, st, token = (told for told, _ in found.values())
+    if not is_page(text):
+        assert (
+            f"**Fresh batches used once lift token PPO and Turn-PPO**, by {token} and {turn} over old" in text
+        )
+        assert f"ST-PPO's {st} is not clear (6 worlds)" in text
+        return
     end = [said(once[name]["sampled"].mean()) for name in names]
     assert "Turn-PPO ended at {}, ST-PPO at {} and token PPO at {} (6 worlds each)".format(*end) in text
-    assert {len(once[name]) for name in names} == {6}
     share = once["turn_ppo"]["updates"].mean() / runs["turn_ppo"]["updates"].mean()
-    assert share == 0.25 and "a quarter of the updates" in text
-    clear = {
-        name: over_worlds((once[name]["final"] - runs[name]["final"]).dropna().to_numpy())[0] > 0
-        for name in names
-    }
-    assert clear == {"turn_ppo": True, "st_ppo": False, "token_ppo": True}
-    n, _, _, high = apart(fresh, "st_ppo", "token_ppo")
-    told = [said(fresh[name]["sampled"].mean()) for name in ("token_ppo", "st_ppo")]
-    assert n == 16 and high < 0
-    if not is_page(text):
-        assert "Used twice, token PPO ends above ST-PPO, {} against {} (16 worlds)".format(*told) in text
+    assert share == 0.25 and "at a quarter of the updates" in text
+    assert f"differences {turn}, {st} and {token}." in text
+
+
+def gain(part: pd.DataFrame, other: pd.DataFrame) -> tuple[str, float]:
+    """By how much an arm ends higher than the same worlds of another, as the pages have it, and the interval's lower end."""
+    values = (part["final"] - other["final"]).dropna().to_numpy()
+    low, high = over_worlds(values)
+    return f"{signed(values.mean())} [{signed(low)}, {signed(high)}]", low
 
 
 def test_crashes_on_fresh_data(runs, fresh, once):
@@ -164,7 +175,7 @@ def test_the_divisor_on_fresh_batches(fresh, once):
     ends = [said(fresh[name]["sampled"].mean()) for name in ("st_ppo", "token_ppo")]
     told, _, high = told_apart(fresh, "st_ppo", "token_ppo")
     assert high < 0 and len(fresh["token_ppo"]) == 16
-    assert "ends below token PPO**: {} against {} (16 worlds, difference {})".format(*ends, told) in page
+    assert "ended below token PPO**: {} against {} (16 worlds, difference {})".format(*ends, told) in page
     fell = f"it crashed in {crashes(fresh['st_ppo'])} worlds, token PPO in {crashes(fresh['token_ppo'])}."
     assert f"{fell} Turn-PPO crashed in {crashes(fresh['turn_ppo'])} there" in page
     (twice, *ends), (used_once, *others) = (told_apart(of, "st_ppo", "turn_ppo") for of in (fresh, once))
@@ -209,7 +220,7 @@ def test_one_ratio_for_the_trajectory(runs, text):
         assert f"(difference {said(mean)} [{said(low)}, {said(high)}])" in text
     else:
         both = said(runs["turn_ppo"].loc[runs["sequence_ppo"].index]["sampled"].mean())
-        told = f"One ratio for the whole trajectory does better than one a turn: {end} against {both} (12 worlds),"
+        told = f"One ratio for the whole trajectory does better than one a turn**: {end} against {both} (12 worlds)"
         assert told in text
 
 
@@ -222,10 +233,12 @@ def test_longer_chains(text):
 
     ratio, low, _ = told_apart(chains, "sequence_ppo", "turn_ppo")
     assert low > 0
+    divisor, low, _ = told_apart(chains, "st_ppo", "turn_ppo")
+    placebo, below, above = told_apart(chains, "st_ppo", "turn_ppo_shuffled")
+    assert low > 0 and below < 0 < above
     if not is_page(text):
-        assert f"on chains of two to five hops {end['sequence_ppo']} against {end['turn_ppo']}" in text
-        divisor = f"ST-PPO ended at {end['st_ppo']} against {end['turn_ppo']}, shuffled divisors at {end['turn_ppo_shuffled']}."
-        assert divisor in text
+        told = f"it is {divisor.replace(' [', ' above [')}, but {placebo} above Turn-PPO with these divisors shuffled (6 worlds)"
+        assert told in text
         return
     wider = f"the gap is wider: {end['sequence_ppo']} and without a crash in 6 of 6 worlds against {end['turn_ppo']} ({ratio})"
     assert (
@@ -240,14 +253,20 @@ def test_longer_chains(text):
     gain = {name for name, part in chains.items() if part["greedy"].mean() > start}
     told = f"begins at {said(start)} there, and only TOPR ({greedy['topr']}) and sequence PPO ({greedy['sequence_ppo']}) gain any; ST-PPO ends at {greedy['st_ppo']}, Turn-PPO at {greedy['turn_ppo']}."
     assert gain == {"topr", "sequence_ppo"} and told in text
-    divisor, low, _ = told_apart(chains, "st_ppo", "turn_ppo")
-    placebo, below, above = told_apart(chains, "st_ppo", "turn_ppo_shuffled")
-    assert low > 0 and below < 0 < above
-    assert f"({end['st_ppo']} to {end['turn_ppo']}, difference {divisor})" in text
-    assert (
-        f"do part of that ({end['turn_ppo_shuffled']}), and from them it is not told apart ({placebo})"
-        in text
-    )
+    steps, below, above = told_apart(chains, "turn_ppo_shuffled", "turn_ppo")
+    assert below < 0 < above
+    assert f"is open**: {end['st_ppo']} to {end['turn_ppo']} (difference {divisor})." in text
+    told = f"ended at {end['turn_ppo_shuffled']}, not told apart from ST-PPO ({placebo}) nor from Turn-PPO without ({steps})"
+    assert told in text
+
+
+def test_longer_chains_are_the_one_setting_where_st_ppo_is_clearly_above_turn_ppo():
+    ahead = {}
+    for regime in pd.read_csv(STUDY / "metrics/summary.csv")["regime"].unique():
+        if {"st_ppo", "turn_ppo"} <= set(parts := runs_of(regime)):
+            ahead[regime] = apart(parts, "st_ppo", "turn_ppo")[2] > 0
+    assert [regime for regime, clear in ahead.items() if clear] == ["CHAINS"] and len(ahead) == 9
+    assert "Of nine settings it is the only one at which this interval misses 0" in " ".join(PAGE.split())
 
 
 def test_where_an_episode_is_a_single_turn():
@@ -291,8 +310,8 @@ def test_plain_remedies(runs, text):
     st, low, high = told_apart(runs, "st_ppo", "token_ppo_lr0.5")
     assert low < 0 < high
     if not is_page(text):
-        told = "(12 worlds each): half the learning rate ended at {}, not told apart from ST-PPO, a gradient clip of 1.0 at {}."
-        assert told.format(*ends) in text
+        told = "half the learning rate takes token PPO to {}, and ST-PPO's lead of {} is not clear."
+        assert told.format(ends[0], st) in text and apart(runs, "token_ppo_lr0.5", "token_ppo")[2] > 0
         return
     turn, low, high = told_apart(runs, "turn_ppo", "token_ppo_lr0.5")
     assert low < 0 < high
@@ -320,13 +339,11 @@ def test_placebos_and_corners(runs):
     twelve = {name: said(runs[name].loc[range(31, 43)]["sampled"].mean()) for name in ("so_grpo", "grpo")}
     assert {len(runs[name]) for name in ("turn_grpo", "s_grpo")} == {12}
     told = f"Turn-PPO ended at {end['turn_ppo_shuffled']}, with those of another run at {end['turn_ppo_replayed']}, ST-PPO at {same} in these {worlds} worlds"
-    assert (
-        told in page
-        and f"divisors shuffled ({end['turn_ppo_shuffled']}, {len(placebo)} worlds)"
-        in " ".join(README.split())
-    )
-    assert f"turn GRPO {end['turn_grpo']}, SO-GRPO {twelve['so_grpo']} (12 worlds)" in page
-    assert apart(runs, "so_grpo", "turn_grpo")[3] < 0
+    assert told in page
+    lower = signed(apart(runs, "so_grpo", "turn_grpo")[1])
+    joint = ends_of_claim("C8.a.specific", "SO-GRPO − turn GRPO")
+    told = f"{twelve['so_grpo']} to {end['turn_grpo']} (12 worlds, difference {lower}, joint interval {joint[0]} to {joint[1]})"
+    assert told in page
     assert (
         f"takes GRPO from {twelve['grpo']} to {end['turn_grpo']}, the divisor alone leaves it at {end['s_grpo']}"
         in page
@@ -384,7 +401,9 @@ def test_the_two_nulls(runs, fresh, text):
     assert successes["sampled"].mean() == max(part["sampled"].mean() for part in runs.values())
     if is_page(text):
         assert f"at {said(fresh['successes_only']['sampled'].mean())} on fresh data used twice" in text
+        assert f"; {told_apart(runs, 'successes_only', 'topr')[0].replace(' [', ' above TOPR [')}." in text
     assert apart(runs, "weight_one", "token_ppo")[2] > 0
+    assert apart(runs, "successes_only", "topr")[2] > 0
 
 
 def test_where_success_is_rare():
@@ -396,7 +415,7 @@ def test_where_success_is_rare():
         f"Turn-PPO at {end['turn_ppo']}, ST-PPO at {end['st_ppo']} and token PPO at {end['token_ppo']}"
     )
     assert told in " ".join(PAGE.split())
-    told = f"From a warm start of {start} successes only ended at {end['successes_only']}, TOPR at {end['topr']}, the PPOs at .00"
+    told = f"; from a start of {start} at {end['successes_only']}, the PPOs at .00"
     assert told in " ".join(README.split())
     assert {end[name] for name in ("token_ppo", "turn_ppo", "st_ppo")} == {".00"}
     assert {len(part) for part in rare.values()} == {len(rare["topr"])}
@@ -414,35 +433,40 @@ def test_number_of_runs_is_said():
 def test_who_learns_and_who_collapses(runs, text):
     token, st = runs["token_ppo"], runs["st_ppo"]
     assert len(token) == len(st) == 16
-    ends = (
-        f"**ST-PPO ended at {said(st['sampled'].mean())} and token PPO at {said(token['sampled'].mean())}**"
-    )
-    assert f"{ends}, from {said(st['start'].mean())} (16 worlds each)" in text
-    assert f"ST-PPO learned without a crash in {counts(st, 'learned')} worlds" in text
     never = counts(token, "did not learn", "lost its start")
     recovered = counts(token, "crashed and recovered")
-    assert (
-        f"{counts(token, 'collapsed')} collapsed, {recovered} crashed and recovered, {never} never learned"
-        in text
-    )
+    if is_page(text):
+        ends = f"**ST-PPO ended at {said(st['sampled'].mean())} and token PPO at {said(token['sampled'].mean())}**"
+        assert f"{ends}, from {said(st['start'].mean())} (16 worlds each)" in text
+        assert f"ST-PPO learned without a crash in {counts(st, 'learned')} worlds" in text
+        lost = f"{counts(token, 'collapsed')} collapsed, {recovered} crashed and recovered, {never} never learned"
+        assert lost in text
     fresh = pd.read_csv(BENCH / "metrics/summary.csv").query("regime == 'CONFIRMATION'")
     best = fresh.groupby("algorithm")["final"].mean()
-    told = "at the best of forty settings, token PPO reaches {} and ST-PPO {}"
+    told = "at the best of forty settings, token PPO reaches {} and ST-PPO {} in"
     assert told.format(*(said(best[name]) for name in ("token_ppo", "st_ppo"))) in text
+    wide = fresh.pivot(index="seed", columns="algorithm", values="final")
+    low, high = over_worlds((wide["st_ppo"] - wide["token_ppo"]).to_numpy())
+    assert low < 0 < high and len(wide) == 6, "token PPO keeps up"
 
 
 @TEXTS
 def test_it_is_the_turn_ratio(runs, text):
     turn, s = runs["turn_ppo"], runs["s_ppo"]
-    n = f"in {counts(turn, 'learned')} of {len(turn)} worlds"
-    assert (
-        f"Turn-PPO, with that alone, ended at {said(turn['sampled'].mean())} and learned without a crash {n}"
-        in text
-    )
-    assert (
-        f"ended at {said(s['sampled'].mean())} and collapsed in {counts(s, 'collapsed')} of {len(s)}: no sign"
-        in text
-    )
+    told = f"Turn-PPO, with that alone, ended at {said(turn['sampled'].mean())}"
+    ended = f"ended at {said(s['sampled'].mean())} and collapsed in {counts(s, 'collapsed')} of {len(s)}"
+    if is_page(text):
+        assert (
+            f"{told} and learned without a crash in {counts(turn, 'learned')} of {len(turn)} worlds" in text
+        )
+        assert f"{ended}: no sign" in text
+    else:
+        both = said(runs["st_ppo"]["sampled"].mean())
+        assert (
+            f"{told}, ST-PPO, with both, at {both} ({len(turn)} worlds;" in text
+            and f"{ended} worlds;" in text
+        )
+    assert apart(runs, "s_ppo", "token_ppo")[2] < 0 < apart(runs, "turn_ppo", "token_ppo")[2]
     assert s["sampled"].mean() < runs["token_ppo"]["sampled"].mean() + 0.05 < turn["sampled"].mean()
     verdicts = pd.read_csv(STUDY / "claims/claims.csv").groupby("id")["verdict"].first()
     assert verdicts["C2.s_ppo"] == "inconclusive"
@@ -468,8 +492,62 @@ def test_joint_verdicts():
     assert supported == named
     assert f"{len(supported)} of {len(verdicts)} claims are supported" in page
     assert set(verdicts.index[verdicts == "not supported"]) == {"C3.st_ppo", "Q8"}
+    assert f"**{len(supported)} of {len(verdicts)} registered claims are supported.**" in README
     rows = (STUDY / "claims/claims.md").read_text(encoding="utf-8")
     assert " worlds of " not in rows, "no verdict waits for worlds"
+
+
+def ends_of_claim(name: str, measured: str = "") -> list[str]:
+    """The joint interval of the condition of a claim whose measure ends so, as the pages have it."""
+    rows = pd.read_csv(STUDY / "claims/claims.csv").query("id == @name")
+    row = rows[rows["measured"].str.endswith(measured)].squeeze()
+    return [signed(row["joint_low"]), signed(row["joint_high"])]
+
+
+@TEXTS
+def test_that_token_ppo_collapses_by_being_off_policy_is_inconclusive(runs, fresh, text):
+    rows = pd.read_csv(STUDY / "claims/claims.csv").set_index("id")
+    lost = rows.loc["C1"].iloc[1]
+    assert (
+        set(rows.loc["C1", "verdict"]) == {"inconclusive"}
+        and rows.loc["C1.crashes", "verdict"] == "supported"
+    )
+    off, near = (of["token_ppo"] for of in (runs, fresh))
+    told = [f"{counts(part, 'collapsed')} of {len(part)}" for part in (off, near)]
+    if not is_page(text):
+        assert "is *inconclusive*, though {} runs did against {}.".format(*told) in text
+        return
+    assert "It collapsed in {} worlds, and in {} on fresh batches used twice".format(*told) in text
+    low, high = ends_of_claim("C1", "(ON_POLICY)")
+    assert (
+        lost["threshold"] == "> 0.05" and "claim C1 also asks for .05 more of its success to be lost" in text
+    )
+    assert f"the difference is {signed(lost['estimate'])}, its joint interval {low} to {high}." in text
+
+
+def test_the_answer_comes_first_and_on_the_sites_first_page_too(runs):
+    begin, end = "# stppo", "A reproducible companion"
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert f'```{{include}} ../README.md\n:start-after: "{begin}"\n:end-before: "{end}"\n```' in index
+    assert README.startswith(begin) and README.count(end) == 1
+    answer = " ".join(README.removeprefix(begin).split(end)[0].split())
+    final = {name: said(part["sampled"].mean()) for name, part in runs.items()}
+    token, turn = runs["token_ppo"], runs["turn_ppo"]
+    lost = f"{counts(token, 'collapsed')} of {len(token)} runs learned and then lost it for good"
+    assert (
+        f"ended at {final['token_ppo']} of unseen questions answered, from {said(token['start'].mean())}; {lost}"
+        in answer
+    )
+    assert counts(turn, "learned") == len(turn) == 16
+    told = f"they ended at {final['turn_ppo']}, and no run of 16 crashed; with no such weight at all at {final['weight_one']}."
+    assert f"{told} Imitating successes only did best: {final['successes_only']}." in answer
+    assert max(final.values()) == final["successes_only"]
+    assert min(apart(runs, name, "token_ppo")[2] for name in ("turn_ppo", "weight_one")) > 0, (
+        "it is the weight"
+    )
+    page = " ".join(PAGE.split())
+    told = f"({final['turn_ppo']} against {final['token_ppo']}), and so does no ratio as a weight ({final['weight_one']})."
+    assert told in page and f"imitating successes only does best ({final['successes_only']})" in page
 
 
 def apart(runs, one: str, other: str, column: str = "final") -> tuple[int, float, float, float]:
@@ -492,27 +570,27 @@ def over_worlds(values: np.ndarray) -> tuple[float, float]:
 def test_what_the_divisor_adds_to_turn_ratios(runs, text):
     n, mean, low, high = apart(runs, "st_ppo", "turn_ppo")
     assert low < 0 < high and abs(mean) < 0.01, "else the sentence is another one"
-    told = f"ended alike in {n} worlds (difference {signed(mean)}, 95 % interval {signed(low)} to {signed(high)})"
-    assert f"ST-PPO and Turn-PPO {told}" in text
-    if is_page(text):
+    if not is_page(text):
+        assert f"ST-PPO is {signed(mean)} above Turn-PPO [{signed(low)}, {signed(high)}]" in text
+    else:
+        told = f"ended alike in {n} worlds (difference {signed(mean)}, 95 % interval {signed(low)} to {signed(high)})"
+        assert f"ST-PPO and Turn-PPO {told}" in text
         early = [apart(runs, "st_ppo", "turn_ppo", f"after_{n}") for n in (10, 20, 40)]
         told = "after 10, 20 and 40 iterations {}, {} and {} ahead, the first alone clear of 0"
         assert told.format(*(said(mean) for _, mean, *_ in early)) in text
         assert [low > 0 for *_, low, _ in early] == [True, False, False]
 
 
-@TEXTS
-def test_topr_does_better_than_the_papers(runs, text):
-    topr = runs["topr"]
+def test_topr_does_better_than_the_papers(runs):
+    topr, text = runs["topr"], " ".join(PAGE.split())
     assert (
         f"{said(topr['sampled'].mean())}, without a crash in {counts(topr, 'learned')} of {len(topr)} worlds"
         in text
     )
     n, mean, low, high = apart(runs, "topr", "st_ppo")
     assert n == len(topr) and low > 0
-    if is_page(text):
-        greedy = apart(runs, "topr", "st_ppo", "greedy_final")[1]
-        assert f"{said(mean)} above ST-PPO [{said(low)}, {said(high)}], greedy {said(greedy)}" in text
+    greedy = apart(runs, "topr", "st_ppo", "greedy_final")[1]
+    assert f"{said(mean)} above ST-PPO [{said(low)}, {said(high)}], greedy {said(greedy)}" in text
     assert f"it ended at {said(topr['sampled'].mean())} in twelve other worlds" in LEADERS and n == 12
 
 
@@ -532,13 +610,13 @@ def test_without_a_critic_and_kl_stop(runs):
         assert "it ends near ST-PPO, {} and {} (token PPO: {})".format(*numbers) in text
 
 
-@TEXTS
-def test_who_clips_more(runs, text):
+def test_who_clips_more(runs):
+    text = " ".join(PAGE.split())
     st, token = (said(runs[name]["clip_fraction_mean"].mean()) for name in ("st_ppo", "token_ppo"))
-    if is_page(text):
-        assert f"ST-PPO clips more tokens than token PPO ({st} against {token})" in text and st > token
-        fewer = -apart(runs, "st_ppo", "turn_ppo", "clip_fraction_mean")[1]
-        assert f"and {said(fewer)} fewer than Turn-PPO" in text
+    assert f"ST-PPO clips more tokens than token PPO ({st} against {token})" in text and st > token
+    fewer = -apart(runs, "st_ppo", "turn_ppo", "clip_fraction_mean")[1]
+    low, high = ends_of_claim("C3.st_ppo.like_with_like")
+    assert f"is inconclusive ({said(fewer)} fewer, joint interval {low} to {high})" in text
 
 
 def test_largest_gradients(runs):
@@ -562,13 +640,38 @@ def test_the_milder_setting_did_not_hold_for_token_ppo():
     assert told in " ".join((STUDY.parent / "mild/README.md").read_text(encoding="utf-8").split())
 
 
+def test_the_milder_settings_table():
+    page = (STUDY.parent / "mild/README.md").read_text(encoding="utf-8")
+    runs = pd.read_csv(STUDY.parent / "mild/metrics/summary.csv")
+    rows = pd.read_parquet(STUDY.parent / "mild/metrics/evaluations.parquet").query("temperature == 1")
+    entropy = rows.pivot_table(index="iteration", columns="algorithm", values="entropy_of_sampled")
+    means = runs.groupby("algorithm")[["final", "greedy_final"]].mean()
+    means["entropy"] = entropy.loc[10]
+    start = [said(runs["start"].mean()), said(runs["greedy_start"].mean()), said(entropy.loc[0].mean())]
+    shown = re.findall(r"^\| ([^|]+) \| (\.\d\d) \| (\.\d\d) \| (\.\d\d) \|$", page, re.M)
+    assert shown[0] == ("before training", *start) and len(shown) == 1 + len(means) == 12
+    ordered = means.sort_values("final", ascending=False)
+    assert [tuple(cells) for _, *cells in shown[1:]] == [tuple(map(said, row)) for row in ordered.to_numpy()]
+    rose = set(means.index[means["entropy"] > entropy.loc[0].mean()])
+    assert rose == {"token_ppo", "grad_clip", "grpo"}
+    first = "ST-PPO, Turn-PPO and a plain KL stop end at {}, {} and {}. Token PPO ends at {}, because one of its three runs ends at .00"
+    named = means["final"][["st_ppo", "turn_ppo", "kl_stop", "token_ppo"]]
+    assert first.format(*map(said, named)) in " ".join(page.split())
+    wide = runs.pivot(index="seed", columns="algorithm", values="final")
+    assert (wide["kl_stop"] > wide["st_ppo"]).sum() == 1 and "above it in one world of three" in page
+    signals = pd.read_csv(STUDY.parent / "mild/figures/beginnings_correlations.csv").set_index("signal")
+    told = signals["correlation"][["entropy", "clipping_bias_norm"]].map(signed)
+    assert f"(rank correlation {told['entropy']} over" in " ".join(page.split())
+    assert f"how a run ends ({told['clipping_bias_norm']})" in " ".join(page.split())
+
+
 def test_picture_is_named_by_what_it_found():
     title = (STUDY / "figures/learning.txt").read_text(encoding="utf-8").splitlines()[0]
     assert f"![{title}](results/reference/study/figures/learning.png)" in README
 
 
 def test_readme_is_one_screen():
-    assert len(README.split()) < 800
+    assert len(README.split()) < 700
 
 
 def links(text: str) -> list[str]:
@@ -747,7 +850,7 @@ def test_what_the_critical_setting_depends_on():
     assert f"ends at {said(highest)} or less whichever of these is changed" in page
     before = pd.read_csv(SEARCH / "metrics/summary.csv").query("regime == 'E4_L2_1e-3_160'")["peak"].mean()
     now = runs[runs["regime"] == "AS_CHOSEN"]["peak"].mean()
-    assert f"reached {said(before)} in stage 2, on another processor, and {said(now)} here" in " ".join(
+    assert f"reached {said(before)} in the search, on another processor, and {said(now)} here" in " ".join(
         page.split()
     )
     rows = pd.read_parquet(SEARCH / "dependence/metrics/evaluations.parquet").set_index(
@@ -788,11 +891,14 @@ def test_one_try_five_tries_and_the_strongest_settings(benchmark):
     strong = finals.loc[order[20:]].mean().map(said)
     assert f"{finals.shape[1]} methods at the same forty" in LEADERS
     readme = " ".join(README.split())
-    assert f"compare {finals.shape[1]} methods, equally tuned" in readme
+    assert f"at a random one {one.token_ppo} and {one.st_ppo} ([{finals.shape[1]} methods]" in readme
+    first = f"imitating successes only ends at {one.successes_only}, TOPR at {one.topr}, ST-PPO and Turn-PPO at {one.st_ppo} and token PPO at {one.token_ppo}."
+    assert first in LEADERS and one.st_ppo == one.turn_ppo
     assert (
-        f"In a benchmark of {finals.shape[1]} methods, averaged over forty settings, successes only ends at {one.successes_only}, TOPR "
-        f"{one.topr}, ST-PPO {one.st_ppo}, token PPO {one.token_ppo}." in readme
+        f"ends at {five.token_ppo} with token PPO, and at {five.st_ppo} with ST-PPO and Turn-PPO.**"
+        in LEADERS
     )
+    assert five.st_ppo == five.turn_ppo
     assert f"{finals.size + fresh.size:,} runs with the confirmation" in LEADERS
     assert (
         f"reaches {five.token_ppo} with token PPO, {five.st_ppo} with ST-PPO, {five.turn_ppo} with Turn-PPO "
@@ -823,7 +929,7 @@ def test_one_try_five_tries_and_the_strongest_settings(benchmark):
         f"Each at its best setting, in fresh worlds, it ends at {best.topr}, token PPO at {best.token_ppo}"
         in LEADERS
     )
-    assert list(finals.mean().nlargest(2).index) == ["successes_only", "topr"]
+    assert list(finals.mean().nlargest(3).index) == ["successes_only", "topr", "st_ppo"]
     worst = finals.mean().nsmallest(5).index
     assert set(worst) == {"reinforce", "rloo", "cispo", "sapo", "tis"}
     told = f"REINFORCE {one.reinforce}, RLOO {one.rloo}, CISPO {one.cispo}, SAPO {one.sapo} and truncated IS {one.tis}"
@@ -851,6 +957,7 @@ def test_topr_never_ends_below_its_start_and_the_kl_stop_saves_updates():
         ("s_ppo", "token_ppo", "{} to token PPO [{}, {}], .00 to Turn-PPO"),
         ("st_ppo", "turn_ppo", "{} to Turn-PPO [{}, {}]"),
         ("successes_only", "topr", "{} above TOPR at the same settings [{}, {}]"),
+        ("topr", "st_ppo", "{} above the next, ST-PPO [{}, {}]"),
         ("weight_one", "token_ppo", "gains {} [{}, {}]"),
         ("turn_ppo", "weight_one", "Turn-PPO is {} above it [{}, {}]"),
     ],
@@ -909,11 +1016,26 @@ def test_what_strains_a_method(benchmark):
         {column: benchmark[0][name].corr(points[column], method="spearman") for column in [*columns, "knob"]}
         for name in ("token_ppo", "turn_ppo", "topr")
     )
-    told = "(rank correlation {}), the epochs ({}), the age of the batch ({}) and the minibatches ({}), and most with learning rate × epochs ({})"
-    assert told.format(*(signed(token[column]) for column in columns)) in LEADERS
-    told = "with the rate ({}) and the epochs ({}), not with age ({})"
+    t = stats.t.ppf(0.975, len(points) - 2)
+    level = t / math.sqrt(len(points) - 2 + t**2)
+    assert f"a rank correlation below {signed(-level)}, the 5 % level over forty points" in LEADERS
+    clear = {
+        column: sum(
+            benchmark[0][name].corr(points[column], method="spearman") < -level for name in benchmark[0]
+        )
+        for column in columns[:4]
+    }
+    told = "with the learning rate in {} of 34 methods, with the epochs in {}, with the number of minibatches in {} and with the age of the batch in {}."
+    order = ("learning_rate", "epochs", "minibatches", "staleness")
+    assert told.format(*(clear[column] for column in order)) in LEADERS
+    assert [column for column in columns if token[column] < -level] == ["learning_rate", "epochs", "reuse"]
+    told = "is {} for the rate, {} for the epochs and {} for their product; for the age ({}) and the minibatches ({}) it is not clear."
+    order = ("learning_rate", "epochs", "reuse", "staleness", "minibatches")
+    assert told.format(*(signed(token[column]) for column in order)) in LEADERS
+    assert [column for column in columns[:4] if turn[column] < -level] == ["learning_rate"]
+    told = "is clear for the rate alone ({}; epochs {}, age {})"
     assert told.format(*(signed(turn[column]) for column in columns[:3])) in LEADERS
-    assert all(abs(topr[column]) < 0.2 for column in columns), "TOPR's with none of them"
+    assert all(abs(topr[column]) < level for column in columns), "TOPR's for none"
     assert f"its knob; rank correlation {signed(topr['knob'])}" in LEADERS
     starts = pd.read_csv(BENCH / "metrics/summary.csv")["start"]
     assert f"succeeds in {said(starts.min())} to {said(starts.max())} of its tries" in LEADERS
