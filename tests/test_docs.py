@@ -1,5 +1,6 @@
 """The site's examples run as they stand on the page, and its links lead somewhere."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -93,3 +94,14 @@ def test_tables_in_committed_pages_are_those_of_the_code(monkeypatch):
             f"docs/{page} is older than the code: `make docs`, then commit it"
         )
         assert text.count("\n| `") >= 5
+
+
+def test_what_remains_of_an_update_is_what_was_measured():
+    file = DOCS.parent / "results/reference/speed/kernels.json"
+    tables = json.loads(file.read_text(encoding="utf-8"))["tables"]
+    took = {row["forward and backward"]: row["milliseconds"].split()[0] for row in tables["A minibatch"]}
+    page = " ".join((DOCS / "howto/speed.md").read_text(encoding="utf-8").split())
+    told = f"passes take {took['auto']} ms where their matrix products alone would take {took['floor']}"
+    assert told in page
+    built = float(tables["Building"][0]["CPU seconds"])
+    assert "builds it in about two CPU seconds" in page and round(built) == 2
