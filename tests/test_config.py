@@ -438,7 +438,7 @@ def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
     assert shared == {start_dir("training.learning_rate=1e-5", "evaluation.every=3")}
 
 
-@pytest.mark.parametrize("preset", ["smoke", "laptop", "search"])
+@pytest.mark.parametrize("preset", ["smoke", "laptop", "search", "workstation"])
 def test_a_warm_start_made_from_its_overrides_alone_is_the_one_that_runs_want(preset):
     runs = {run.config["warm_start_seed"]: run for run in configs.planned_runs(preset)}  # one a warm start
     for seed, run in runs.items():
@@ -456,10 +456,31 @@ def test_a_warm_start_made_from_its_overrides_alone_is_the_one_that_runs_want(pr
         "warm_start.batch_size=32",
         "warm_start.reading.batch_size=32",
         "evaluation.questions=32",
+        "training.precision=bfloat16",
+        "training.device=auto",
     ],
 )
 def test_warm_start_changes_with_what_makes_it(override):
     assert start_dir(override) != start_dir()
+
+
+def test_name_of_a_warm_start_in_float32_on_a_cpu_says_nothing_of_training():
+    """Older runs' warm starts keep their names, and settings that only save memory share one."""
+    config = configs.compose(["preset=smoke"])
+    assert "training" not in configs.warm_start_section(config)
+    assert start_dir("training.micro_batch_tokens=64", "training.gradient_checkpointing=true") == start_dir()
+
+
+def test_a_warm_start_of_the_pipeline_computes_as_its_runs_do():
+    """Its job is given these overrides alone: without them it trained in float32 on the CPU beside runs on a GPU."""
+    planned = ["training=workstation", "training.device=cuda", "training.precision=bfloat16"]
+    memory = ["training.micro_batch_tokens=64", "training.gradient_checkpointing=true"]
+    others = ["training.epochs=3", "training.regime=X", "algorithm=grpo"]
+    assert configs.warm_start_overrides([*planned, *memory, *others]) == [*planned, *memory]
+    run = configs.planned_runs("smoke", [*planned[1:], *memory])[0]
+    mine, alone = run.config, configs.compose(configs.warm_start_overrides(run.overrides))
+    for name in ("device", "precision", "micro_batch_tokens", "gradient_checkpointing"):
+        assert alone["training"][name] == mine["training"][name]
 
 
 def test_runs_may_share_the_warm_start_of_another_seed():

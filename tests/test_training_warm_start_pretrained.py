@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stppo import config as configs
+from stppo.agent.compute import body_of
 from stppo.agent.policy import PolicyConfig, load_policy, load_tokenizer
 from stppo.agent.tiny_model import make_tiny_model
 from stppo.training import warm_start as module
@@ -187,6 +188,19 @@ def test_all_weights_are_trained_in_micro_batches_as_at_once(tmp_path, small, mo
     one, cut = (load_policy(tmp_path / budget).state_dict() for budget in ("null", "300"))
     for name in one:
         torch.testing.assert_close(one[name], cut[name], atol=5e-3, rtol=0)
+
+
+def test_it_is_trained_in_the_precision_of_the_training(tmp_path, small, monkeypatch):
+    step, computed = module._supervised_step, []
+
+    def watched(policy, *others):
+        computed.append(body_of(policy).autocast_dtype)
+        return step(policy, *others)
+
+    monkeypatch.setattr(module, "_supervised_step", watched)
+    brief = ("warm_start.max_steps=1", "warm_start.evaluate_every=1")
+    warm_start(small("training.precision=bfloat16", *brief), tmp_path, progress=False)
+    assert computed == [torch.bfloat16]
 
 
 def test_adapters_alone_are_trained_and_merged_into_what_is_saved(tmp_path, small, model):

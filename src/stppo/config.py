@@ -415,6 +415,10 @@ def _lasting(config: Config, name: str) -> Config:
     return {key: value for key, value in config[name].items() if key not in MEMORY_SETTINGS[name]}
 
 
+# Beside these, a warm start has of `training` only what changes no result but for rounding.
+_PLAIN = {"device": "cpu", "precision": "float32"}
+
+
 def warm_start_section(config: Config) -> Config:
     """What a warm start depends on; runs that share it share the cached warm start."""
     names = ("policy", "warm_start", "warm_start_seed")
@@ -423,7 +427,14 @@ def warm_start_section(config: Config) -> Config:
         "rollout": _lasting(config, "rollout"),
         "questions": config["evaluation"]["questions"],
         **data_section(config),
+        **_computed_otherwise(config),
     }
+
+
+def _computed_otherwise(config: Config) -> Config:
+    """What of `training` a warm start's numbers depend on, {} for float32 on a CPU."""
+    found = {name: config["training"][name] for name in _PLAIN}
+    return {} if found == _PLAIN else {"training": found}
 
 
 def warm_start_dir(config: Config) -> Path:
@@ -439,9 +450,11 @@ def warm_start_dir(config: Config) -> Path:
 
 
 def warm_start_overrides(overrides: Iterable[str]) -> list[str]:
-    """Those of a run's overrides that its warm start depends on; `seed` may set the world's."""
+    """Those of a run's overrides that its warm start depends on; `seed` may set the world's, `training` where and how it
+    computes."""
     sections = ("world", "policy", "rollout", "warm_start")
-    kept = ("preset", "seed", "warm_start_seed", "evaluation.questions")
+    computing = [f"training.{name}" for name in (*_PLAIN, *MEMORY_SETTINGS["training"])]
+    kept = ("preset", "seed", "warm_start_seed", "evaluation.questions", "training", *computing)
     keys = [(override, override.partition("=")[0].lstrip("+~")) for override in overrides]
     return [override for override, key in keys if key in kept or key.split(".")[0] in sections]
 
