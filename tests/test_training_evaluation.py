@@ -20,7 +20,7 @@ from stppo.agent.rollout import Rollout
 from stppo.agent.rollout_torch import TorchRollout
 from stppo.agent.tiny_model import make_tiny_model
 from stppo.retrieval.client import RetrievalClient, RetrievalUnavailable
-from stppo.training.evaluation import evaluate_checkpoint, ratio_and_error, replies_of, summarise
+from stppo.training.evaluation import _unseen, evaluate_checkpoint, ratio_and_error, replies_of, summarise
 from stppo.training.metrics import evaluate, trajectory_records, write_tables
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import warm_start
@@ -382,6 +382,48 @@ def test_what_a_training_by_gold_titles_met_is_not_asked(bench, tmp_path, caplog
     assert play(tmp_path / "moved", trained_on=moved)[0]["n_questions"] == len(clean), (
         "found where the evaluation has them"
     )
+
+
+def test_what_a_training_on_its_corpus_alone_has_met_is_told_by_that_corpus(tmp_path, caplog):
+    """Which questions there were to divide, and by which passage, depends on the corpus."""
+    asked = [
+        {"question": f"{how} is town {i}?", "answer": [f"Land {i}"]}
+        for i in range(40)
+        for how in ("where", "in which land")
+    ]
+    (tmp_path / "nq.jsonl").write_text("".join(json.dumps(record) + "\n" for record in asked))
+    passages = [{"id": str(i), "contents": f'"Town {i}"\nTown {i} is in Land {i}.'} for i in range(0, 40, 2)]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(record) + "\n" for record in passages))
+    options = [
+        "world=benchmark",
+        "world.benchmark=nq",
+        "world.cache_dir=null",
+        f"world.records={tmp_path}/nq.jsonl",
+    ]
+    trained = configs.compose(
+        [
+            *options,
+            "world.train=nq",
+            "world.split_by=gold_title",
+            "world.held_out=0.3",
+            f"world.corpus={corpus}",
+        ]
+        + ["+world.only_in_corpus=true"]
+    )
+    world = configs.build(trained["world"], "world")
+    met = {title for q in world.questions("train") for title, _ in q.gold_paragraphs}
+    evaluated = configs.compose([*options, f"world.corpus={corpus}"])["world"]
+    everything = configs.build(evaluated, "world").questions("test")
+    clean = [
+        q.id for q in everything if q.text.split()[-1].strip("?") not in {title.split()[-1] for title in met}
+    ]
+    assert 0 < len(clean) < len(everything) == len(asked) and 0 < len(met) < len(passages)
+
+    assert [q.id for q in _unseen(everything, trained, evaluated)] == clean
+    moved = trained | {"world": trained["world"] | {"corpus": str(tmp_path / "gone.jsonl")}}
+    assert [q.id for q in _unseen(everything, moved, evaluated)] == clean, "found where the evaluation has it"
+    assert "cannot be told" not in caplog.text
 
 
 def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, monkeypatch, capsys):

@@ -84,9 +84,7 @@ def evaluate_checkpoint(
     # The checkpoint is the policy: the sizes of the config's own limit nothing here.
     settings = validate(config | {"policy": config["policy"] | {"pretrained": str(folder)}})
     world: World = build(config["world"], "world")
-    test = _unseen(
-        world.questions("test"), trained_on or _config_of(checkpoint), config["world"].get("records")
-    )
+    test = _unseen(world.questions("test"), trained_on or _config_of(checkpoint), config["world"])
     asked = sample_of_each(test, questions, seed)
     policy = load_policy(folder, settings.policy.attention)
     reads = find_tokenizer(folder, world, tokenizer)
@@ -262,26 +260,27 @@ def _config_of(checkpoint: str | Path) -> Config:
     return found
 
 
-def _unseen(asked: list[Question], trained_on: Config, records: Any) -> list[Question]:
+def _unseen(asked: list[Question], trained_on: Config, world: Config) -> list[Question]:
     """Without what a training divided by gold title has met: other benchmarks may ask for the same passages.
 
-    records: where the evaluation has them, for those that the training's config does not find here.
+    world: the evaluation's, whose files serve where those of the training's config are not here.
     """
     section = trained_on.get("world", {})
     if not section.get("train") or section.get("split_by") != "gold_title":
         return asked
-    of_a_corpus = {
-        "corpus",
-        "retriever",
-        "only_in_corpus",
-    }  # not needed here, and a retriever would be the file's code
-    known = {field.name for field in dataclasses.fields(BenchmarkWorld)} - of_a_corpus
-    fields = {name: value for name, value in section.items() if name in known} | {"corpus": CONTEXTS}
+    known = {field.name for field in dataclasses.fields(BenchmarkWorld)}
+    fields = {
+        name: value for name, value in section.items() if name in known - {"retriever"}
+    }  # the file's code
+    files = ["records", "corpus"]
+    if not section.get("only_in_corpus"):  # a corpus that chooses no questions is not needed
+        fields["corpus"], files = CONTEXTS, ["records"]
     try:
         kept = BenchmarkWorld(**fields).unseen(asked)
     except OSError as error:
+        here = {name: world[name] for name in files if world.get(name) is not None}
         try:
-            kept = BenchmarkWorld(**fields | {"records": records}).unseen(asked)
+            kept = BenchmarkWorld(**fields | here).unseen(asked)
         except OSError:
             log.warning("what training has met cannot be told and is asked too: %s", error)
             return asked

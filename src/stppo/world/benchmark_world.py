@@ -238,11 +238,17 @@ class BenchmarkWorld:
         asked = read_questions(self._located[name], split, self._reading(limit))
         if not self.only_in_corpus:
             return asked
-        placed = [q if q.gold_paragraphs else self._by_passage.placed(q) for q in asked]
-        kept = [question for question in placed if question]
+        kept = [question for question in map(self._placed, asked) if question]
         if len(kept) < len(asked):
             log.info("%s: %d %s questions have no passage in the corpus", name, len(asked) - len(kept), split)
         return kept
+
+    def _placed(self, question: Question) -> Question | None:
+        """The question with gold paragraphs, of the corpus where it comes without; None where `only_in_corpus` leaves it
+        out."""
+        if question.gold_paragraphs or not self.only_in_corpus:
+            return question
+        return self._by_passage.placed(question)
 
     @cached_property
     def _by_passage(self) -> PassagesByTitle:
@@ -251,7 +257,7 @@ class BenchmarkWorld:
     def unseen(self, questions: Iterable[Question]) -> list[Question]:
         """Those that "train" does not ask, nor, under `split_by` "gold_title", needs a passage of."""
         taken = self._shared(self._divided["train"])
-        return [question for question in questions if not taken & self._shared([question])]
+        return [q for q in questions if not taken & self._shared([self._placed(q) or q])]
 
     def _position(self, question: Question) -> float:
         """A number in [0, 1) by which a question is held out or not: a hash of its normalised text, or the smallest of
