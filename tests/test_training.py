@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from stppo import config as configs
+from stppo.agent.policy import load_policy
 from stppo.files import write_atomically
 from stppo.ownership import PARENT, FolderInUse
 from stppo.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
 from stppo.training.checkpoint import newest
 from stppo.training.failures import RunStopped
+from stppo.training.metrics import gpu_peak_memory_mb
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import encode_episode, load_warm_start, warm_start
 from stppo.world.encoding import DialogueEncoder
@@ -31,6 +33,26 @@ def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
     big = f"import subprocess, sys; b'1' * (2 << 30); subprocess.run([sys.executable, '-c', {ask!r}], check=True)"
     said = subprocess.run([sys.executable, "-c", big], capture_output=True, text=True, check=True).stdout
     assert 50 < float(said) < 1500
+
+
+def test_peak_memory_of_a_gpu_is_what_pytorch_counts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29)
+    assert gpu_peak_memory_mb(torch.device("cuda", 0)) == 1536
+    assert gpu_peak_memory_mb(torch.device("cpu")) is None
+
+
+def test_a_run_says_which_weights_it_began_from(tmp_path, tiny, barely_trained):
+    other = tmp_path / "other"
+    shutil.copytree(barely_trained, other)
+    policy = load_policy(other)
+    with torch.no_grad():
+        policy.lm_head.weight[0, 0] += 1
+    policy.save_pretrained(other)
+    brief = tiny("training.iterations=1", "evaluation.every=9")
+    records = [run(brief, tmp_path / f"run{i}", start) for i, start in enumerate((barely_trained, other))]
+    found = [record["warm_start_weights"] for record in records]
+    assert found == [load_warm_start(start)[2] for start in (barely_trained, other)]
+    assert found[0] != found[1]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +74,7 @@ def test_everything_of_the_schema_is_recorded(undisturbed):
     record = json.loads((undisturbed / "run.json").read_text())
     assert set(record) == set(RUN_FIELDS)
     assert record["status"] == "completed" and record["updates"] == 20
+    assert record["gpu_peak_memory_mb"] is None, "it ran on a CPU"
     assert len(json.loads((undisturbed / "trajectories.json").read_text())) == 3
 
 

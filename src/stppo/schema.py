@@ -75,6 +75,7 @@ class RunRecord(TypedDict):
     world: str
     warm_start_seed: int
     warm_start_folder: str
+    warm_start_weights: str
     world_seed: int
     config_fingerprint: str
     code_hash: str
@@ -88,6 +89,7 @@ class RunRecord(TypedDict):
     wall_seconds: float
     cpu_seconds: float
     peak_memory_mb: float
+    gpu_peak_memory_mb: float | None
     iterations: int
     updates: int
     warm_start: WarmStart
@@ -105,6 +107,7 @@ RUN_FIELDS: dict[str, str] = {
     "world": "name of the world config, e.g. synthetic",
     "warm_start_seed": "seed of the supervised start",
     "warm_start_folder": "name of the folder with the supervised start; another version of the code would name it differently",
+    "warm_start_weights": "hash of the weights in that folder, which every run that begins alike shares",
     "world_seed": "seed of the synthetic knowledge base",
     "config_fingerprint": "hash of the composed config",
     "code_hash": "hash of the syntax tree of every module that training imports",
@@ -118,6 +121,7 @@ RUN_FIELDS: dict[str, str] = {
     "wall_seconds": "seconds of training in all, resumed parts added up",
     "cpu_seconds": "CPU seconds of the training process, all threads, resumed parts added up",
     "peak_memory_mb": "largest resident memory of the process, MiB",
+    "gpu_peak_memory_mb": "largest memory allocated on the GPU, MiB, as PyTorch counts it (torch.cuda.max_memory_allocated); null on a CPU",
     "iterations": "iterations done",
     "updates": "optimiser updates done",
     "warm_start": "success of the policy before training: sampled, greedy, number sampled",

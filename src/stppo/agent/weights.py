@@ -1,7 +1,9 @@
 """A policy's weights under their names in a checkpoint, for an engine that samples with them."""
 
+import hashlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +13,18 @@ from transformers import PreTrainedModel
 def without_adapters(policy: PreTrainedModel) -> PreTrainedModel:
     """The transformers model itself, without the wrapper that peft puts around it."""
     return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+
+
+def weights_of(folder: Path | str, policy: PreTrainedModel) -> str:
+    """What tells saved weights apart: twelve hex digits of a hash of a folder's files, the commit of a hub name."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        return f"{folder}@{getattr(policy.config, '_commit_hash', None)}"
+    digest = hashlib.sha256()
+    for file in files:  # large models have several
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:12]
 
 
 def named_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -23,6 +23,7 @@ from stppo.agent.compute import place, resolve_device
 from stppo.agent.engines import make_rollout
 from stppo.agent.policy import check_vocabulary, load_policy, load_tokenizer
 from stppo.agent.rollout import Sampler
+from stppo.agent.weights import weights_of
 from stppo.config import Config, build, data_section, fingerprint, validate, world_section
 from stppo.files import write_atomically, write_json
 from stppo.foreign import parse_json
@@ -224,18 +225,6 @@ def find_tokenizer(
             f"{given or folder} has another vocabulary than this world; evaluate it on the world it was trained in"
         )
     return own if theirs is None else theirs
-
-
-def weights_of(folder: Path | str, policy: PreTrainedModel) -> str:
-    """What tells weights apart: a hash of a folder's files, the commit of a hub name."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        return f"{folder}@{getattr(policy.config, '_commit_hash', None)}"
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:12]
 
 
 def _policy_folder(checkpoint: str | Path) -> str | Path:

@@ -155,3 +155,10 @@ def peak_memory_mb() -> float:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) / 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2  # macOS counts in bytes
+
+
+def gpu_peak_memory_mb(device: torch.device) -> float | None:
+    """Most memory that this process has had allocated on a GPU so far, MiB, as PyTorch counts it; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)

@@ -23,6 +23,7 @@ import yaml
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from stppo.agent.compute import device_of
 from stppo.agent.critic import explained_variance
 from stppo.agent.engines import make_rollout
 from stppo.agent.policy import check_vocabulary, load_tokenizer, save_policy
@@ -50,6 +51,7 @@ from stppo.training.gradients import Passes
 from stppo.training.loggers import Logger, Loggers, check_installed
 from stppo.training.metrics import (
     evaluate,
+    gpu_peak_memory_mb,
     peak_memory_mb,
     read_tables,
     rollout_metrics,
@@ -135,7 +137,8 @@ class Trainer:
         warm_start_dir = Path(warm_start_dir)
         self.warm_start_folder = warm_start_dir.name
         with saying(f"reading the weights of {warm_start_dir}"):
-            policy, self.warm_start, weights = load_warm_start(warm_start_dir, self.settings.policy.attention)
+            found = load_warm_start(warm_start_dir, self.settings.policy.attention)
+            policy, self.warm_start, self.warm_start_weights = found
         if self.warm_start.get("made_for") != made_for(config):
             raise ValueError(
                 f"warm start {warm_start_dir} was made for another world or policy; make one for this config with "
@@ -183,7 +186,7 @@ class Trainer:
         self.seconds_before = self.cpu_before = 0.0
         self.code_hash = code_of("stppo.training.trainer", *config_targets(config))
         self.identity = identity(config, self.divisors)
-        self.fingerprint = fingerprint([self.identity, weights, self.code_hash])
+        self.fingerprint = fingerprint([self.identity, self.warm_start_weights, self.code_hash])
 
     @functools.cached_property
     def sampler(self) -> Sampler:
@@ -217,6 +220,8 @@ class Trainer:
         self.began, self.cpu_began = time.perf_counter(), time.process_time()
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.environment = environment()
+        if (device := device_of(self.policy)).type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # an earlier run of this process may have taken more
         state = self._saved(resume)
         if resume != "never" and (ended := self._ended(state)) is not None:
             return ended
@@ -498,6 +503,7 @@ class Trainer:
             "world": self.config["world"]["_target_"].rsplit(".", 1)[-1].removesuffix("World").lower(),
             "warm_start_seed": self.settings.warm_start_seed,
             "warm_start_folder": self.warm_start_folder,
+            "warm_start_weights": self.warm_start_weights,
             "world_seed": self.config["world"].get("seed") or 0,  # a world of one's own may have none
             "policy": self.settings.policy.name,
             "policy_parameters": sum(p.numel() for p in self.parameters),
@@ -510,6 +516,7 @@ class Trainer:
             "wall_seconds": round(self._elapsed(), 1),
             "cpu_seconds": round(self._cpu_elapsed(), 1),
             "peak_memory_mb": round(peak_memory_mb(), 1),
+            "gpu_peak_memory_mb": gpu_peak_memory_mb(device_of(self.policy)),
             "iterations": self.iteration,
             "updates": self.update,
             "warm_start": {k: self.warm_start[k] for k in ("success_sampled", "success_greedy", "n_sampled")},

@@ -7,7 +7,6 @@ starts from here, as the paper's agents start from a pretrained model: RL then h
 to lose.
 """
 
-import hashlib
 import itertools
 import logging
 import math
@@ -35,6 +34,7 @@ from stppo.agent.policy import (
     score,
 )
 from stppo.agent.rollout import Board, Sampler
+from stppo.agent.weights import weights_of
 from stppo.config import (
     Config,
     build,
@@ -441,13 +441,9 @@ def read_record(file: Path) -> dict:
 
 
 def load_warm_start(path: Path, attention: str = "sdpa") -> tuple[PreTrainedModel, dict, str]:
-    """Policy, record and content hash of the weights of a saved warm start; raises FileNotFoundError."""
+    """Policy, record and hash of the weights (`weights_of`) of a saved warm start; raises FileNotFoundError."""
     record = path / WARM_START_FILE
     if not record.is_file():
         raise FileNotFoundError(f"{path} holds no finished warm start; run `stppo warm-start` first")
-    content = hashlib.sha256()
-    for file in sorted(path.glob("*.safetensors")):  # large models have several
-        with file.open("rb") as stream:
-            while block := stream.read(2**24):
-                content.update(block)
-    return load_policy(path, attention), read_record(record), content.hexdigest()[:12]
+    policy = load_policy(path, attention)
+    return policy, read_record(record), weights_of(path, policy)
