@@ -1,6 +1,7 @@
 """Micro-batches, checkpointed layers, pieces of logits and bfloat16: what a large model needs changes no gradient."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -276,6 +277,19 @@ def test_a_body_without_known_blocks_says_so_where_its_last_one_is_needed():
 
 
 # ---- precision ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "tf32"), [("cuda", False), ("cpu", True)])
+def test_float32_on_a_gpu_is_not_tf32(device, tf32, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    policy = SimpleNamespace(to=lambda _: None, base_model=SimpleNamespace())
+    torch.set_float32_matmul_precision("high")
+    try:
+        place(policy, torch.device(device))
+        found = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert found == (tf32, tf32), "on a CPU nothing changes"
 
 
 def test_bfloat16_computes_in_it_and_keeps_weights_gradients_and_scores_in_float32(batch):

@@ -506,6 +506,26 @@ def test_bfloat16_beside_float32_weights(world, policy, sampler):
         other.close()
 
 
+def test_weights_that_stop_arriving_are_noticed_in_bfloat16(world, policy, sampler, monkeypatch):
+    """After an update that moves log-probs by less than kernels do."""
+    sampler.close()
+    mixed = copy.deepcopy(policy)
+    place(mixed, torch.device("cpu"), "bfloat16")
+    generator_before = torch.get_rng_state()
+    other = make(world.environment, world.tokenizer, mixed)
+    assert torch.equal(torch.get_rng_state(), generator_before), "vLLM's seed is its own"
+    try:
+        other.engine.sync(mixed)
+        other.engine.sync(moved(mixed, 1.001))
+        monkeypatch.setattr(
+            other.engine.llm, "collective_rpc", lambda _, kwargs: list(kwargs["weights_iterator"])
+        )
+        with pytest.raises(RuntimeError, match="did not change with them"):
+            other.engine.sync(moved(mixed, 1.01))
+    finally:
+        other.close()
+
+
 @pytest.mark.parametrize(
     ("shape", "kv_cache_bytes", "error"),
     [

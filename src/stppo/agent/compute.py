@@ -81,6 +81,13 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda" if device != "cpu" and there else "cpu")
 
 
+def float32_in_full() -> None:
+    """Let float32 be float32 on a GPU, where it may be TF32, with ten bits of mantissa: cuDNN's default, and what a library or
+    an environment variable may have chosen for products of matrices."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def place(
     policy: PreTrainedModel,
     device: torch.device,
@@ -94,6 +101,8 @@ def place(
     the way back.
     """
     policy.to(device)
+    if device.type == "cuda":
+        float32_in_full()
     body = body_of(policy)
     body.autocast_dtype = torch.bfloat16 if precision == "bfloat16" else None
     body.checkpoint_layers = checkpoint_layers

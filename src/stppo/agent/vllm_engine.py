@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from stppo.agent.compute import is_out_of_memory
+from stppo.agent.compute import float32_in_full, is_out_of_memory
+from stppo.agent.generators import generators_kept
+from stppo.agent.handover import HandOver
 from stppo.agent.mismatch import trainer_logprobs
 from stppo.agent.rollout import EngineOutOfMemory, VLLMRolloutConfig
 from stppo.agent.shared_folder import SharedFolder
@@ -59,12 +61,15 @@ class Answer:
 
 
 class Engine:
-    """vLLM with the weights of the policy that it was last handed.
+    """vLLM with the weights of the policy that it was last handed. On a GPU one at a time in a process: each takes its share
+    of the memory.
 
     policy: gives the architecture; its weights come with `sync`. max_tokens of the config is the longest sequence.
     Raises ValueError where the engine cannot hold such trajectories and RuntimeError where it does not start, naming
     the key to change (EngineOutOfMemory where memory ran out).
     """
+
+    _open = 0  # engines of this process on a GPU
 
     def __init__(
         self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: VLLMRolloutConfig
@@ -76,7 +81,12 @@ class Engine:
         self.tolerance = config.sync_tolerance or max(
             SYNC_TOLERANCE[dtype] for dtype in (computes, self.dtype)
         )
+        self.handover, self.last_answers = HandOver(self.dtype), None
         on_cpu = current_platform.is_cpu()
+        if Engine._open and not on_cpu:
+            raise RuntimeError(
+                "vLLM did not start: another of its engines holds this GPU's memory in this process; close that sampler first"
+            )
         self.sleeps = config.sleep_level > 0 and not on_cpu
         shape = copy.deepcopy(model.config)
         shape.architectures = [type(model).__name__]
@@ -119,12 +129,16 @@ class Engine:
         self.folder = SharedFolder(Path(envs.VLLM_CACHE_ROOT) / "stppo", write)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors reach only an engine in this process
         try:
-            self.llm = LLM(model=str(self.folder.path), **options)
+            with generators_kept():  # vLLM seeds them
+                self.llm = LLM(model=str(self.folder.path), **options)
         except (ValueError, RuntimeError, AssertionError, OSError) as error:
             self._clean_up()
             kind = EngineOutOfMemory if is_out_of_memory(error) else RuntimeError
             raise kind(f"vLLM did not start: {_reason(error)}; {self._remedy(error)}") from error
-        self.asleep = False
+        self.asleep, self.on_gpu = False, not on_cpu
+        if self.on_gpu:
+            float32_in_full()  # vLLM sets it by an environment variable, for the whole process
+            Engine._open += 1
 
     def _kv_cache_bytes(self, shape: Any) -> int:
         width = self.head_size * getattr(shape, "num_key_value_heads", shape.num_attention_heads)
@@ -143,14 +157,15 @@ class Engine:
 
     @torch.no_grad()
     def sync(self, policy: PreTrainedModel) -> None:
-        """Hand over the policy's weights, forget what the old ones cached, and compare log-probs.
+        """Hand over the policy's weights, forget what the old ones cached, and compare log-probs and weights.
 
-        Raises RuntimeError where trainer and engine disagree by more than the tolerance, EngineOutOfMemory where there
+        Raises RuntimeError where trainer and engine disagree by more than the tolerance, or the engine kept old weights, EngineOutOfMemory where there
         is too little left to wake up, FloatingPointError where the policy itself is not finite.
         """
         try:
             self._wake("weights")
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(policy)})
+            weights = self.handover.noting(named_weights(policy))
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             self._wake("kv_cache")
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -159,10 +174,22 @@ class Engine:
         self.asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget its prefix cache: requests are still running")
-        self._check(policy)
+        self._check_weights(self._check(policy))
 
-    def _check(self, policy: PreTrainedModel) -> None:
-        """A few tokens after random prompts, sampled as in a roll-out, scored by the trainer; temperature 1."""
+    def _check_weights(self, answers: list[Answer]) -> None:
+        """Whether weights stopped arriving, or the engine computes with copies of old ones, by less than log-probs in half
+        precision can tell. answers: to the probe, which is always the same."""
+        (missing,) = self.llm.apply_model(self.handover.missing)
+        same = answers == self.last_answers and self.handover.changed()
+        if missing or same:
+            what = f"{len(missing)} weights, {missing[0]} among them," if missing else "what it computes with"
+            raise RuntimeError(
+                f"vLLM does not sample from the trainer's weights: {what} did not change with them; rollout=torch does without it"
+            )
+        self.last_answers, self.handover.settled = answers, self.handover.handed
+
+    def _check(self, policy: PreTrainedModel) -> list[Answer]:
+        """A few tokens after random prompts, sampled as in a roll-out, scored by the trainer; temperature 1. Returns them."""
         generator, half = torch.Generator().manual_seed(0), min(_PROBE_TOKENS, self.config.max_tokens // 2)
         prompts = self.ordinary[torch.randint(len(self.ordinary), (_PROBES, half), generator=generator)]
         params = self.sampling(1.0, seed=0, max_tokens=half)
@@ -189,6 +216,7 @@ class Engine:
                 f"{difference:.2g} nats on average, above {self.tolerance:.2g}: weights were left out, or an output layer tied "
                 "to the embeddings kept old ones; a mere difference of kernels passes with a larger rollout.sync_tolerance"
             )
+        return [Answer(answer.tokens, answer.logprobs, 0) for answer in answers]
 
     def sampling(
         self,
@@ -252,6 +280,7 @@ class Engine:
             self._wake_to_close()
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
+            Engine._open -= self.on_gpu
             self._clean_up()
 
     def _wake_to_close(self) -> None:
