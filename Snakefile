@@ -96,7 +96,9 @@ if KERNEL not in KernelSpecManager().find_kernel_specs():
 asked = PIPELINE.get("resources") or {}
 if not isinstance(asked, dict):
     raise WorkflowError(f"pipeline.resources = {asked!r}: must map names to values, as gpu: 1")
-TRAIN_RESOURCES = {"mem_mb": 2000, "gpu": 0} | asked
+DEVICES = {COMPOSED["training"]["device"]} if RECORDED else {run.config["training"]["device"] for run in RUNS.values()}
+ON_GPU = "cuda" in DEVICES or ("auto" in DEVICES and Path("/dev/nvidiactl").exists())
+TRAIN_RESOURCES = {"mem_mb": 2000, "gpu": int(ON_GPU)} | asked
 for name in ("mem_mb", "gpu"):
     if type(TRAIN_RESOURCES[name]) is not int or TRAIN_RESOURCES[name] < 0:
         raise WorkflowError(

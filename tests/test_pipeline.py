@@ -131,6 +131,7 @@ def test_recorded_metrics_are_rendered_without_training_and_a_missing_run_is_nam
         ("preset=gigantic", "preset=gigantic: unknown preset; allowed: benchmark, laptop, "),
         ("kernel=fortran", "no Jupyter kernel named fortran"),
         ("overrides=+pipeline.resources.gpu=2", "takes 2 GPU; say how many there are: --resources gpu=1"),
+        ("overrides=training.device=cuda", "takes 1 GPU; say how many there are: --resources gpu=1"),
         ("overrides=training.epoch=3", "epoch"),
         ("overrides=seed=1 policy.lora={rank: 16}", "write {rank:16}"),
     ],

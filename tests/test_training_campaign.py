@@ -7,15 +7,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from stppo import cli
 from stppo import config as configs
 from stppo.config_files import VARIABLE
 from stppo.ownership import PARENT
-from stppo.training import campaign
+from stppo.training import campaign, processes
 from stppo.training.warm_start import made_for, recorded_start
 from tests.conftest import TINY
 
@@ -67,6 +69,41 @@ def test_recorded_runs_are_left_out_and_their_warm_start_is_taken(tmp_path, monk
 
     assert "2 of 2" not in command(*train, "--again")
     assert sorted(folder.name for folder in runs.iterdir()) == ["grpo", "so_grpo"]
+
+
+def test_with_vllm_each_job_has_a_process_of_its_own(tmp_path, tiny, monkeypatch):
+    asked = []
+
+    def apart(function, *arguments):
+        asked.append((function, *arguments))
+        return {"success_sampled": 0.1, "success_greedy": 0.2} if "warm_start:" in function else "completed"
+
+    monkeypatch.setattr(processes, "in_own_process", apart)
+    monkeypatch.setattr(campaign, "warm_start_dir", lambda _: tmp_path)
+    config, places = tiny("rollout=vllm"), (tmp_path / "run", tmp_path / "start")
+    assert campaign._start(config).text == "sampled 0.10, greedy 0.20"
+    assert campaign._train("name", config, *places).text == "completed"
+    assert asked == [
+        ("stppo.training.warm_start:warm_start", config, tmp_path, False, False),
+        ("stppo.training.campaign:train_run", config, *places),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "gpu", "jobs"),
+    [
+        ("training.device=cuda", True, 1),
+        ("training.device=auto", True, 1),
+        ("rollout=vllm", True, 1),
+        ("seed=0", True, 6),
+        ("training.device=auto", False, 6),
+    ],
+)
+def test_by_default_one_run_at_a_time_on_a_gpu(tiny, monkeypatch, override, gpu, jobs):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(campaign.os, "cpu_count", lambda: 6)
+    runs = [SimpleNamespace(config=tiny()), SimpleNamespace(config=tiny(override))]
+    assert campaign.runs_at_a_time(runs) == jobs
 
 
 @pytest.mark.parametrize(

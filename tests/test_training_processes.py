@@ -10,6 +10,7 @@ import pytest
 
 from stppo import cli
 from stppo import config as configs
+from stppo.training import processes
 from stppo.training import warm_start as starts
 from stppo.training.failures import RunStopped
 from stppo.training.processes import in_own_process
@@ -113,8 +114,8 @@ def recorded(monkeypatch, module):
 
 def test_a_warm_start_with_vllm_is_made_in_a_process_of_its_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    asked = recorded(monkeypatch, starts)
-    monkeypatch.setattr(starts, "warm_start", lambda config, path, again: asked.append("here"))
+    asked = recorded(monkeypatch, processes)
+    monkeypatch.setattr(starts, "warm_start", lambda *_: asked.append("here"))
     vllm, torch = (configs.compose([*TINY, f"rollout={engine}"]) for engine in ("vllm", "torch"))
     path = starts.ensure_warm_start(vllm)
     starts.ensure_warm_start(torch)

@@ -157,7 +157,14 @@ def _warn_of_memory(run: RunConfig, warned: set[str]) -> None:
 @app.command("train-planned")
 def train_planned_command(
     overrides: Overrides = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; one core each.")] = os.cpu_count() or 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Runs at a time, one core each (default: all cores; on a GPU one run).",
+            show_default=False,
+        ),
+    ] = None,
     only: Annotated[
         str | None, typer.Option(help="Only runs whose REGIME/ALGORITHM/seedN contains this.")
     ] = None,
@@ -174,7 +181,7 @@ def train_planned_command(
     from stppo.config import planned_runs
     from stppo.files import repository_path
     from stppo.results.runs import missing_runs
-    from stppo.training.campaign import train_planned
+    from stppo.training.campaign import runs_at_a_time, train_planned
 
     preset, others = _preset(overrides)
     runs = planned_runs(preset, others)
@@ -191,7 +198,7 @@ def train_planned_command(
             f"{len(runs) - len(missing)} of {len(runs)} runs are in {record}/metrics; --again trains them too"
         )
         runs = [run for run, key in zip(runs, keys, strict=True) if key in missing]
-    if failed := train_planned(preset, runs, jobs, _progress()):
+    if failed := train_planned(preset, runs, jobs or runs_at_a_time(runs), _progress()):
         raise ValueError(
             f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}"
         )

@@ -24,6 +24,7 @@ from pathlib import Path
 from stppo.config import PlannedRun, warm_start_dir
 from stppo.files import repository_path
 from stppo.ownership import announce_parent, is_orphan
+from stppo.training.processes import engine_apart
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,17 @@ class Done:
     seconds: float
     text: str
     error: str | None = None
+
+
+def runs_at_a_time(runs: Sequence[PlannedRun]) -> int:
+    """One for each core; where runs compute on a GPU one alone, for they would not find its memory free."""
+    configs = [run.config for run in runs]
+    if any(c["training"]["device"] != "cpu" or c["rollout"]["engine"] == "vllm" for c in configs):
+        import torch
+
+        if torch.cuda.is_available():
+            return 1
+    return os.cpu_count() or 1
 
 
 def run_folder(preset: str, run: PlannedRun) -> Path:
@@ -146,7 +158,7 @@ def _between_jobs() -> None:
 
 
 def _start(config: dict) -> Done:
-    from stppo.training.warm_start import WARM_START_FILE, recorded_start, warm_start
+    from stppo.training.warm_start import WARM_START_FILE, recorded_start
 
     _between_jobs()
     path, began = warm_start_dir(config), time.perf_counter()
@@ -155,7 +167,8 @@ def _start(config: dict) -> Done:
         if (path / WARM_START_FILE).is_file():
             return Done(name, 0.0, "there already")
         kept = recorded_start(config)
-        record = warm_start(config, path, progress=False, again=False)
+        arguments = config, path, False, False
+        record = engine_apart(config["rollout"]["engine"], "stppo.training.warm_start:warm_start", *arguments)
     except Exception as error:  # one job's failure is reported; the others go on
         return Done(name, time.perf_counter() - began, "", _line(error))
     text = f"sampled {record['success_sampled']:.2f}, greedy {record['success_greedy']:.2f}"
@@ -165,18 +178,25 @@ def _start(config: dict) -> Done:
 
 
 def _train(name: str, config: dict, folder: Path, start: Path) -> Done:
-    from stppo.training.trainer import Trainer
-
     _between_jobs()
     began = time.perf_counter()
     try:
-        trainer = Trainer(config, folder, start, progress=False)
-        record = trainer.train()
+        engine = config["rollout"]["engine"]
+        text = engine_apart(engine, "stppo.training.campaign:train_run", config, folder, start)
     except Exception as error:  # as above
         return Done(name, time.perf_counter() - began, "", _line(error))
+    return Done(name, time.perf_counter() - began, text)
+
+
+def train_run(config: dict, folder: Path, start: Path) -> str:
+    """Train one run; returns how it ended."""
+    from stppo.training.trainer import Trainer
+
+    trainer = Trainer(config, folder, start, progress=False)
+    record = trainer.train()
     rows = [row["success"] for row in trainer.evaluation_rows if row["temperature"] == 1.0]
     ends = f"{rows[0]:.2f} to {rows[-1]:.2f}" if rows else "no evaluation"
-    return Done(name, time.perf_counter() - began, f"{record['status']}, sampled {ends}")
+    return f"{record['status']}, sampled {ends}"
 
 
 def _line(error: Exception) -> str:

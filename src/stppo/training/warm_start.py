@@ -53,7 +53,7 @@ from stppo.training.failures import warm_start_stopped
 from stppo.training.gradients import Passes
 from stppo.training.metrics import evaluate
 from stppo.training.optimizers import make_optimizer
-from stppo.training.processes import in_own_process
+from stppo.training.processes import engine_apart
 from stppo.trajectories import Trajectories
 from stppo.waiting import saying
 from stppo.world.encoding import DialogueEncoder
@@ -416,16 +416,11 @@ def recorded_start(config: Config) -> Path | None:
 
 
 def ensure_warm_start(config: Config) -> Path:
-    """The folder of the cached warm start, made first where there is none.
-
-    With vLLM in a process of its own: two engines one after the other in one process can break CUDA's memory pool.
-    """
+    """The folder of the cached warm start, made first where there is none (`engine_apart`)."""
     path = warm_start_dir(config)
     if not (path / WARM_START_FILE).is_file():
-        if config["rollout"]["engine"] == "vllm":
-            in_own_process("stppo.training.warm_start:warm_start", config, path, True, False)
-        else:
-            warm_start(config, path, again=False)
+        engine = config["rollout"]["engine"]
+        engine_apart(engine, "stppo.training.warm_start:warm_start", config, path, True, False)
     return path
 
 
