@@ -17,6 +17,7 @@ from stppo.agent.rollout import RolloutConfig
 from stppo.config import ConfigError
 from stppo.preflight.shapes import policy_config, shape_of
 from stppo.training.evaluation import evaluate_checkpoint
+from stppo.training.metrics import rollout_metrics
 from stppo.training.optimizers import make_optimizer
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import load_warm_start, warm_start
@@ -282,6 +283,15 @@ def test_bfloat16_run_on_the_cpu_learns_finite_numbers(tmp_path, tiny, barely_tr
     first = updates.iloc[0]
     # Sampled and scored in the same precision.
     assert 1 < first["ratio_max_token"] < 1.3 and first["kl_reference"] < 1e-4
+
+
+def test_seconds_of_scoring_are_no_seconds_of_sampling(tiny, barely_trained, tmp_path):
+    trainer = Trainer(tiny("training.iterations=1"), tmp_path, barely_trained, progress=False)
+    rollout = trainer._collect()
+    rollout.metrics["seconds_scoring"] = 3.0
+    found = rollout_metrics(rollout, 5.0)
+    assert found["seconds_rollout"] == 2 and found["seconds_scoring"] == 3
+    assert found["tokens_per_second"] == found["tokens_rollout"] / 2
 
 
 def test_reference_in_bfloat16_computes_what_the_policy_does_before_its_first_step(

@@ -464,3 +464,22 @@ def test_a_faster_gpu_and_fewer_epochs_take_less_time():
     twice = estimate_speed(qwen("training.epochs=2")[0], shape, algorithm)
     assert twice.seconds["update"] == pytest.approx(2 * usual.seconds["update"])
     assert estimate_speed(run, shape, algorithm, "unknown") == usual
+
+
+def test_what_is_scored_is_counted_and_nothing_else():
+    """The reference where the loss reads it, what was sampled where the trainer scores it, and below the trained layers what a
+    roll-out by vLLM leaves to the trainer."""
+    shape = shape_of(known_config("Qwen2.5-0.5B"))
+
+    def seconds(*overrides):
+        run, algorithm = qwen("algorithm=grpo", *overrides)
+        return estimate_speed(run, shape, algorithm).seconds
+
+    without = "training.kl_coefficient=0"
+    both, sampled = seconds()["scoring"], seconds(without)["scoring"]
+    assert both == pytest.approx(2 * sampled)
+    assert "scoring" not in seconds(without, "rollout.behaviour_logprobs=engine")
+    in_pytorch = seconds(without, "rollout=torch", "policy.trainable_layers=8").get("scoring", 0)
+    assert seconds(without, "policy.trainable_layers=8")["scoring"] > in_pytorch
+    roomy, whole = (seconds(f"training.micro_batch_tokens={n}")["update"] for n in (10**9, "null"))
+    assert roomy == whole < seconds()["update"], "a minibatch that fits is computed once"

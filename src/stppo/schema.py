@@ -210,7 +210,7 @@ UPDATE_COLUMNS: dict[str, str] = {
     "staleness_iterations": "iterations between sampling the batch and training on it",
     "staleness_updates": "optimiser updates made since the batch was sampled",
     "learning_rate": "learning rate of the actor",
-    "seconds_rollout": "seconds the iteration spent sampling",
+    "seconds_rollout": "seconds the iteration spent sampling, scoring what was sampled not among them",
     "seconds_sync": "seconds of these spent handing weights to the sampling engine and checking it; NaN in PyTorch",
     "seconds_scoring": "seconds the iteration spent on critic values, Monte-Carlo values and other scoring passes",
     "seconds_critic": "seconds the iteration spent training the critic; 0 without critic",

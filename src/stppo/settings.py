@@ -193,6 +193,11 @@ class RunConfig(Section):
         nothing; a pretrained one is scored, and kept in memory, only where the loss reads it."""
         return self.training.kl_coefficient > 0 or self.policy.pretrained is None
 
+    @property
+    def scores_anew(self) -> bool:
+        """Whether the trainer scores what an engine sampled, so that ratios start at 1."""
+        return self.rollout.engine == "vllm" and self.rollout.behaviour_logprobs == "trainer"
+
     @model_validator(mode="after")
     def _attention_fits(self) -> "RunConfig":
         attention, training = self.policy.attention, self.training

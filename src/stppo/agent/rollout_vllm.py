@@ -125,7 +125,9 @@ class VLLMRollout(Sampler):
     ) -> None:
         """Let the trainer score what the engine sampled: mismatch, weights and behaviour log-probs."""
         batch, config = rollout.trajectories, self.config
+        began = time.perf_counter()
         trainer = trainer_logprobs(policy, batch, temperature, self.score_tokens)
+        rollout.metrics["seconds_scoring"] = time.perf_counter() - began
         engine = torch.where(unsampled, trainer, batch.behaviour_logprobs)
         rollout.metrics |= mismatch(trainer, batch, engine)
         if config.importance_correction == "truncated":

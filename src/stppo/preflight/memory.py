@@ -167,7 +167,7 @@ def phases_of(run: RunConfig, shape: Shape, algorithm: Algorithm, gpu: float | N
     copies = _copies(run, shape)
     tokens, several = micro_batch_tokens(run, shape)
     scored = tokens
-    if rollout.engine == "vllm" and training.micro_batch_tokens is None:
+    if run.scores_anew and training.micro_batch_tokens is None:
         scored = max(tokens, ROWS_AT_ONCE * longest(run, shape))
     copied_head = _copied_head(run, shape)
     scoring = {

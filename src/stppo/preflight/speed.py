@@ -80,10 +80,11 @@ def estimate_speed(
         prefill = 2 * shape.parameters * rows * (length - agent) / (MFU_PREFILL * peak)
         return decode + prefill
 
-    def passes(flops: float, with_head: bool = True) -> float:
+    trained = trained_layers(run, shape) / shape.layers
+
+    def passes(flops: float, with_head: bool = True, depth: float = trained) -> float:
         """`flops` per weight and token over all trajectories; attention's own add 4 T H a layer and two. The output
-        layer is passed by the agent's tokens alone, in float32."""
-        depth = trained_layers(run, shape) / shape.layers  # frozen layers are passed by the roll-out alone
+        layer is passed by the agent's tokens alone, in float32. depth: share of the layers that are passed."""
         attention = 2 * length * shape.hidden * shape.layers
         slower = 1 if training.precision == "float32" else 1 / FLOAT32
         head = slower * agent * shape.vocabulary * shape.hidden if with_head else 0
@@ -91,16 +92,22 @@ def estimate_speed(
 
     back = 4 if run.policy.lora is None else 2  # frozen weights need no gradient of their own
     again = 2 if training.gradient_checkpointing else 0
-    several = training.micro_batch_tokens is not None
+    several = training.micro_batch_tokens is not None and (
+        n // training.minibatches * length > training.micro_batch_tokens
+    )
     watched = algorithm.watched / training.bias_norm_every
     if algorithm.exact_norm:
         watched = 1 + (algorithm.watched - 1) / training.bias_norm_every
     update = 2 + back + again + (2 if several else 0) + watched * (back + again)
-    frozen_passes = 2 if rollout.engine == "vllm" and rollout.behaviour_logprobs == "trainer" else 1
+    scored = run.scores_anew + run.scores_reference
+    # A roll-out in PyTorch leaves the states of frozen layers behind; beside vLLM they are computed for both.
+    below = 2 * (run.scores_anew + 1) if rollout.engine == "vllm" else 0
     seconds = {
         "roll-out": roll_out(n),
         "search": n * searches / (searches_per_second or SEARCHES_PER_SECOND),
-        "scoring": passes(2 * frozen_passes) + (passes(2, with_head=False) if algorithm.critic else 0),
+        "scoring": passes(2 * scored)
+        + (passes(2, with_head=False) if algorithm.critic else 0)
+        + passes(below, False, 1 - trained),
         "critic": training.critic_epochs * passes(2 + back + again, False) if algorithm.critic else 0.0,
         "update": training.epochs * passes(update),
         "evaluation": roll_out(run.evaluation.questions)

@@ -38,7 +38,8 @@ def valid_format_rate(rollout: Rollout) -> float:
 
 
 def rollout_metrics(rollout: Rollout, seconds: float) -> dict[str, float]:
-    """Iteration-level columns of one sampled batch."""
+    """Iteration-level columns of one batch that took so many seconds; those of scoring it anew are no seconds of sampling."""
+    seconds -= rollout.metrics.get("seconds_scoring", 0.0)
     batch, episodes = rollout.trajectories, rollout.episodes
     agent_tokens = int(batch.agent_mask.sum())
     return {

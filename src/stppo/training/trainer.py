@@ -403,7 +403,7 @@ class Trainer:
             self.generator.set_state(before[0])
             self.question_order = before[1]
             raise
-        metrics["seconds_scoring"] = time.perf_counter() - began
+        metrics["seconds_scoring"] = metrics.get("seconds_scoring", 0.0) + time.perf_counter() - began
         return QueuedBatch(rollout.trajectories, metrics, self.iteration, truth, rollout.weights)
 
     def _collect(self) -> Rollout:
