@@ -46,6 +46,12 @@ class StandIn:
     def apply_model(self, function):
         return [function(self.model)]
 
+    def sleep(self, level):
+        pass
+
+    def wake_up(self, tags):
+        pass
+
     def reset_prefix_cache(self):
         return True
 
@@ -181,6 +187,17 @@ def test_an_engine_starts_without_touching_the_global_generators(start, policy):
     seed()
     start(policy)
     assert drawn() == expected
+
+
+def test_what_pytorch_keeps_is_freed_before_the_engine_wakes(start, policy, monkeypatch):
+    """Whoever wakes it: a roll-out, its Monte-Carlo continuations, an evaluation, the last sample of a run."""
+    engine, calls = start(policy), []
+    engine.sync(policy)
+    engine.sleep()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("freed"))
+    monkeypatch.setattr(engine.llm, "wake_up", lambda tags: calls.append(*tags))
+    engine.sync(policy)
+    assert calls == ["freed", "weights", "freed", "kv_cache"]
 
 
 def test_a_process_has_one_engine_at_a_time_on_a_gpu(start, policy):

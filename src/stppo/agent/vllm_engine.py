@@ -266,6 +266,7 @@ class Engine:
 
     def _wake(self, part: str) -> None:
         if self.asleep:
+            torch.cuda.empty_cache()  # what PyTorch keeps for itself is memory that the engine cannot have
             self.llm.wake_up(tags=[part])
 
     def sleep(self) -> None:

@@ -394,7 +394,6 @@ class Trainer:
         before = self.generator.get_state(), self.question_order
         began = time.perf_counter()
         try:
-            self._free_memory()
             rollout = self._collect()
             metrics = rollout_metrics(rollout, time.perf_counter() - began)
             began = time.perf_counter()
@@ -424,11 +423,6 @@ class Trainer:
         drawn, self.question_order = self.question_order[:n_groups], self.question_order[n_groups:]
         questions = [self.train_questions[i] for i in drawn.tolist() for _ in range(group)]
         return questions, self.generator, [g for g in range(n_groups) for _ in range(group)]
-
-    def _free_memory(self) -> None:
-        """Before an engine on the same GPU wakes up: what PyTorch keeps for itself is memory it cannot have."""
-        if self.settings.rollout.engine == "vllm" and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
 
     # ---- values ---------------------------------------------------------------------------------
 
@@ -479,7 +473,6 @@ class Trainer:
         kinds = [True] if self.iteration % settings.greedy_every == 0 else []
         if self.iteration == self.settings.training.iterations:
             kinds = [True]
-        self._free_memory()
         rows = []
         for greedy in [*kinds, False]:  # sampled last, so that the newest row is the primary metric
             seed = self.settings.seed * 1_000_003 + self.iteration
