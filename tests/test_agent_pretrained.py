@@ -1,6 +1,7 @@
 """Policies that come as a folder: weights, tokenizer, what is missing, and training that begins with them as they are."""
 
 import json
+import math
 import resource
 import shutil
 
@@ -281,8 +282,19 @@ def test_bfloat16_run_on_the_cpu_learns_finite_numbers(tmp_path, tiny, barely_tr
     updates = tables(tmp_path)[0]
     assert record["status"] == "completed" and updates["gradient_norm"].notna().all()
     first = updates.iloc[0]
-    # Sampled and scored in the same precision.
-    assert 1 < first["ratio_max_token"] < 1.3 and first["kl_reference"] < 1e-4
+    assert first["kl_reference"] < 1e-4
+
+
+def test_roll_outs_in_bfloat16_are_scored_anew_so_that_ratios_start_at_one(tmp_path, tiny, barely_trained):
+    """A pass over one token rounds otherwise than one over many; in float32 both are one, and nothing is scored."""
+    found = {}
+    for precision in ("bfloat16", "float32"):
+        once = ("training.iterations=1", "training.staleness_iterations=0", "evaluation.every=9")
+        run(tiny(f"training.precision={precision}", *once), tmp_path / precision, barely_trained)
+        found[precision] = tables(tmp_path / precision)[0].iloc[0]
+    half, full = found["bfloat16"], found["float32"]
+    assert 1e-4 < half["mismatch_mean"] < 0.05 and half["mismatch_max"] > 5 * (half["ratio_max_token"] - 1)
+    assert math.isnan(full["mismatch_mean"]) and full["ratio_max_token"] == pytest.approx(1, abs=1e-4)
 
 
 def test_seconds_of_scoring_are_no_seconds_of_sampling(tiny, barely_trained, tmp_path):

@@ -220,7 +220,7 @@ UPDATE_COLUMNS: dict[str, str] = {
     "prefix_cache_hit_rate": "share of prompt tokens that the sampling engine had cached from earlier turns; NaN in "
     "PyTorch",
     "mismatch_mean": "mean |difference| between the log-probs that trainer and sampling engine give to the sampled "
-    "tokens, nats; like all mismatch columns NaN where both are one",
+    "tokens, nats; like all mismatch columns NaN where both are one, in PyTorch in float32",
     "mismatch_max": "largest such difference over the agent tokens of the batch",
     "mismatch_kl": "KL(engine || trainer) by k3 = r - 1 - log r, r = pi_trainer / pi_engine",
     "mismatch_effective_sample_size": "of the trajectories' product ratios r, as share of the batch",
@@ -259,7 +259,7 @@ BENCHMARK_COLUMNS: dict[str, str] = {
     "seconds": "seconds the evaluation took",
 }
 
-# Update columns that only a sampling engine beside the trainer (vLLM) fills.
+# Update columns that only a sampling engine beside the trainer (vLLM) fills; `mismatch_...` also bfloat16 in PyTorch.
 ENGINE_COLUMNS: tuple[str, ...] = (
     "seconds_sync",
     "prefix_cache_hit_rate",

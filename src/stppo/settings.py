@@ -195,8 +195,11 @@ class RunConfig(Section):
 
     @property
     def scores_anew(self) -> bool:
-        """Whether the trainer scores what an engine sampled, so that ratios start at 1."""
-        return self.rollout.engine == "vllm" and self.rollout.behaviour_logprobs == "trainer"
+        """Whether the trainer scores what was sampled, so that ratios start at 1: of an engine unless it is told otherwise, and
+        in PyTorch where a pass over one token rounds otherwise than one over many, in bfloat16."""
+        if self.rollout.engine == "vllm":
+            return self.rollout.behaviour_logprobs == "trainer"
+        return self.training.precision == "bfloat16"
 
     @model_validator(mode="after")
     def _attention_fits(self) -> "RunConfig":

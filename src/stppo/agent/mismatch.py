@@ -1,13 +1,17 @@
-"""The sampling engine against the trainer: the same weights, other kernels, other log-probs.
+"""What sampled against the trainer: the same weights, other kernels or another rounding, other log-probs.
 
 pi_trainer and pi_engine are the probabilities that both give to the tokens that the engine sampled.
 """
+
+import dataclasses
+import time
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from stppo.agent.policy import rows_within, score
+from stppo.agent.rollout import Rollout
 from stppo.trajectories import Trajectories
 
 _ROWS_SCORED = 16  # at once, where no budget is given
@@ -58,3 +62,15 @@ def trainer_logprobs(
         part = batch.select(rows)
         found[rows, : part.tokens.shape[1]] = score(policy, part, temperature).logprobs.to(found)
     return found
+
+
+@torch.no_grad()
+def scored_anew(policy: PreTrainedModel, rollout: Rollout, temperature: float, budget: int | None) -> Rollout:
+    """The roll-out with the trainer's log-probs as the behaviour policy's; its metrics tell how far the sampled ones were
+    from them, and how long scoring took. budget: as in `trainer_logprobs`."""
+    began, batch = time.perf_counter(), rollout.trajectories
+    trainer = trainer_logprobs(policy, batch, temperature, budget)
+    found = mismatch(trainer, batch, batch.behaviour_logprobs)
+    found["seconds_scoring"] = time.perf_counter() - began
+    scored = dataclasses.replace(batch, behaviour_logprobs=trainer)
+    return dataclasses.replace(rollout, trajectories=scored, metrics=rollout.metrics | found)

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from stppo.agent.compute import device_of
 from stppo.agent.critic import explained_variance
 from stppo.agent.engines import make_rollout
+from stppo.agent.mismatch import scored_anew
 from stppo.agent.policy import check_vocabulary, load_tokenizer, save_policy
 from stppo.agent.rollout import Rollout, Sampler
 from stppo.config import Config, ConfigError, build, code_of, fingerprint, label_of, validate
@@ -409,9 +410,14 @@ class Trainer:
         """A roll-out that will be trained on."""
         self.sampler.keeps_states = True  # of frozen layers: they are needed again
         try:
-            return self.sampler.collect(self.policy, *self._draw_questions(), policy_updates=self.update)
+            rollout = self.sampler.collect(self.policy, *self._draw_questions(), policy_updates=self.update)
         finally:
             self.sampler.keeps_states = False
+        settings = self.settings
+        if settings.rollout.engine == "torch" and settings.scores_anew:  # vLLM's roll-out has done it
+            budget = settings.training.micro_batch_tokens
+            return scored_anew(self.policy, rollout, settings.rollout.temperature, budget)
+        return rollout
 
     def _draw_questions(self) -> tuple[list[Question], torch.Generator, list[int]]:
         """Questions of a batch, drawn without replacement, epoch-wise, and their group ids."""
