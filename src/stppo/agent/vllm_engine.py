@@ -61,15 +61,15 @@ class Answer:
 
 
 class Engine:
-    """vLLM with the weights of the policy that it was last handed. On a GPU one at a time in a process: each takes its share
-    of the memory.
+    """vLLM with the weights of the policy that it was last handed. On a GPU a process has one at a time, for each takes its share
+    of the memory: to start another closes it.
 
     policy: gives the architecture; its weights come with `sync`. max_tokens of the config is the longest sequence.
     Raises ValueError where the engine cannot hold such trajectories and RuntimeError where it does not start, naming
     the key to change (EngineOutOfMemory where memory ran out).
     """
 
-    _open = 0  # engines of this process on a GPU
+    _open: "Engine | None" = None  # of this process, on a GPU
 
     def __init__(
         self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: VLLMRolloutConfig
@@ -83,10 +83,8 @@ class Engine:
         )
         self.handover, self.last_answers = HandOver(self.dtype), None
         on_cpu = current_platform.is_cpu()
-        if Engine._open and not on_cpu:
-            raise RuntimeError(
-                "vLLM did not start: another of its engines holds this GPU's memory in this process; close that sampler first"
-            )
+        if Engine._open is not None and not on_cpu:
+            Engine._open.close()
         self.sleeps = config.sleep_level > 0 and not on_cpu
         shape = copy.deepcopy(model.config)
         shape.architectures = [type(model).__name__]
@@ -135,10 +133,10 @@ class Engine:
             self._clean_up()
             kind = EngineOutOfMemory if is_out_of_memory(error) else RuntimeError
             raise kind(f"vLLM did not start: {_reason(error)}; {self._remedy(error)}") from error
-        self.asleep, self.on_gpu = False, not on_cpu
-        if self.on_gpu:
+        self.asleep = False
+        if not on_cpu:
             float32_in_full()  # vLLM sets it by an environment variable, for the whole process
-            Engine._open += 1
+            Engine._open = self
 
     def _kv_cache_bytes(self, shape: Any) -> int:
         width = self.head_size * getattr(shape, "num_key_value_heads", shape.num_attention_heads)
@@ -162,6 +160,10 @@ class Engine:
         Raises RuntimeError where trainer and engine disagree by more than the tolerance, or the engine kept old weights, EngineOutOfMemory where there
         is too little left to wake up, FloatingPointError where the policy itself is not finite.
         """
+        if self.llm is None:
+            raise RuntimeError(
+                "this vLLM engine is closed: on a GPU a process has one at a time; make a new sampler"
+            )
         try:
             self._wake("weights")
             weights = self.handover.noting(named_weights(policy))
@@ -281,7 +283,7 @@ class Engine:
             self._wake_to_close()
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
-            Engine._open -= self.on_gpu
+            Engine._open = None if Engine._open is self else Engine._open
             self._clean_up()
 
     def _wake_to_close(self) -> None:
