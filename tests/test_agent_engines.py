@@ -20,7 +20,6 @@ from stppo.agent.weights import named_weights
 from stppo.config import ConfigError, validate
 from stppo.objectives import Clip, NoStabilizer, Objective, Ratio, TokenGAE
 from stppo.schema import ENGINE_COLUMNS, UPDATE_COLUMNS
-from stppo.training.trainer import Trainer
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.knowledge import SyntheticWorld
 from tests.objectives_cases import TabularPolicy, mixed_batch, normal
@@ -174,17 +173,3 @@ def test_without_vllm_one_line_names_the_extra(world, monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'stppo\[vllm\]'") as caught:
         make_rollout(world.environment, world.tokenizer, VLLMRolloutConfig(), policy)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("precision", "least", "most"), [("float32", 0, 1e-5), ("bfloat16", 1e-4, 0.1)])
-def test_roll_out_and_scoring_pass_agree_to_rounding_in_float32_alone(
-    tmp_path, tiny, barely_trained, precision, least, most
-):
-    """What docs/howto/pretrained-models.md says of PyTorch's log-probs: mean |difference|, before any update."""
-    config = tiny(f"training.precision={precision}", "training.kernels=eager")
-    trainer = Trainer(config, tmp_path, barely_trained, progress=False)
-    batch = trainer._sample().trajectories
-    with torch.no_grad():
-        scored = score(trainer.policy, batch).logprobs
-    apart = (scored - batch.behaviour_logprobs)[batch.agent_mask].abs().mean()
-    assert least <= apart < most
