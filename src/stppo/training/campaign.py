@@ -190,8 +190,10 @@ def _train(name: str, config: dict, folder: Path, start: Path) -> Done:
 
 def train_run(config: dict, folder: Path, start: Path) -> str:
     """Train one run; returns how it ended."""
+    from stppo.training.metrics import forget_peaks
     from stppo.training.trainer import Trainer
 
+    forget_peaks()
     trainer = Trainer(config, folder, start, progress=False)
     record = trainer.train()
     rows = [row["success"] for row in trainer.evaluation_rows if row["temperature"] == 1.0]
