@@ -125,6 +125,49 @@ def test_several_chances_to_fail_count_as_one():
     assert only(metrics, higher(above=between), higher(above=0)).verdict == "inconclusive"
 
 
+def told(verdict):
+    """What the table for people says of one condition: "shown", and the median."""
+    lines = [line for line in claims.markdown([verdict]).splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines if not line.startswith("| ---")]
+    row = dict(zip(cells[0], cells[1], strict=True))
+    return row["shown"], row["median"]
+
+
+def test_a_condition_that_is_missed_says_by_how_much():
+    """Open: as much of the interval lies on the wrong side; failed: so far off lies the whole of it."""
+    metrics = make({"new": spread(0.6, seed=1), "old": spread(0.5)})
+    low, high = only(metrics, higher()).checks[0].estimate.interval(0.95)
+    for threshold, shown, missed in (
+        ({"above": 0}, "yes", np.nan),
+        ({"above": 0.1}, f"no, by {0.1 - low:.2f}", 0.1 - low),
+        ({"below": 0.1}, f"no, by {high - 0.1:.2f}", high - 0.1),
+        ({"above": 0.3}, f"fails, by {0.3 - high:.2f}", 0.3 - high),
+        ({"below": 0}, f"fails, by {low:.2f}", low),
+    ):
+        found = only(metrics, higher(**threshold))
+        assert told(found)[0] == shown
+        row = claims.table([found]).iloc[0]
+        assert row["missed_by"] == pytest.approx(missed, nan_ok=True)
+    metrics = make({"new": spread(0.6, 5, seed=1), "old": spread(0.5)})
+    assert told(only(metrics, higher()))[0] == "–", "too few worlds: not asked"
+
+
+def test_several_conditions_fail_by_the_wider_interval():
+    metrics = make({"new": spread(0.5, seed=1), "old": spread(0.5)})
+    found = only(metrics, higher(above=0.5), higher(above=-0.5))
+    estimate = found.checks[0].estimate
+    assert found.checks[0].missed_by == pytest.approx(0.5 - estimate.interval(0.975)[1])
+
+
+def test_a_mean_that_few_worlds_make_stands_beside_its_median():
+    old = spread(0.3)
+    new = {world: value + (0.5 if world < 33 else 0.02) for world, value in old.items()}
+    found = only(make({"new": new, "old": old}), higher())
+    assert found.checks[0].estimate.value == pytest.approx(0.1, abs=1e-6)
+    assert found.checks[0].median == pytest.approx(0.02) and told(found)[1] == "0.02"
+    assert told(only(make({"new": new, "old": old}), higher(column="learned")))[1] == "–", "of 0 and 1"
+
+
 def test_interval_without_width_decides_nothing():
     old = spread(0.5)
     metrics = make({"new": {world: value + 0.25 for world, value in old.items()}, "old": old})

@@ -19,10 +19,12 @@ verdict is a label on them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 from omegaconf import OmegaConf
@@ -87,6 +89,10 @@ class Condition(_Section):
     def fails(self, low: float, high: float) -> bool:
         """Whether an interval lies wholly on the other side."""
         return high < self.above if self.above is not None else low > self.below
+
+    def wrong_side(self, low: float, high: float) -> float:
+        """How far the end of an interval that matters lies on the wrong side of the threshold."""
+        return self.above - low if self.above is not None else high - self.below
 
     def weights(self, groups: Mapping[str, Group]) -> dict[tuple[str, str], float]:
         """(regime, arm) -> weight of its mean in the number that is asked for."""
@@ -155,6 +161,8 @@ class Check:
     estimate: Estimate | None
     outcome: str  # HOLDS, FAILS, OPEN, or why it could not be asked
     provisional: bool = False  # from fewer runs than planned
+    median: float = math.nan  # over worlds; NaN of a share
+    missed_by: float = math.nan  # `_outcome`
 
 
 @dataclass(frozen=True)
@@ -191,7 +199,8 @@ def evaluate(
         checks = tuple(map(measure, entry.holds_if))
         gate = verdicts[entry.gate] if entry.gate else None
         if gate is not None and gate.verdict != SUPPORTED:
-            checks = tuple(replace(check, outcome=f"{entry.gate} is {gate.verdict}") for check in checks)
+            shut = f"{entry.gate} is {gate.verdict}"
+            checks = tuple(replace(check, outcome=shut, missed_by=math.nan) for check in checks)
         verdicts[entry.id] = Verdict(entry, level, _verdict([check.outcome for check in checks]), checks)
     return list(verdicts.values())
 
@@ -228,37 +237,60 @@ def _check(
         estimate = resampling.contrast(values, list(weights.values()), bounds)
     except ValueError:
         return Check(condition, words, None, f"no world in which all have {column}", short)
-    return Check(condition, words, estimate, _outcome(condition, estimate, level, n_conditions), short)
+    outcome, missed = _outcome(condition, estimate, level, n_conditions)
+    middle = math.nan if column in SHARES else _median(values, list(weights.values()))
+    return Check(condition, words, estimate, outcome, short, middle, missed)
 
 
-def _outcome(condition: Condition, estimate: Estimate, level: float, n_conditions: int) -> str:
+def _median(arms: Sequence[Mapping[int, float]], weights: Sequence[float]) -> float:
+    """Of the worlds that all arms have, of the weighted sum in each."""
+    worlds = set.intersection(*map(set, arms))
+    return median(sum(w * arm[world] for arm, w in zip(arms, weights, strict=True)) for world in worlds)
+
+
+def _outcome(condition: Condition, estimate: Estimate, level: float, n_conditions: int) -> tuple[str, float]:
+    """The outcome, and by how much a condition is missed: as much of the joint interval lies on the wrong side of the threshold,
+    or, where it fails, so far off lies the nearest end of the interval that refutes it. NaN where it holds."""
     if estimate.n_worlds < (needed := fewest_worlds(level)):
-        return f"{estimate.n_worlds} worlds of {needed} needed"
+        return f"{estimate.n_worlds} worlds of {needed} needed", math.nan
     low, high = estimate.interval(level)
     if high - low < 1e-12:
-        return OPEN
+        return OPEN, math.nan
     if condition.holds(low, high):
-        return HOLDS
-    return FAILS if condition.fails(*estimate.interval(1 - (1 - level) / n_conditions)) else OPEN
+        return HOLDS, math.nan
+    wider = estimate.interval(1 - (1 - level) / n_conditions)
+    if condition.fails(*wider):
+        return FAILS, condition.wrong_side(*wider[::-1])
+    return OPEN, condition.wrong_side(low, high)
 
 
-COLUMN_NAMES = ("id", "claim", "source", "measured", "estimate", "low", "high", "joint_low", "joint_high")
-COLUMN_NAMES += ("threshold", "worlds", "outcome", "level", "verdict", "provisional", "gate", "note")
+COLUMN_NAMES = ("id", "claim", "source", "measured", "estimate", "low", "high", "median")
+COLUMN_NAMES += ("joint_low", "joint_high", "threshold", "worlds", "outcome", "missed_by")
+COLUMN_NAMES += ("level", "verdict", "provisional", "gate", "note")
 
 
 def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
-    """One row per condition, with the columns `COLUMN_NAMES`: low and high are those of the 95 % interval, joint_low and
-    joint_high decide; all empty where nothing could be estimated."""
+    """One row per condition, with the columns `COLUMN_NAMES`: estimate is the mean over worlds, low and high are those of its
+    95 % interval, joint_low and joint_high decide, missed_by is empty where the condition holds (`_outcome`), the median that of
+    a share; all are empty where nothing could be estimated."""
     rows = []
     for verdict, check in itertools.chain.from_iterable(([(v, c) for c in v.checks]) for v in verdicts):
         entry, estimate = verdict.entry, check.estimate
-        values = estimate and (estimate.value, *estimate.interval(SHOWN), *estimate.interval(verdict.level))
+        values = estimate and (
+            *(estimate.value, *estimate.interval(SHOWN), check.median),
+            *estimate.interval(verdict.level),
+        )
         rows.append(
             [
                 *(entry.id, entry.claim, entry.source, check.measured),
-                *(values or [None] * 5),
+                *(values or [None] * 6),
                 *(check.condition.threshold, estimate.n_worlds if estimate else 0, check.outcome),
-                *(verdict.level, verdict.verdict, any(c.provisional for c in verdict.checks)),
+                *(
+                    check.missed_by,
+                    verdict.level,
+                    verdict.verdict,
+                    any(c.provisional for c in verdict.checks),
+                ),
                 *(entry.gate or "", entry.note),
             ]
         )
@@ -273,8 +305,9 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
     lines = [
         _head(verdicts),
         "",
-        f"| | claim | source | measured: estimate [{_percent(SHOWN)}] | joint interval, which decides | to show | worlds | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| | claim | source | measured: estimate [{_percent(SHOWN)}] | median | joint interval, which decides | to show | shown | worlds "
+        "| verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for verdict in verdicts:
         rows = table([verdict])
@@ -284,7 +317,8 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
             for row in rows.itertuples()
         ]
         joint = map(_span, rows["joint_low"], rows["joint_high"])
-        cells = ["<br>".join(map(str, cell)) for cell in (measured, joint, rows["threshold"], rows["worlds"])]
+        columns = (measured, map(_two, rows["median"]), joint, rows["threshold"], map(_shown, verdict.checks))
+        cells = ["<br>".join(map(str, cell)) for cell in (*columns, rows["worlds"])]
         shown = verdict.verdict
         if shown == NOT_ASKED:
             shown += f" ({next(o for o in rows['outcome'] if o not in (HOLDS, OPEN, FAILS))})"
@@ -313,12 +347,30 @@ supported* if that of some condition lies wholly on the other side (widened wher
 chances to fail count as one), *not asked* if neither and an arm has no runs or too few worlds, or the entry that it hangs on is
 not supported, and *inconclusive* otherwise. *Provisional*: from fewer runs than planned.
 
+"Shown" says of each condition whether its joint interval lies beyond the threshold, or else how much of the interval lies on the
+wrong side; where the condition fails, how far on the wrong side the whole interval lies at least. A median (over worlds, as the
+mean is; not given of shares) that is far from the mean says that few worlds make the mean; it decides nothing.
+
 The {_percent(SHOWN)} interval beside an estimate does not decide. The joint interval does, because many entries are judged at
 once (Bonferroni over the entries of a letter that hang on no other): it is of {told}."""
 
 
 def _percent(level: float) -> str:
     return f"{100 * level:.4g} %"
+
+
+def _two(value: float | None) -> str:
+    return "–" if pd.isna(value) else f"{value:.2f}"
+
+
+def _shown(check: Check) -> str:
+    """Whether a condition is shown, or by how much it is missed; nothing where it was not asked."""
+    if check.outcome == HOLDS:
+        return "yes"
+    if check.outcome not in (OPEN, FAILS) or math.isnan(check.missed_by):
+        return "–"
+    by = f"{check.missed_by:.2f}" if check.missed_by >= 0.005 else f"{check.missed_by:.1g}"
+    return f"no, by {by}" if check.outcome == OPEN else f"fails, by {by}"
 
 
 def _span(low: float | None, high: float | None) -> str:
