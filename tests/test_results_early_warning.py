@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stppo.results import early_warning as warning
-from stppo.results.early_warning import AHEAD, NEVER, Watched, distance, fall_of, judged, rings, tuned
+from stppo.results import alarms
+from stppo.results.alarms import AHEAD, NEVER, Watched, by_chance, distance, fall_of, judged, rings, tuned
+from stppo.results.early_warning import early_warning
 from tests.synthetic_runs import Dynamics, gather, simulate
 
 
@@ -27,8 +28,8 @@ def test_a_distance_is_that_from_the_runs_own_past():
     values = np.cumsum(quiet(0, 60))
     values[10] = np.nan
     for i, found in enumerate(distance(values)):
-        past = pd.Series(values[max(0, i - warning.PAST) : i]).dropna()
-        if len(past) < warning.LEAST:
+        past = pd.Series(values[max(0, i - alarms.PAST) : i]).dropna()
+        if len(past) < alarms.LEAST:
             assert np.isnan(found)
         elif np.isfinite(values[i]):
             spread = max((past - past.median()).abs().median(), 1e-3 * abs(past.median()) + 1e-9)
@@ -57,8 +58,25 @@ def test_a_ring_announces_a_fall_only_in_the_iterations_before_it():
         1,
         1,
     )
-    assert found.iterations == 40 * 4 + 80, "a run counts up to its fall"
+    assert found.iterations == 29 * 4 + 80, "a run counts up to where a ring would announce its fall"
     assert rings(runs, "entropy", -1, 20).leads == (NEVER,) * 4
+
+
+def test_chance_is_what_the_alarm_does_in_other_runs_in_the_same_iterations():
+    """Two healthy runs ring, one where runs fall and one elsewhere; a run that fell, or falls soon after, says nothing."""
+    falls = [run(0, 40, entropy=(36, 50.0)), run(1, 44, entropy=(39, 50.0)), run(2, 20)]
+    healthy = [run(3, entropy=(35, 50.0)), run(4, entropy=(60, 50.0)), run(5)]
+    ended = Watched(6, math.nan, np.arange(1, 31), {"entropy": quiet(6, 30)})
+    found = by_chance([*falls, *healthy, ended], "entropy", 1, 20)
+    assert found == pytest.approx([1 / 3, 1 / 3, 0])
+    assert math.isnan(by_chance(falls[:2], "entropy", 1, 20)[0]), "no run to compare with"
+
+
+def test_alarms_that_ring_at_certain_iterations_in_all_runs_are_no_better_than_chance():
+    """Every run moves at iteration 36 and 24 of 40 fall at 40: over whole runs such alarms are rare, at 36 they are not."""
+    runs = [run(world, 40 if world % 5 < 3 else math.nan, clip_fraction=(36, 30.0)) for world in range(40)]
+    row = judged(runs).set_index("signal").loc["clip_fraction"]
+    assert row["announced"] > 15 and row["by_chance"] == pytest.approx(row["announced"], abs=3)
 
 
 def test_one_excursion_rings_once():
@@ -71,7 +89,7 @@ def test_thresholds_keep_to_the_false_alarms_allowed():
     runs = [run(world) for world in range(20)]
     for signal in ("entropy", "clip_fraction"):
         _, threshold, found = tuned(runs, signal)
-        assert found.rate <= warning.BUDGET and math.isfinite(threshold)
+        assert found.rate <= alarms.BUDGET and math.isfinite(threshold)
 
 
 def test_a_signal_that_warns_is_found_and_noise_is_not():
@@ -85,6 +103,7 @@ def test_a_signal_that_warns_is_found_and_noise_is_not():
     assert table.loc["best", "chosen"] == "clip fraction" and table.loc["best", "announced"] >= 10
     assert table.loc["entropy", "announced"] <= 5
     assert 0.3 < table.loc["entropy", "by_chance"] < 3
+    assert table.loc["clip_fraction", "low"] > 0.3 and table.loc["entropy", "low"] < 0
 
 
 def test_what_is_chosen_in_one_half_is_judged_in_the_other():
@@ -102,7 +121,7 @@ def test_the_figure_reads_recorded_runs():
     falls, stays = Dynamics(0.7, onset=24, recovers=True), Dynamics(0.7)
     runs = [simulate("token_ppo", w, dynamics=falls) for w in range(10)]
     runs += [simulate("st_ppo", w, dynamics=stays) for w in range(10)]
-    plot = warning.early_warning(gather(runs))
+    plot = early_warning(gather(runs))
     table = plot.tables["alarms"].set_index("signal")
     assert (table["crashes"] == 10).all()
     assert set(plot.data["kind"]) == {"crash", "no crash"}
