@@ -46,6 +46,21 @@ def bimodal(rng, n):
     return np.where(rng.random(n) < 0.6, 0.8, 0.1) + rng.normal(0, 0.05, n)
 
 
+@pytest.mark.parametrize("alike", [False, True], ids=["points of their own", "points of a world alike"])
+def test_a_small_share_of_points_is_covered_as_often_as_said(alike):
+    """2 % of two points in each of 20 worlds: 200 simulated sets. By the plain bootstrap half of them or more would miss."""
+    rng, at = np.random.default_rng(3), np.repeat(np.arange(20), 2)
+    weights = resampling.shares_of(at, 1000)
+    missed = {None: 0, SHARE: 0}
+    for _ in range(200):
+        won = (np.repeat(rng.random(20), 2) if alike else rng.random(40)) < 0.02
+        for bounds in missed:
+            found = resampling.estimate(won.mean(), weights @ won, 20, bounds)
+            low, high = found.interval(0.95)
+            missed[bounds] += not low <= 0.02 <= high
+    assert missed[SHARE] <= 16 and missed[None] >= 80
+
+
 @pytest.mark.parametrize(
     ("draw", "truth", "n", "level"),
     [

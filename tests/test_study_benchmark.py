@@ -13,7 +13,7 @@ from stppo.config import ConfigError
 from stppo.config_files import VARIABLE
 from stppo.results.resampling import mean
 from stppo.results.runs import Metrics
-from stppo.study import benchmark, benchmark_signals
+from stppo.study import benchmark, benchmark_figures, benchmark_signals
 from stppo.study.benchmark import BASELINE, REGIME, best_of
 from stppo.study.benchmark_figures import pictures
 from stppo.training.campaign import Done
@@ -195,10 +195,21 @@ def test_intervals_are_as_wide_as_those_of_the_study():
     assert (row["best_of_1_low"], row["best_of_1_high"]) == pytest.approx((low, high))
 
 
+def test_a_share_that_is_0_or_1_in_every_world_has_an_interval_with_a_width():
+    """Of 20 worlds: Jeffreys' Beta(1/2, 20.5), whose 97.5th percentile is .117."""
+    levels = {BASELINE: 0.5, "turn_ppo": 0.7, "grpo": 0.3}
+    board = benchmark.leaderboard(runs(levels)).set_index("method")
+    below, above = (
+        [board.loc[m, f"above_token_ppo_{end}"] for end in ("low", "high")] for m in ("grpo", "turn_ppo")
+    )
+    most = stats.beta.ppf(0.975, 0.5, 20.5)
+    assert below == pytest.approx([0, most], abs=0.015) and above == pytest.approx([1 - most, 1], abs=0.015)
+
+
 def test_shares_stay_within_0_and_1_and_one_world_gives_no_interval():
     twice = {BASELINE: [0.2, 0.3], "turn_ppo": [0.6, 0.7]}
     row = benchmark.leaderboard(runs(twice, numbers=range(2))).set_index("method").loc["turn_ppo"]
-    assert (row["above_token_ppo_low"], row["above_token_ppo_high"]) == (1, 1)
+    assert row["above_token_ppo_low"] < 0.5 and row["above_token_ppo_high"] == 1
     assert row["best_of_1_high"] <= 1
     row = benchmark.leaderboard(runs({BASELINE: 0.5}, numbers=[0])).iloc[0]
     assert np.isfinite(row["best_of_1"]) and np.isnan(row["best_of_1_low"])
@@ -258,6 +269,20 @@ def test_an_ingredient_is_shown_where_both_methods_are_whole():
     plot = pictures(part)[-1]
     assert plot.name == "benchmark_ingredients" and list(plot.data["with"]) == ["turn_ppo"]
     assert "turn ratio, to token PPO, +0.3" in plot.title
+    assert plot.title.startswith("1 of 1 ingredients")
+
+
+def test_the_title_counts_ingredients_by_intervals_that_hold_at_once():
+    """A difference that is clear of 0 alone, but not with five looked at together, is not counted."""
+    base = np.full(40, 0.4)
+    noise = np.random.default_rng(4).normal(size=20)
+    noise = (noise - noise.mean()) / noise.std(ddof=1)
+    slight = base + np.tile(0.02 * (2.3 + 20**0.5 * noise), 2)  # 2.3 standard errors above 0
+    metrics = runs({BASELINE: base, "s_ppo": slight, "turn_ppo": base + 0.3, "st_ppo": base + 0.3, "kl_stop": base, "weight_one": base})  # fmt: skip
+    data = benchmark_figures.ingredients_figure(metrics)
+    row = data.data.set_index("with").loc["s_ppo"]
+    assert row["mean_low"] > 0 > row["joint_low"] and len(data.data) == 5
+    assert data.title.startswith("1 of 5 ingredients")
 
 
 def test_the_confirmation_shows_where_a_setting_was_chosen_and_what_it_reached_elsewhere():
@@ -301,6 +326,13 @@ def test_the_picture_of_signals_counts_who_pushes_little_and_ends_high():
     plot = pictures(pushing())[-1]
     assert plot.name == "benchmark_signals"
     assert plot.title == "The method that pushes least at failures ends highest"
+    five = runs({"token_ppo": 0.4, "turn_ppo": 0.7, "grpo": 0.3, "st_ppo": 0.6, "gspo": 0.5})
+    push = dict(
+        zip(("turn_ppo", "gspo", "grpo", "st_ppo", "token_ppo"), (0.1, 0.2, 0.3, 0.4, 0.5), strict=True)
+    )
+    rows = five.iterations.assign(**{benchmark_signals.PUSH: five.iterations["algorithm"].map(push)})
+    title = benchmark_signals.signals_figure(Metrics(five.runs, rows, five.evaluations)).title
+    assert title.endswith("push least at failures, 1 is among the 2 that end highest (by chance 0.8)")
     few = runs({BASELINE: 0.4, "turn_ppo": 0.7})
     assert benchmark_signals.signals_figure(few) is None
 

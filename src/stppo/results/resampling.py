@@ -14,7 +14,8 @@ worlds with replacement, the same for every arm: arms are compared in the worlds
 - **No collapse, or nothing but.** A plain bootstrap of 0 collapses in n runs is an interval of no width. So a share (values 0
   or 1, `bounds=(0, 1)`) is mixed, draw by draw, with half a run at either bound, in weights from Dirichlet(n, 1/2, 1/2): for 0
   of n that is Jeffreys' Beta(1/2, n + 1/2) (Brown, Cai & DasGupta 2001), elsewhere it widens slightly. Each arm is smoothed
-  on its own; Student's factor is not for shares.
+  on its own; Student's factor is not for shares. A share of 2 % of two points in each of 20 worlds is so covered 95 to 99 times
+  in 100, whatever two points of a world have in common; by the plain bootstrap 35 to 50 times.
 
 The IQM is that of Agarwal et al. 2021 (arXiv 2108.13264, rliable).
 """
@@ -142,9 +143,15 @@ def shares_of(worlds: ArrayLike, n_draws: int = DRAWS, seed: int = 0) -> NDArray
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def estimate(value: float, draws: NDArray[np.float64], n_worlds: int) -> Estimate:
-    """A value whose draws (draws,) were computed with the weights of `shares_of`, from n_worlds worlds."""
-    return Estimate(value, _stretched(draws, value, n_worlds), n_worlds)
+def estimate(
+    value: float, draws: NDArray[np.float64], n_worlds: int, bounds: tuple[float, float] | None = None
+) -> Estimate:
+    """A value whose draws (draws,) were computed with the weights of `shares_of`, from n_worlds worlds; bounds: of a share, as
+    in `contrast`."""
+    draws = _stretched(draws, value, n_worlds)
+    if bounds is not None:
+        draws = _smoothed(draws, n_worlds, bounds, seed=0)
+    return Estimate(value, draws, n_worlds, bounds is not None)
 
 
 def _common(arms: Sequence[Values]) -> NDArray[np.float64]:

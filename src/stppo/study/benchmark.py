@@ -23,7 +23,8 @@ from stppo.config import ConfigError, PlannedRun, options
 from stppo.config_files import NO_KNOB, Prior, lineage
 from stppo.config_files import value as stated
 from stppo.files import repository_path
-from stppo.results.resampling import estimate, shares_of
+from stppo.results.resampling import DRAWS as MANY
+from stppo.results.resampling import estimate, joint_level, shares_of
 from stppo.results.runs import Metrics, load_metrics
 from stppo.schema import COMPLETED, NON_FINITE, RUN_FILE
 
@@ -194,7 +195,8 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
     Columns: method, label, points, complete (whether these are all), null (whether it is a plain remedy); `best_of_K`
     sampled for K in `BEST_OF` (of 1: the mean over points) with `_low` and `_high`; iqm (`interquartile_mean`, likewise);
     greedy_best_of_5; learned (share of runs), gain_kept (mean of those that learned); above_token_ppo (share of points at
-    which it ends above token PPO, ties half, with its interval), above_null (likewise, over the best null); updates and
+    which it ends above token PPO, ties half, with an interval that has a width at 0 and 1 too), above_null (likewise, over the
+    best null); updates and
     core_minutes (means a run); versions (what its runs were made with).
     """
     check(metrics)
@@ -247,15 +249,15 @@ def tolerance_curve(runs: pd.DataFrame, metrics: Metrics, at: Sequence[float]) -
 
 
 def _with_interval(
-    name: str,
-    worlds: pd.Series,
-    statistic: Statistic,
-    lowest: float = 0.0,
+    name: str, worlds: pd.Series, statistic: Statistic, bounds: tuple[float, float] | None = None
 ) -> dict[str, float]:
-    """A statistic of runs in these worlds, a function of the runs' weights (None: all alike), with its interval in [lowest, 1]."""
+    """A statistic of runs in these worlds, a function of the runs' weights (None: all alike), with its interval in [0, 1].
+
+    bounds: (0, 1) of a share, which may have been 0 or 1 in every world.
+    """
     value = float(statistic(None))
     draws = np.asarray(statistic(shares_of(worlds, DRAWS)))
-    low, high = np.clip(estimate(value, draws, worlds.nunique()).interval(LEVEL), lowest, 1)
+    low, high = np.clip(estimate(value, draws, worlds.nunique(), bounds).interval(LEVEL), 0, 1)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
@@ -270,11 +272,12 @@ def _above(name: str, one: pd.DataFrame, other: pd.DataFrame) -> dict[str, float
     if both.empty:
         return {}
     won = (both["final"] > both["final_other"]) + (both["final"] == both["final_other"]) / 2
-    return _with_interval(name, both["world_seed"], _mean_of(won))
+    return _with_interval(name, both["world_seed"], _mean_of(won), bounds=(0, 1))
 
 
-def difference(metrics: Metrics, one: str, other: str) -> dict[str, float]:
-    """How much higher `one` ends than `other` at the same points, sampled: mean, low and high (worlds resampled), points.
+def difference(metrics: Metrics, one: str, other: str, looks: int = 1) -> dict[str, float]:
+    """How much higher `one` ends than `other` at the same points, sampled: mean, mean_low and mean_high (`LEVEL`, worlds
+    resampled), joint_low and joint_high (of `looks` such differences, which hold at once with `LEVEL`), points.
 
     ValueError where they share no point.
     """
@@ -283,7 +286,13 @@ def difference(metrics: Metrics, one: str, other: str) -> dict[str, float]:
     if both.empty:
         raise ValueError(f"{one} and {other} have no point in common")
     apart = _mean_of(both["final"] - both["final_other"])
-    return _with_interval("mean", both["world_seed"], apart, lowest=-1.0) | {"points": len(both)}
+    draws = apart(shares_of(both["world_seed"], MANY))
+    found = estimate(float(apart(None)), draws, both["world_seed"].nunique())
+    ends = {"mean": LEVEL, "joint": joint_level(looks, 1 - LEVEL)}
+    row = {"mean": found.value}
+    for name, level in ends.items():
+        row[f"{name}_low"], row[f"{name}_high"] = np.clip(found.interval(level), -1, 1)
+    return row | {"points": len(both)}
 
 
 def _cpu_seconds(metrics: Metrics, method: str) -> float:

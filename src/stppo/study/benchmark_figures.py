@@ -118,8 +118,8 @@ def leaderboard_figure(metrics: Metrics) -> Plot:
             ax.grid(axis="y", visible=False)
     caption = (
         f"{question} Every method was run at the same {len(points())} settings, its own knob drawn from its declared prior. "
-        "Right: the share of these settings at which a method ends above another, ties half. Plain: a remedy without a "
-        "theory, which every method must beat."
+        "Right: the share of these settings at which a method ends above another, ties half, with an interval that has a width at "
+        "0 and 1 too. Plain: a remedy without a theory, which every method must beat."
     )
     return Plot("leaderboard", fig, table, caption, title=title)
 
@@ -231,25 +231,33 @@ def ingredients(metrics: Metrics) -> list[tuple[str, str, str]]:
 
 
 def ingredients_figure(metrics: Metrics) -> Plot:
-    """What each ingredient adds at the same settings: mean difference in final success, with its interval."""
+    """What each ingredient adds at the same settings: mean difference in final success, with its interval alone, and with the
+    one that holds for all of them at once, by which the title counts."""
+    shown = ingredients(metrics)
     rows = [
-        {"ingredient": text, "with": one, "without": other} | difference(metrics, one, other)
-        for text, one, other in ingredients(metrics)
+        {"ingredient": text, "with": one, "without": other} | difference(metrics, one, other, len(shown))
+        for text, one, other in shown
     ]
     data = pd.DataFrame(rows).sort_values("mean", ascending=False, kind="stable", ignore_index=True)
-    told = data[(data["mean_low"] > 0) | (data["mean_high"] < 0)]
+    told = data[(data["joint_low"] > 0) | (data["joint_high"] < 0)]
     title = f"{len(told)} of {len(data)} ingredients change the result by more than chance"
     if (most := data["mean"].idxmax()) in told.index:
         row = data.loc[most]
         title += f"; most: {row['ingredient']}, +{row['mean']:.2f}"
-    question = "What does each ingredient add at the same settings? Difference in final sampled success; 95 % intervals over worlds."
+    question = "What does each ingredient add at the same settings? Difference in final sampled success, with intervals over worlds."
+    handles = [
+        Line2D([], [], color="#444444", linewidth=width, label=label)
+        for width, label in ((2.4, "95 %, of one alone"), (1, f"95 %, of all {len(data)} at once"))
+    ]
     with style():
         methods = in_order({*data["with"], *data["without"]})
-        fig = page(title, question, source_of(metrics, [REGIME], methods), 0.34 * len(data) + 0.7)
+        source = source_of(metrics, [REGIME], methods)
+        fig = page(title, question, source, 0.34 * len(data) + 0.7, handles)
         ax = fig.subplots()
         for y, row in data.iterrows():
             color = metrics.look(row["with"]).color
-            ax.plot([row["mean_low"], row["mean_high"]], [y, y], color=color, linewidth=2)
+            ax.plot([row["joint_low"], row["joint_high"]], [y, y], color=color, linewidth=1)
+            ax.plot([row["mean_low"], row["mean_high"]], [y, y], color=color, linewidth=2.4)
             ax.plot(row["mean"], y, "o", color=color, markersize=7)
         ax.axvline(0, color="#777777", linewidth=1, linestyle=(0, (1, 2)))
         ax.set(ylim=(len(data) - 0.5, -0.5), xlabel="higher final success, sampled")
@@ -258,7 +266,7 @@ def ingredients_figure(metrics: Metrics) -> Plot:
         ax.grid(axis="y", visible=False)
     caption = (
         f"{question} Two methods at each of the {len(points())} settings, in the same world and from the same warm start; "
-        "each has its own knob drawn."
+        f"each has its own knob drawn. The title counts by the thin lines, which hold for all {len(data)} at once (Bonferroni)."
     )
     return Plot("benchmark_ingredients", fig, data, caption, title=title)
 

@@ -51,7 +51,11 @@ def signals_figure(metrics: Metrics) -> Plot | None:
         return None
     few = -(-len(table) // PART)
     least, highest = (set(part["method"]) for part in (table.nsmallest(few, "push"), table.head(few)))
-    title = f"Of the {few} methods that push least at failures, {len(least & highest)} are among the {few} that end highest"
+    both = len(least & highest)
+    title = (
+        f"Of the {few} methods that push least at failures, {both} {'is' if both == 1 else 'are'} among the {few} that end highest "
+        f"(by chance {few * few / len(table):.1f})"
+    )
     if few == 1:
         title = f"The method that pushes least at failures {'ends' if least == highest else 'does not end'} highest"
     question = f"What do methods that tolerate old data have in common? Means over the settings; signals of the first {EARLY} iterations."
