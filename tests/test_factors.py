@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from stppo.algorithms import algorithms
 from stppo.axes import worked_example
@@ -30,6 +31,18 @@ def test_on_fresh_data_the_factor_is_one(table):
     assert np.allclose(rest.drop("so_ppo_ctn_c"), 1.0) and np.allclose(rest, 1.0, atol=0.01)
 
 
+def test_algorithms_whose_bounds_differ_have_panels_of_their_own():
+    """MiniRL's upper bound is 1.27, DAPO's 1.28; dual clip's third, 3, is one that token PPO does not have."""
+    groups = same_factor(factor_table(["token_ppo", "dapo", "minirl", "starpo_s", "dual_clip", "grpo"]))
+    assert sorted(map(sorted, groups)) == [["dapo", "starpo_s"], ["dual_clip"], ["grpo", "token_ppo"], ["minirl"]]
+
+
+def test_ratios_may_be_given():
+    rows = factor_table(["cispo"], ratios=[1.5, 4.99, 5.01, 30])
+    assert rows["ratio"].tolist() == [1.5, 4.99, 5.01, 30.0] * 2
+    assert np.allclose(rows["factor"], [1.5, 4.99, 5, 5] * 2)
+
+
 def test_token_ppo_is_cut_where_a_step_would_lead_further_out(table):
     rows = table[table["algorithm"] == "token_ppo"]
     cut = np.where(rows["sign"] > 0, rows["ratio"] > 1.2, rows["ratio"] < 0.8)
@@ -40,9 +53,17 @@ def test_every_algorithm_has_a_step_on_each_token_of_the_example():
     steps = steps_table()
     assert steps["algorithm"].unique().tolist() == NAMES
     assert steps.groupby("algorithm").size().nunique() == 1 and np.isfinite(steps["step"]).all()
-    assert steps_figure(steps).title.startswith(
+    plot = steps_figure(steps)
+    assert plot.title.startswith(
         f"{(steps['step'].abs() < 1e-12).groupby(steps['algorithm']).any().sum()} of"
     )
+    # No label is cut off where `Plot.save` draws: laid out once, then at 150 dpi.
+    FigureCanvasAgg(plot.figure)
+    plot.figure.draw_without_rendering()
+    plot.figure.set_layout_engine("none")
+    plot.figure.set_dpi(150)
+    renderer = plot.figure.canvas.get_renderer()
+    assert min(label.get_window_extent(renderer).x0 for label in plot.figure.axes[0].get_yticklabels()) > 0
 
 
 def test_a_gradient_clip_reads_the_gradients_norm():
@@ -53,7 +74,7 @@ def test_a_gradient_clip_reads_the_gradients_norm():
 
 
 def test_pictures_are_drawn(table):
-    assert len(same_factor(table)) == len(
-        [ax for ax in factors_figure(table).figure.axes if ax.get_visible()]
-    )
+    panels = [ax for ax in factors_figure(table).figure.axes if ax.get_visible()]
+    assert len(same_factor(table)) == len(panels)
+    assert [ax.get_xlabel() for ax in panels[-4:]] == ["ratio"] * 4, "a column without an axis below it"
     assert method_figure("sapo", table).data["algorithm"].unique().tolist() == ["sapo"]

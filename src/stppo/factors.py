@@ -21,23 +21,30 @@ from stppo.trajectories import Layout
 
 BASELINE = "token_ppo"
 SIGNS = {1: ("A > 0", "#0061A8"), -1: ("A < 0", "#D55E00")}
-WIDEST = 3.0  # ratios from 1/3 to 3
+WIDEST = 1 / PROBABILITY  # ratios from its inverse to this one, at which the token has become certain
+POINTS = 403  # fine enough to part bounds of 1.27 and 1.28; no point lies on 1/2 or 2, where float rounding would decide
 CAPTION = (
     "Trajectories of one token, one for each ratio and sign, in one minibatch: rules that look at a whole minibatch see this "
-    f"one. Every token had probability {PROBABILITY:g} when it was sampled and is drawn at an entropy of {ENTROPY:g} nat."
+    f"one. Every token had probability {PROBABILITY:g} when it was sampled, so no ratio passes {WIDEST:g}, and is drawn at an "
+    f"entropy of {ENTROPY:g} nat."
 )
 
 
-def factor_table(algorithms: Iterable[str] | None = None, n_ratios: int = 121) -> pd.DataFrame:
+def factor_table(
+    algorithms: Iterable[str] | None = None, n_ratios: int = POINTS, ratios: Iterable[float] | None = None
+) -> pd.DataFrame:
     """What an algorithm multiplies A grad log pi with, by the token's ratio pi / pi_old.
 
     One row per algorithm (default: all with a file), sign of the advantage and ratio, in figures' order. Columns:
     algorithm, label, sign (1 or -1), ratio, factor (of |A| = 1, penalty included, before any divisor). Computed from the
     algorithm's config, on trajectories of one token (see CAPTION), where turn and sequence ratios are the token's.
+    ratios: those to look at, each with either sign; default `n_ratios`, spread evenly on a logarithmic axis.
     Raises ConfigError for an unknown algorithm.
     """
-    ratios = torch.logspace(-1, 1, n_ratios, base=WIDEST, dtype=torch.float64).repeat(2)
-    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(n_ratios)
+    spread = torch.logspace(-1, 1, n_ratios, base=WIDEST, dtype=torch.float64)
+    given = spread if ratios is None else torch.tensor(list(ratios), dtype=torch.float64)
+    ratios = given.repeat(2)
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(len(given))
     layout = Layout.of(torch.ones(len(ratios), 1, dtype=torch.bool))
     frames = []
     for name in _names(algorithms):
@@ -67,8 +74,9 @@ def factor_table(algorithms: Iterable[str] | None = None, n_ratios: int = 121) -
 
 
 def same_factor(table: pd.DataFrame) -> list[list[str]]:
-    """Algorithms by groups that multiply every token with the same factor, up to 1e-9: what sets the members of a group
-    apart is their credit, the segment of their ratio, their weights or their stabiliser."""
+    """Algorithms by groups that multiply a token with the same factor, up to 1e-9, at every ratio of the table: what sets the
+    members of a group apart is their credit, the segment of their ratio, their weights or their stabiliser, or a bound
+    that none of the ratios reaches."""
     groups: list[tuple[np.ndarray, list[str]]] = []
     for name, rows in table.groupby("algorithm", sort=False):
         factor = rows["factor"].to_numpy()
@@ -95,8 +103,10 @@ def factors_figure(table: pd.DataFrame | None = None) -> Plot:
             ax.set_title(_members(names), fontsize=8)
         for ax in list(grid.flat)[len(groups) :]:
             ax.set_visible(False)
-        for ax in grid[-1]:
-            ax.set_xlabel("ratio")
+        for column in grid.T:  # the lowest panel of a column has its axis, wherever the last row ends
+            lowest = [ax for ax in column if ax.get_visible()][-1]
+            lowest.tick_params(labelbottom=True)
+            lowest.set_xlabel("ratio")
         for ax in grid[:, 0]:
             ax.set_ylabel("factor")
         grid[0, 0].legend(fontsize=8)
@@ -125,6 +135,7 @@ def steps_figure(table: pd.DataFrame | None = None) -> Plot:
     first = table[table["algorithm"] == table["algorithm"].iloc[0]]
     with style():
         fig = Figure(figsize=(9.6, 0.2 * len(wide) + 1.7), layout="constrained")
+        fig.get_layout_engine().set(w_pad=0.12)  # laid out at 100 dpi, where letters are narrower than in the saved file
         ax = fig.subplots()
         image = ax.imshow(wide, aspect="auto", cmap="RdBu", norm=TwoSlopeNorm(0.0, -2.0, 2.0))
         labels = table.drop_duplicates("algorithm")["label"]
@@ -196,8 +207,8 @@ def _factor(ax: Axes, table: pd.DataFrame, name: str) -> None:
                 label=label if kind == "-" else None,
             )
     ax.axvline(1.0, color="#CCCCCC", linewidth=0.8, zorder=0)
-    ax.set(xscale="log", ylim=(-1.2, 3.2))
-    ax.set_xticks([1 / 3, 0.5, 1, 2, 3], ["1/3", "1/2", "1", "2", "3"])
+    ax.set(xscale="log", ylim=(-1.2, WIDEST + 0.2))
+    ax.set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
     ax.minorticks_off()
 
 

@@ -89,7 +89,7 @@ def ascend(
                 {
                     "iteration": iteration,
                     "update": len(rows),
-                    "expected_return": float(expected_return),
+                    "expected_return": float(expected_return.detach()),
                     "gradient_norm": norm,
                     "clipping_bias_norm": float(bias.norm()),
                     "divisor": divisor,
