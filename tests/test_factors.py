@@ -34,7 +34,12 @@ def test_on_fresh_data_the_factor_is_one(table):
 def test_algorithms_whose_bounds_differ_have_panels_of_their_own():
     """MiniRL's upper bound is 1.27, DAPO's 1.28; dual clip's third, 3, is one that token PPO does not have."""
     groups = same_factor(factor_table(["token_ppo", "dapo", "minirl", "starpo_s", "dual_clip", "grpo"]))
-    assert sorted(map(sorted, groups)) == [["dapo", "starpo_s"], ["dual_clip"], ["grpo", "token_ppo"], ["minirl"]]
+    assert sorted(map(sorted, groups)) == [
+        ["dapo", "starpo_s"],
+        ["dual_clip"],
+        ["grpo", "token_ppo"],
+        ["minirl"],
+    ]
 
 
 def test_ratios_may_be_given():
