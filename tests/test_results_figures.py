@@ -47,7 +47,13 @@ def plots(metrics):
 
 # ---- the figures ----------------------------------------------------------------------------------
 def test_every_figure_is_drawn_and_has_a_group(plots):
-    elsewhere = ("settings_map", "one_change", "beginnings", "early_warning")  # drawn in tests of their own
+    elsewhere = (  # drawn in tests of their own
+        "each_seed",
+        "settings_map",
+        "one_change",
+        "beginnings",
+        "early_warning",
+    )
     assert list(plots) == [name for name in FIGURES if name not in elsewhere]
     assert {kind.group for kind in FIGURES.values()} == {"what happens", "how much it tolerates", "why"}
 
@@ -216,6 +222,7 @@ def test_smoke_size_runs_conclude_nothing(smoke):
 def test_one_run_of_one_algorithm_is_enough():
     drawn = {plot.name for plot in all_figures(gather([simulate("st_ppo")]))}
     assert drawn == set(FIGURES) - {
+        "each_seed",
         "tolerance",
         "settings_map",
         "one_change",
@@ -223,6 +230,32 @@ def test_one_run_of_one_algorithm_is_enough():
         "early_warning",
         "granularity",
     }
+
+
+def test_few_seeds_of_one_world_are_drawn_run_by_run_and_not_averaged():
+    draw = FIGURES["each_seed"].draw
+    names = ("token_ppo", "turn_ppo", "grpo")
+    assert draw(gather(study_of(names))) is None, "each seed is a world of its own"
+    runs = study_of(names)[:-1]  # GRPO lacks the last seed
+    for record, *_ in runs:
+        record["world_seed"] = 0
+    metrics = gather(runs)
+    plot, ends = (
+        draw(metrics),
+        metrics.summary.pivot(index="seed", columns="algorithm", values="greedy_final"),
+    )
+    assert len(plot.figure.axes) == 3 * 3 and set(plot.data["metric"]) >= {"success", "success_greedy"}
+    assert plot.data.groupby("algorithm")["seed"].nunique().to_dict() == dict(
+        zip(names, (3, 3, 2), strict=True)
+    )
+    for name, label in (("token_ppo", "token PPO"), ("turn_ppo", "Turn-PPO")):
+        a, b, c = (f"{end:.2f}" for end in ends[name])
+        assert f"with {label} at {a}, {b} and {c}" in plot.title
+    short = gather([({**record, "iterations": 6}, *rows) for record, *rows in runs])
+    assert draw(short).title.startswith("Too short to conclude anything")
+    last = plot.data.query("algorithm == 'turn_ppo' and seed == 1 and metric == 'success_greedy'")
+    run = metrics.evaluations.query("algorithm == 'turn_ppo' and seed == 1 and temperature == 0")
+    assert last["value"].tolist() == run.sort_values("iteration")["success"].tolist()
 
 
 def test_columns_that_were_never_recorded_leave_no_panel(smoke):

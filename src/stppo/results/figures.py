@@ -44,6 +44,7 @@ from stppo.results.curves import (
     start_line,
     top_of,
 )
+from stppo.results.each_seed import each_seed
 from stppo.results.early_warning import early_warning
 from stppo.results.findings import main_regime
 from stppo.results.granularity import granularity
@@ -451,6 +452,7 @@ FIGURES: dict[str, Kind] = {
     for group, draw in (
         (HAPPENS, learning),
         (HAPPENS, every_algorithm),
+        (HAPPENS, each_seed),
         (HAPPENS, stability),
         (HAPPENS, clip_ratio),
         (TOLERATES, tolerance),
