@@ -117,7 +117,7 @@ def warm_start_of(run):
 TRAINED = {} if RECORDED else RUNS
 WARM_STARTS = {
     warm_start_of(run): [
-        *configs.warm_start_overrides(run.overrides),
+        *configs.warm_start_overrides(run),
         f"warm_start_seed={run.config['warm_start_seed']}",
     ]
     for run in TRAINED.values()

@@ -442,7 +442,7 @@ def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
 def test_a_warm_start_made_from_its_overrides_alone_is_the_one_that_runs_want(preset):
     runs = {run.config["warm_start_seed"]: run for run in configs.planned_runs(preset)}  # one a warm start
     for seed, run in runs.items():
-        alone = [*configs.warm_start_overrides(run.overrides), f"warm_start_seed={seed}"]
+        alone = [*configs.warm_start_overrides(run), f"warm_start_seed={seed}"]
         assert configs.warm_start_dir(configs.compose(alone)) == configs.warm_start_dir(run.config)
 
 
@@ -473,14 +473,22 @@ def test_name_of_a_warm_start_in_float32_on_a_cpu_says_nothing_of_training():
 
 def test_a_warm_start_of_the_pipeline_computes_as_its_runs_do():
     """Its job is given these overrides alone: without them it trained in float32 on the CPU beside runs on a GPU."""
-    planned = ["training=workstation", "training.device=cuda", "training.precision=bfloat16"]
     memory = ["training.micro_batch_tokens=64", "training.gradient_checkpointing=true"]
-    others = ["training.epochs=3", "training.regime=X", "algorithm=grpo"]
-    assert configs.warm_start_overrides([*planned, *memory, *others]) == [*planned, *memory]
-    run = configs.planned_runs("smoke", [*planned[1:], *memory])[0]
-    mine, alone = run.config, configs.compose(configs.warm_start_overrides(run.overrides))
-    for name in ("device", "precision", "micro_batch_tokens", "gradient_checkpointing"):
-        assert alone["training"][name] == mine["training"][name]
+    run = configs.planned_runs("smoke", ["training.device=cuda", "training.precision=bfloat16", *memory])[0]
+    mine, alone = run.config["training"], configs.compose(configs.warm_start_overrides(run))["training"]
+    names = ("device", "precision", "micro_batch_tokens", "gradient_checkpointing", "kernels")
+    assert {name: alone[name] for name in names} == {name: mine[name] for name in names}
+
+
+def test_regimes_that_share_a_warm_start_name_it_alike():
+    """Else the pipeline would make it again, and train every run again, once a regime is added or left out."""
+    old, fresh = (
+        configs.PlannedRun("R", "token_ppo", 1, ("preset=smoke", f"training={name}", "seed=1"))
+        for name in ("off_policy", "nearly_on_policy")
+    )
+    assert old.config["training"] != fresh.config["training"]
+    assert configs.warm_start_dir(old.config) == configs.warm_start_dir(fresh.config)
+    assert configs.warm_start_overrides(old) == configs.warm_start_overrides(fresh)
 
 
 def test_runs_may_share_the_warm_start_of_another_seed():

@@ -449,14 +449,17 @@ def warm_start_dir(config: Config) -> Path:
     )
 
 
-def warm_start_overrides(overrides: Iterable[str]) -> list[str]:
-    """Those of a run's overrides that its warm start depends on; `seed` may set the world's, `training` where and how it
-    computes."""
+def warm_start_overrides(run: PlannedRun) -> list[str]:
+    """What makes a planned run's warm start: those of its overrides that it depends on (`seed` may set the world's), and where
+    and how it computes, spelled out, so that regimes of other training name one warm start alike."""
     sections = ("world", "policy", "rollout", "warm_start")
-    computing = [f"training.{name}" for name in (*_PLAIN, *MEMORY_SETTINGS["training"])]
-    kept = ("preset", "seed", "warm_start_seed", "evaluation.questions", "training", *computing)
-    keys = [(override, override.partition("=")[0].lstrip("+~")) for override in overrides]
-    return [override for override, key in keys if key in kept or key.split(".")[0] in sections]
+    kept = ("preset", "seed", "warm_start_seed", "evaluation.questions")
+    keys = [(override, override.partition("=")[0].lstrip("+~")) for override in run.overrides]
+    own = [override for override, key in keys if key in kept or key.split(".")[0] in sections]
+    training = run.config["training"]
+    settings = {name: training[name] for name in (*_PLAIN, *MEMORY_SETTINGS["training"])}
+    texts = {n: value if isinstance(value, str) else json.dumps(value) for n, value in settings.items()}
+    return [*own, *(f"training.{name}={text}" for name, text in texts.items())]
 
 
 @functools.cache
