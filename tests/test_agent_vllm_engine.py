@@ -146,11 +146,12 @@ def test_weights_that_stop_arriving_are_noticed_where_log_probs_do_not_tell(
 
 
 def test_weights_packed_and_padded_by_the_engine_are_found(policy):
-    """One below the other, and a vocabulary that ends in rows of nothing; what has another form is left out."""
+    """One below the other, and a vocabulary that ends in rows of nothing; what has another form, or is a lone number, is left out."""
     weights = {
         n: torch.randn(rows, 4)
         for n, rows in (("a.q_proj", 4), ("a.k_proj", 2), ("a.v_proj", 2), ("lm_head", 5), ("b", 3))
     }
+    weights["scale"] = torch.tensor(2.0)
     model = nn.Module()
     model.a, model.a.qkv_proj, model.lm_head, model.b = (
         nn.Module(),
@@ -172,7 +173,7 @@ def test_weights_packed_and_padded_by_the_engine_are_found(policy):
     assert handover.comparable == {"a.q_proj.weight", "a.k_proj.weight", "a.v_proj.weight", "lm_head.weight"}
     for name in ("a.q_proj", "a.k_proj", "a.v_proj", "lm_head"):
         assert handed(name) == [f"{name}.weight"]
-    assert handed("b") == []
+    assert handed("b") == [] and handed("scale") == []
 
 
 def test_an_engine_starts_without_touching_the_global_generators(start, policy):
@@ -205,6 +206,7 @@ def test_a_process_has_one_engine_at_a_time_on_a_gpu(start, policy):
     assert first.llm is None and second.llm is not None, "the first has given its memory back"
     with pytest.raises(RuntimeError, match="^this vLLM engine is closed"):
         first.sync(policy)
+    first.sleep()  # as a roll-out does in the end, and must not hide what happened
     first.close()  # once more does nothing
     second.sync(policy)
     second.close()

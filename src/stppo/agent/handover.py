@@ -39,8 +39,9 @@ class HandOver:
         """The same names and weights; a few numbers of each are kept."""
         self.handed = {}
         for name, weight in weights:
-            self.rows[name] = len(weight)
-            self.handed[name] = _some(weight).to(self.dtype).cpu()
+            if weight.dim():  # a lone number has no rows
+                self.rows[name] = len(weight)
+                self.handed[name] = _some(weight).to(self.dtype).cpu()
             yield name, weight
 
     def missing(self, model: nn.Module) -> list[str]:

@@ -157,8 +157,9 @@ class Engine:
     def sync(self, policy: PreTrainedModel) -> None:
         """Hand over the policy's weights, forget what the old ones cached, and compare log-probs and weights.
 
-        Raises RuntimeError where trainer and engine disagree by more than the tolerance, or the engine kept old weights, EngineOutOfMemory where there
-        is too little left to wake up, FloatingPointError where the policy itself is not finite.
+        Raises RuntimeError where trainer and engine disagree by more than the tolerance, or the engine kept old weights or is
+        closed, EngineOutOfMemory where there is too little left to wake up, FloatingPointError where the policy itself is not
+        finite.
         """
         if self.llm is None:
             raise RuntimeError(
@@ -272,8 +273,8 @@ class Engine:
             self.llm.wake_up(tags=[part])
 
     def sleep(self) -> None:
-        """Hand memory to the trainer until the next `sync`."""
-        if self.sleeps and not self.asleep:
+        """Hand memory to the trainer until the next `sync`; a closed engine has none."""
+        if self.sleeps and not self.asleep and self.llm is not None:
             self.llm.sleep(level=self.config.sleep_level)
             self.asleep = True
 
