@@ -149,13 +149,11 @@ def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int) -> N
 
 
 def forget_peaks() -> None:
-    """Let peaks of memory begin here: a process that trains one run after another would record the largest of all."""
+    """Let the peak of `peak_memory_mb` begin here: a process that trains one run after another would record the largest of
+    all. A GPU's begins with `Trainer.train`."""
     if os.uname().sysname == "Linux":
         with contextlib.suppress(OSError):  # not every kernel or container allows it
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets the peak
-    if torch.cuda.is_initialized():
-        for device in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_mb() -> float:
@@ -170,7 +168,7 @@ def peak_memory_mb() -> float:
 
 
 def gpu_peak_memory_mb(device: torch.device) -> float | None:
-    """Most memory that this process has had allocated on a GPU so far, MiB, as PyTorch counts it; None for a CPU."""
+    """Most memory that this process has had allocated on a GPU since its peak was reset, MiB, as PyTorch counts it; None for a CPU."""
     if device.type != "cuda":
         return None
     return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
