@@ -1,9 +1,11 @@
 """The site's examples run as they stand on the page, and its links lead somewhere."""
 
+import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,3 +107,23 @@ def test_what_remains_of_an_update_is_what_was_measured():
     assert told in page
     built = float(tables["Building"][0]["CPU seconds"])
     assert "builds it in about two CPU seconds" in page and round(built) == 2
+
+
+def test_links_of_a_notebook_are_those_of_its_texts(monkeypatch):
+    """`forms["bare"](n)` in code is a call; a file of the repository that a text names becomes a download."""
+    spec = importlib.util.spec_from_file_location("links", DOCS / "_ext/links.py")
+    links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(links)
+    warned = []
+    monkeypatch.setattr(links.log, "warning", lambda text, *values, **_: warned.append(text % values))
+    cells = [
+        {"cell_type": "code", "source": ['forms["bare"](n)']},
+        {"cell_type": "markdown", "source": ["[licence](../LICENSE)\n", "[gone](../gone.md)"]},
+    ]
+    source = [json.dumps({"cells": cells})]
+    page = DOCS / "notebooks/04-stabilised-objectives.ipynb"
+    app = SimpleNamespace(env=SimpleNamespace(doc2path=lambda _: page))
+    links._rewrite(app, "notebooks/04-stabilised-objectives", source)
+    code, text = ("".join(cell["source"]) for cell in json.loads(source[0])["cells"])
+    assert code == 'forms["bare"](n)' and text == "[licence](path:../../LICENSE)\ngone"
+    assert warned == ["link to ../gone.md, which does not exist"]

@@ -1,9 +1,10 @@
 """Links from pages to the rest of the repository: a file becomes a download, a folder plain text, a dead link a warning.
 
-Executed notebooks are copies of `notebooks/`, so their links are read as from there; one to a notebook that is a page
-leads to the page. Links within `docs/` are left to Sphinx, which checks them.
+Executed notebooks are copies of `notebooks/`, so their links are read as from there, out of their texts and not of their code;
+one to a notebook that is a page leads to the page. Links within `docs/` are left to Sphinx, which checks them.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -36,7 +37,14 @@ def _rewrite(app, docname: str, source: list[str]) -> None:
             log.warning("link to %s, which does not exist", link, location=docname)
         return text
 
-    source[0] = LINK.sub(target, source[0])
+    if page.suffix != ".ipynb":
+        source[0] = LINK.sub(target, source[0])
+        return
+    notebook = json.loads(source[0])
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = LINK.sub(target, "".join(cell["source"]))
+    source[0] = json.dumps(notebook)
 
 
 def setup(app):
