@@ -899,6 +899,28 @@ def test_what_the_language_model_writes():
     assert "for {} of the tokens of eight sampled trajectories, a turn's for {} of".format(*out) in page
 
 
+def test_what_more_runs_of_the_language_model_write():
+    page = (SMOLLM / "README.md").read_text(encoding="utf-8")
+    folder = ROOT / "results/reference/smollm_comparison/notebook_26"
+    for file in folder.glob("*.json"):
+        numbers = json.loads(file.read_text(encoding="utf-8"))
+        rows = pd.DataFrame(numbers["one hop"]).set_index(["benchmark", "agent"])
+        kinds = ("a new answer", "an answer of a training question")
+        ems = [
+            ", ".join(said(rows.loc[(kind, when), "em"]) for when in ("before", "after")) for kind in kinds
+        ]
+        right = ", ".join(str(numbers[f"right {when}, of 10"]) for when in ("before", "after"))
+        out = ", ".join(f"{100 * numbers[f'{what} out of range']:.0f}" for what in ("tokens", "turns"))
+        algorithm, seed = file.stem.rsplit("_seed", 1)
+        label = {"turn_ppo": "Turn-PPO", "token_ppo": "token PPO"}[algorithm]
+        assert f"| {label}, seed {seed} | {right} | {ems[0]} | {ems[1]} | {out} % |" in page
+        if (algorithm, seed) == ("token_ppo", "2"):
+            rightly = rows["em"] * rows["n_questions"]
+            before, after = (rightly.xs(when, level="agent").sum() / 132 for when in ("before", "after"))
+            told = f"but {said(after)} of these 132 ({said(before)} before), and of the 118 with an answer new to it"
+            assert f"{told} {rightly[('a new answer', 'after')]:.0f}." in " ".join(page.split())
+
+
 def test_memory_of_the_language_models_runs_is_told_with_its_aim():
     page = (ROOT / "docs/howto/pretrained-models.md").read_text(encoding="utf-8")
 
