@@ -52,6 +52,12 @@ def test_every_cell_runs_and_no_passage_of_the_training_is_asked_for(small, tmp_
     }
     numbers = json.loads(Path("results/scratch/smollm/token_ppo_seed0.json").read_text())
     assert {row["agent"] for row in numbers["one hop"] + numbers["more hops"]} == {"before", "after"}
+    for agent in ("before", "after"):
+        asked = [
+            sum(row["n_questions"] for row in numbers[name] if row["agent"] == agent)
+            for name in ("one hop", "one hop, by length")
+        ]
+        assert asked[0] == asked[1] > 0, "both tables divide the same questions"
 
     answers = json.loads(
         Path("results/scratch/smollm/more_hops/token_ppo_seed0/musique/greedy/result.json").read_text()
