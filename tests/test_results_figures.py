@@ -256,6 +256,9 @@ def test_few_seeds_of_one_world_are_drawn_run_by_run_and_not_averaged():
     last = plot.data.query("algorithm == 'turn_ppo' and seed == 1 and metric == 'success_greedy'")
     run = metrics.evaluations.query("algorithm == 'turn_ppo' and seed == 1 and temperature == 0")
     assert last["value"].tolist() == run.sort_values("iteration")["success"].tolist()
+    valid = plot.data.query("algorithm == 'turn_ppo' and seed == 1 and metric == 'valid_format_rate'")
+    trained = metrics.iterations.query("algorithm == 'turn_ppo' and seed == 1").sort_values("iteration")
+    assert valid["value"].iloc[-1] == pytest.approx(trained["valid_format_rate"].tail(5).mean())
 
 
 def test_columns_that_were_never_recorded_leave_no_panel(smoke):

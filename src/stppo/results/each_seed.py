@@ -12,11 +12,13 @@ from stppo.results.style import Plot, style
 
 MOST = 4  # seeds side by side
 FEW = 10  # points, which are marked
-ROWS = {GREEDY: "success, greedy", SUCCESS: "success, sampled", "valid_format_rate": "valid format"}
+WINDOW = 5  # iterations in a running mean: a batch of 32 trajectories jumps too much for seven lines
+VALID = "valid_format_rate"
+ROWS = {GREEDY: "success, greedy", SUCCESS: "success, sampled", VALID: "valid format"}
 
 
 def each_seed(metrics: Metrics) -> Plot | None:
-    """Success of every run, greedy and sampled, and the share of its own trajectories' turns that are valid, seed by seed.
+    """Success of every run, greedy and sampled, and the running share of its own trajectories' turns that are valid.
 
     None unless the main regime has two to four seeds, all in one world.
     """
@@ -28,8 +30,8 @@ def each_seed(metrics: Metrics) -> Plot | None:
         return None
     title = findings.too_short(metrics, [regime]) or _title(metrics, runs, names)
     question = (
-        "What became of each run? Success on the same held-out questions, and valid turns among those it was trained on; a column "
-        "for each seed."
+        "What became of each run? Success on the same held-out questions, and valid turns among those it was trained on, a "
+        f"running mean of {WINDOW} iterations; a column for each seed."
     )
     rows: list[pd.DataFrame] = []
     with style():
@@ -42,6 +44,8 @@ def each_seed(metrics: Metrics) -> Plot | None:
                 curves, its = curves_of(metrics, regime, name, column), metrics.look(name)
                 for world, seed in curves:
                     curve = curves[(world, seed)].dropna()
+                    if column == VALID:
+                        curve = curve.rolling(WINDOW, min_periods=1).mean()
                     marks = {"marker": "o", "markersize": 3} if len(curve) < FEW else {}
                     line[seeds.index(seed)].plot(
                         curve.index, curve, color=its.color, linestyle=its.line, **marks
