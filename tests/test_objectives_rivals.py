@@ -149,6 +149,10 @@ class Setting:
         n = layout.rows
         self.l, self.a = (normal(n, 5, 1.3).numpy(), normal(n, 6).numpy())
         self.h, self.b = normal(n, 8).abs().numpy(), -normal(n, 9).abs().numpy()
+        # What chance left out: a trajectory far less likely than before (7), a token that lost likelihood in a turn that
+        # gained (10), one without advantage in a sentence of high entropy (13), a small step away (14), a failure with a
+        # ratio above 20 (18).
+        self.l[[7, 10, 14, 18]], self.a[[13, 18]], self.h[13] = (-4.0, -0.3, -0.3, 3.05), (0.0, -0.1), 9.0
         self.segments = {"token": [[t] for t in range(len(n))]}
         for kind, of in {"turn": layout.turns, "sequence": layout.rows}.items():
             self.segments[kind] = [(of == s).nonzero().squeeze(1).tolist() for s in of.unique()]
@@ -314,7 +318,7 @@ def sapo(s, l):
 
 
 def gmpo(s, l):
-    held = np.where(s.a > 0, np.minimum(l, 0.4), np.maximum(l, -0.4))
+    held = np.where(s.a > 0, np.minimum(l, 0.4), np.where(s.a < 0, np.maximum(l, -0.4), l))
     return geometric("sequence")(s, held) * s.a
 
 
