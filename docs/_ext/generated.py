@@ -145,7 +145,7 @@ def _plug_in(host: str) -> str:
     from stppo.algorithms import PAPER, RIVALS, aliases, look
     from stppo.plugins import methods
 
-    shown = ["name", "method", "terms averaged as published", "clip range", "advantages", "its knobs"]
+    shown = ["name", "method", "terms averaged as in the YAML", "clip range", "advantages", "its knobs"]
     lines = [f"| {' | '.join(shown)} |", "| --- " * len(shown) + "|"]
     for name in methods.OFFERED[host]:
         rule, said = methods.objective(name), IN_HOST[host]

@@ -48,7 +48,7 @@ _ELSEWHERE = {
         "dual_clip": "verl has it: loss_mode=vanilla, clip_ratio_c",
         "grad_clip": "verl has it: loss_mode=vanilla, grad_clip",
         "grpo": "verl has it: loss_mode=vanilla, algorithm.adv_estimator=grpo",
-        "dr_grpo": "verl has it: as grpo, algorithm.norm_adv_by_std_in_grpo=false",
+        "dr_grpo": "verl has it: as grpo, algorithm.norm_adv_by_std_in_grpo=false, loss_agg_mode=seq-mean-token-sum-norm",
         "dapo": "verl has it: as grpo, clip_ratio_high=0.28",
         "gspo": "verl has it: loss_mode=gspo",
         "cispo": "verl has it: loss_mode=cispo",

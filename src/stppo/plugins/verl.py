@@ -29,7 +29,7 @@ Related methods
     C): what verl lacks of `configs/algorithm`, each built from its YAML. What verl has an option for is verl's here too:
     clip range (TOPR and BAPO have bounds of their own, and read none), loss aggregation, advantages. So a launch command
     keeps its meaning when `loss_mode` changes, micro-batches and ranks add up as for verl's own losses, and *the method
-    as published* is those options as docs/howto/verl.md has them. `turn_mean` is the YAML's, null, for agilerl_turn.
+    as its YAML has it* is those options as docs/howto/verl.md has them. `turn_mean` is the YAML's, null, for agilerl_turn.
     Constants that verl has no option for are `knobs`, as in the YAML:
     +actor_rollout_ref.actor.policy_loss.knobs.clip.most=2. Rules that look at the whole batch (`sees_batch`: m2po, bapo,
     bapo_ratio, grpo_guard, so_ppo_ctn_c) see the micro-batch that verl hands over: raise
