@@ -1,5 +1,6 @@
 """Identities of the surrogate, its clipping bias and its diagnostics, in float64."""
 
+import dataclasses
 import itertools
 import math
 
@@ -542,3 +543,15 @@ def test_impossible_combinations_are_refused():
         make(loss_aggregation="sum")
     with pytest.raises(ValueError, match="loss_aggregation=.sum.: must be one of"):
         loss_weights(torch.ones(1, 2, dtype=torch.bool), "sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_comes_in_half_precision_is_computed_in_float32(dtype):
+    batch = batch_from_turns([[1000]])
+    batch = dataclasses.replace(batch, behaviour_logprobs=torch.full(batch.tokens.shape, -1.0))
+    logprobs = torch.full(batch.tokens.shape, -0.75, dtype=dtype)  # both are exact in half precision
+    for found in (
+        make("turn")(logprobs, batch, torch.ones(batch.tokens.shape)),
+        make("turn").evaluate(torch.full((1000,), 0.25, dtype=dtype), -torch.ones(1000), batch.layout),
+    ):
+        assert found.diagnostics["ratio_mean_turn"] == pytest.approx(math.exp(0.25), rel=1e-6)

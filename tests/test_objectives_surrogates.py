@@ -201,6 +201,18 @@ def test_overflow_stays_visible_under_a_mask_and_a_masked_token_stays_finite():
     assert visible.loss.item() == math.inf
 
 
+@pytest.mark.parametrize("ratio", [Ratio("token"), Ratio("turn", "product"), Ratio("sequence", "product")])
+def test_a_clipped_ratio_that_overflows_has_a_gradient_of_zero_and_not_nan(ratio):
+    layout = batch_from_turns([[2], [2]]).layout
+    l = torch.tensor([100.0, 100.0, 0.1, -0.1], requires_grad=True)  # exp(100) is beyond float32
+    found = make(MinClip(), ratio).evaluate(l, torch.ones(4), layout)
+    (gradient,) = torch.autograd.grad(found.loss, l)
+    assert found.loss.isfinite() and gradient[:2].tolist() == [0.0, 0.0]
+    # Two trajectories of two tokens; a product's two tokens move the ratio 1 of both.
+    w = [math.exp(0.1), math.exp(-0.1)] if ratio.granularity == "token" else [2.0, 2.0]
+    assert gradient[2:].tolist() == pytest.approx([-x / 4 for x in w], rel=1e-5)
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, "1"])
 @pytest.mark.parametrize("field", ["tau_positive", "tau_negative"])
 def test_gates_need_a_positive_temperature(field, value):

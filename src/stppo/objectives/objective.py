@@ -80,11 +80,12 @@ class Objective:
         logprobs (B, T): log pi_theta(token t | tokens before t) in nats, with graph; advantages (B, T) from
         `credit`; weights (B, T): constant factors of the terms, such as truncated importance weights against the
         engine that sampled; entropy (B, T) of the distribution that token t is drawn from under pi_theta, for rules
-        that read it. Only entries at agent tokens are read. Overflow and NaN are passed on, never masked.
+        that read it. Only entries at agent tokens are read. Overflow and NaN are passed on, never masked. What comes in
+        half precision is computed in float32: a turn of 1,000 tokens in bfloat16 would lose its ratio.
         """
         layout = batch.layout
-        behaviour = layout.gather(batch.behaviour_logprobs)
-        log_ratio = layout.gather(logprobs) - behaviour
+        behaviour = _single(layout.gather(batch.behaviour_logprobs))
+        log_ratio = _single(layout.gather(logprobs)) - behaviour
         weights, entropy = (None if x is None else layout.gather(x.detach()) for x in (weights, entropy))
         known = {"behaviour_logprobs": behaviour, "entropy": entropy}
         return self.evaluate(log_ratio, layout.gather(advantages), layout, weights, **known)
@@ -99,6 +100,7 @@ class Objective:
         entropy: Tensor | None = None,
     ) -> Surrogate:
         """The same from (N,) token log-ratios (with graph), advantages and weights, for callers with a mask alone."""
+        log_ratio = _single(log_ratio)
         if not log_ratio.requires_grad:  # the diagnostics look at a gradient
             log_ratio = log_ratio.detach().requires_grad_()
         weights = _weights(layout, self.loss_aggregation, log_ratio.dtype)
@@ -157,6 +159,11 @@ def loss_weights(agent_mask: Tensor, loss_aggregation: str, dtype: torch.dtype |
         raise ValueError(f"loss_aggregation={loss_aggregation!r}: must be one of {allowed}")
     layout = Layout.of(agent_mask)
     return layout.scatter(_weights(layout, loss_aggregation, dtype or torch.get_default_dtype()))
+
+
+def _single(x: Tensor) -> Tensor:
+    """float32 of what is in half precision, all else as it is."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _weights(layout: Layout, loss_aggregation: str, dtype: torch.dtype) -> Tensor:

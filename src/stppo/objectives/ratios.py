@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,21 @@ class RatioRule(ABC):
             return torch.autograd.grad((weights.detach() * self(leaf, layout)).sum(), leaf)[0]
 
 
+class _Exp(torch.autograd.Function):
+    """exp. Where it overflows and its gradient is not asked for, as of a clipped term, that is 0 and not 0 x inf = NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        value = x.exp()
+        ctx.save_for_backward(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (value,) = ctx.saved_tensors
+        return torch.where(gradient == 0, gradient, gradient * value)
+
+
 @dataclass(frozen=True)
 class Ratio(RatioRule):
     """Importance ratio w_t shared by the segment (token, turn, sentence, whole trajectory) that holds agent token t.
@@ -69,15 +84,15 @@ class Ratio(RatioRule):
 
     def ratio(self, log_ratio: Tensor, layout: Layout) -> Tensor:
         if self.granularity == "token":
-            return log_ratio.exp()
+            return _Exp.apply(log_ratio)
         segments = layout.segments(self.granularity)
         total = segments.share(
-            segments.sum(log_ratio.exp() if self.aggregation == "arithmetic" else log_ratio)
+            segments.sum(_Exp.apply(log_ratio) if self.aggregation == "arithmetic" else log_ratio)
         )
         mean = total / segments.share(segments.lengths)
         if self.aggregation == "arithmetic":
             return mean
-        return (total if self.aggregation == "product" else mean).exp()
+        return _Exp.apply(total if self.aggregation == "product" else mean)
 
     def pullback(self, log_ratio: Tensor, ratio: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         """In closed form (no graph needed)."""
