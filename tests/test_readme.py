@@ -829,9 +829,10 @@ def test_table_of_the_comparison():
     arms, seeds = preset["pipeline"]["regimes"]["COMPARISON"].values()
     assert f"## The comparison, {len(runs)} of {len(arms) * len(seeds)} runs so far" in page
     shown = re.findall(r"^\| [^|]+ \(`(\w+)`\) \| (\d) \| ([^|]+) \| ([^|]+) \| ([.\d]+) \|$", page, re.M)
-    assert [(name, int(seed)) for name, seed, *_ in shown] == [
-        *zip(runs["algorithm"], runs["seed"], strict=True)
-    ]
+    recorded = sorted(
+        zip(runs["algorithm"], runs["seed"], strict=True), key=lambda r: (arms.index(r[0]), r[1])
+    )
+    assert [(name, int(seed)) for name, seed, *_ in shown] == recorded
     for name, seed, *curves, valid in shown:
         run = rows.loc[(name, int(seed))]
         for temperature, curve in enumerate(curves):
@@ -850,8 +851,21 @@ def test_what_the_comparison_shows():
     rows = pd.read_parquet(folder / "metrics/evaluations.parquet")
     ends = rows.pivot(index=["algorithm", "seed"], columns=["temperature", "iteration"], values="success")
     greedy, sampled = ends[0.0], ends[1.0]
-    assert (greedy[40] < greedy[0]).all(), "greedy success falls in all six runs"
-    assert f"sampled success ends at most {said((sampled[40] - sampled[0]).max())} above its start" in page
+    pair = greedy.index.get_level_values("algorithm").isin(["token_ppo", "turn_ppo"])
+    assert pair.sum() == 6 and (greedy[40] < greedy[0])[pair].all(), "greedy success falls in all six runs"
+    gained = sampled[40] - sampled[0]
+    assert f"sampled success ends at most {said(gained[pair].max())} above its start" in page
+    stopped = greedy.loc["kl_stop", 40]
+    for name, told in (
+        ("token_ppo", "It ends {} above token PPO of the same seed, greedy"),
+        ("turn_ppo", "and {} above Turn-PPO;"),
+    ):
+        assert told.format(_listed((stopped - greedy.loc[name, 40]).dropna())) in page
+    assert f"sampled success rises by {_listed(gained['kl_stop'])}." in page
+    runs = pd.read_json(folder / "metrics/runs.json")
+    updates = [*map(str, runs[runs["algorithm"] == "kl_stop"]["updates"])]
+    whole = runs[runs["algorithm"] == "token_ppo"]["updates"].unique()
+    assert f"makes {', '.join(updates[:-1])} and {updates[-1]} of {whole.item()}" in page
     token, turn = greedy.loc["token_ppo"], greedy.loc["turn_ppo"]
     lost = 100 * (1 - turn[40] / turn[0])
     assert f"Turn-PPO lost {lost.min():.0f} to {lost.max():.0f} % of its greedy success" in page
