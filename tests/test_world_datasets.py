@@ -327,13 +327,36 @@ def test_a_damaged_table_is_named(tmp_path, kind, streaming):
         ("a.jsonl", "", "a.jsonl: no records$"),
         ("a.json", "[]", "a.json: no records$"),
         ("a.json", "[1]", "a.json: expected a list of JSON objects"),
-        ("a.csv", "question,answer", "a.csv: records are read from .jsonl, .json, .parquet, .arrow"),
+        (
+            "a.csv",
+            "question,answer",
+            "/a.csv: records are read from .jsonl, .json, .parquet, .arrow, or a folder$",
+        ),
     ],
 )
 def test_files_without_records_are_refused(tmp_path, name, content, problem):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=problem):
         read_records("nq", tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_file_in_another_encoding_is_named_and_a_byte_order_mark_is_passed_over(tmp_path, name):
+    lines = [json.dumps(record, ensure_ascii=False) for record in nq("ä", "b")]
+    text = f"[{', '.join(lines)}]" if name == "a.json" else "\n".join(lines)
+    path = tmp_path / name
+    for encoding in ("latin-1", "utf-16"):
+        path.write_bytes(text.encode(encoding))
+        with pytest.raises(ValueError, match=f"^{path}.*: not UTF-8 text$"):
+            read_records("nq", path)
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert [question.answers for question in read_records("nq", path)] == [("ä",), ("b",)]
+
+
+@pytest.mark.parametrize("place", [["a.jsonl", "b.jsonl"], 5])
+def test_a_place_that_is_no_text_is_named(place):
+    with pytest.raises(ValueError, match=r"^records must be a place or \{nq: place\}, got"):
+        read_records("nq", place)
 
 
 def test_an_unknown_benchmark_and_an_empty_folder_are_refused(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from stppo.world.datasets import read_records
 from stppo.world.protocol import Question
-from stppo.world.records import BENCHMARKS, NoGoldAnswer, Unanswerable, question_from
+from stppo.world.records import BENCHMARKS, NoGoldAnswer, Unanswerable, context_of, question_from
 from stppo.world.rewards import score
 from tests.sample_data import DATA, real_data
 
@@ -142,7 +142,10 @@ def test_csv_quoting_of_trivia_questions_is_undone(text, read):
         (Unanswerable, "musique", MUSIQUE | {"answerable": False}, "question m1: marked as unanswerable"),
         (Unanswerable, "musique", {"id": "m1", "question": "q?", "golden_answers": ["x"], "metadata": {"answerable": False}}, "question m1: marked"),
         (ValueError, "nq", {"question": " ", "answer": ["a"]}, "question nq-3: text is empty"),
-        (ValueError, "nq", {"question": 3, "answer": ["a"]}, "question nq-3: not a nq record"),
+        (ValueError, "nq", {"question": 3, "answer": ["a"]}, "question nq-3: not a nq record .TypeError: its question is a int, not a text"),
+        (ValueError, "hotpotqa", HOTPOT | {"context": [["Oslo", "One city."]]}, "question h1: not a hotpotqa record .TypeError: a paragraph needs"),
+        (ValueError, "hotpotqa", HOTPOT | {"context": [[7, ["One city."]]]}, "question h1: not a hotpotqa record .TypeError: a paragraph needs"),
+        (ValueError, "musique", MUSIQUE | {"paragraphs": [MUSIQUE["paragraphs"][1] | {"paragraph_text": 5}]}, "question m1: not a musique record .TypeError: a paragraph needs"),
         (ValueError, "nq", {"question": "q?", "golden_answers": ["a"], "metadata": "z"}, "question nq-3: not a nq record .TypeError: metadata is a str"),
         (ValueError, "nq", {"question": "q?"}, "not a nq record: it has the fields question; wanted {question, golden_answers} or {question, answer}"),
         (ValueError, "hotpotqa", {"question": "q?", "answer": ["a"]}, "not a hotpotqa record: it has the fields question, answer; wanted"),
@@ -155,6 +158,14 @@ def test_what_a_record_lacks_is_said(kind, benchmark, record, problem):
     with pytest.raises(ValueError, match=f"^{problem}") as error:
         question_from(record, benchmark, 3)
     assert type(error.value) is kind and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "record", [HOTPOT | {"context": [[7, ["x"]]]}, MUSIQUE | {"paragraphs": [MUSIQUE["paragraphs"][0] | {"title": 7}]}]
+)  # fmt: skip
+def test_no_paragraph_becomes_a_passage_unless_it_is_text(record):
+    with pytest.raises(TypeError, match="a title that is text"):
+        context_of(record)
 
 
 # ---- all real records ----

@@ -113,7 +113,15 @@ def check_place(benchmark: str, place: str | Path | None) -> None:
         raise ValueError(
             f"benchmark must be one of {', '.join((*BENCHMARKS, *SINGLE_HOP))}, got {benchmark!r}"
         )
-    if place is None or Path(place).exists():
+    if place is None:
+        return
+    if not isinstance(place, str | Path):
+        raise ValueError(
+            f"records must be a place or {{{benchmark}: place}}, got {place!r}; of several files make one, or a folder"
+        )
+    if Path(place).exists():
+        if Path(place).is_file() and Path(place).suffix not in FILES:
+            raise ValueError(f"{place}: records are read from {', '.join(FILES)}, or a folder")
         return
     name = str(place)
     if Path(name).suffix in FILES or name.count("/") != 1 or name.startswith((".", "/", "~")):
@@ -272,8 +280,6 @@ def _open(records: Records, split: str, reading: Reading) -> "IterableDataset":
         found = load_dataset("parquet", data_files=str(path), split="train", streaming=reading.streaming)
     elif path.suffix == ".arrow" and path.is_file():
         found = Dataset.from_file(str(path))
-    elif path.is_file():
-        raise ValueError(f"{path}: records are read from {', '.join(FILES)}, or a folder")
     elif (path / "state.json").is_file():
         found = load_from_disk(str(path))
     elif (path / "dataset_dict.json").is_file():
@@ -313,9 +319,11 @@ def _explained(benchmark: str, path: str) -> Iterator[None]:
 def _json_records(path: str) -> Iterable[dict[str, Any]]:
     """Objects of JSONL, of one JSON array, or of TriviaQA's release, an object whose field `Data` is an array."""
     if path.endswith(".json"):
-        text = Path(path).read_text(encoding="utf-8")
         try:
+            text = Path(path).read_bytes().decode("utf-8-sig")
             whole = parse_json(text)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 text") from error
         except json.JSONDecodeError as error:
             if text.lstrip().startswith("["):
                 raise ValueError(

@@ -39,6 +39,8 @@ def question_from(record: Record, benchmark: str, number: int) -> Question:
         if not (record.get("answerable", True) and _metadata(record).get("answerable") is not False):
             raise Unanswerable(f"question {name}: marked as unanswerable")
         text, answers, paragraphs, options = schema.read(record)
+        if not isinstance(text, str | None):
+            raise TypeError(f"its question is a {type(text).__name__}, not a text")
         text = (text or "").strip()
     except Unanswerable:
         raise
@@ -92,11 +94,21 @@ def _supporting(context: Any, facts: Any) -> Paragraphs:
     if context is None or facts is None:
         return ()
     gold = {title for title, _ in pairs(facts, "sent_id")}
+    return tuple((title, text) for title, text in _joined(context) if title in gold)
+
+
+def _joined(context: Any) -> Paragraphs:
+    """(title, text) of paragraphs that are kept as lists of sentences."""
     return tuple(
-        (title, " ".join(sentences))
+        _paragraph(title, " ".join(sentences) if isinstance(sentences, list | tuple) else None)
         for title, sentences in pairs(context, "sentences", "content")
-        if title in gold
     )
+
+
+def _paragraph(title: Any, text: Any) -> tuple[str, str]:
+    if not isinstance(title, str) or not isinstance(text, str):
+        raise TypeError("a paragraph needs a title that is text, and text or a list of sentences")
+    return title, text
 
 
 def _metadata(record: Record) -> Record:
@@ -118,18 +130,16 @@ def context_of(record: Record) -> Paragraphs:
     """All paragraphs that come with a record, gold and others; () where it has none (FlashRAG's MuSiQue has the gold
     ones alone). Errors as the readers raise them for a record that is not what it seems."""
     if own := record.get("paragraphs"):
-        return tuple((p["title"], p["paragraph_text"]) for p in own)
+        return tuple(_paragraph(p["title"], p["paragraph_text"]) for p in own)
     if (context := record.get("context") or _metadata(record).get("context")) is not None:
-        return tuple(
-            (title, " ".join(sentences)) for title, sentences in pairs(context, "sentences", "content")
-        )
+        return _joined(context)
     return _supports(_metadata(record))
 
 
 def _supports(metadata: Record) -> Paragraphs:
     """The supporting paragraphs of MuSiQue's steps, as FlashRAG keeps them."""
     found = (step.get("support_paragraph") for step in metadata.get("question_decomposition") or ())
-    return tuple(dict.fromkeys((p["title"], p["paragraph_text"]) for p in found if p))
+    return tuple(dict.fromkeys(_paragraph(p["title"], p["paragraph_text"]) for p in found if p))
 
 
 def _flashrag(record: Record) -> _Parts:
@@ -174,7 +184,8 @@ def _hotpotqa(record: Record) -> _Parts:
 
 
 def _musique(record: Record) -> _Parts:
-    paragraphs = tuple((p["title"], p["paragraph_text"]) for p in record["paragraphs"] if p["is_supporting"])
+    gold = (p for p in record["paragraphs"] if p["is_supporting"])
+    paragraphs = tuple(_paragraph(p["title"], p["paragraph_text"]) for p in gold)
     answers = _strings(record["answer"])  # an alias alone is no answer
     return _Parts(record["question"], answers and answers + _strings(record["answer_aliases"]), paragraphs)
 
