@@ -105,6 +105,22 @@ def test_unknown_key_is_named_with_the_allowed_ones(plus, key, allowed):
     assert "\n" not in message
 
 
+def test_a_key_that_exists_but_is_not_set_says_how_to_set_it():
+    for chosen, key in (
+        ("policy=tiny", "policy.trainable_layers"),
+        ("world=single_hop", "world.only_in_corpus"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{key} is not set by what was chosen; write \+{key}="):
+            check(chosen, f"{key}=1")
+
+
+def test_unknown_key_of_lora_lists_the_keys_of_lora():
+    with pytest.raises(
+        ConfigError, match=r"^policy\.lora\.rnak: unknown key; allowed: rank, alpha, target_modules$"
+    ):
+        check("policy.lora={rnak: 4}")
+
+
 def test_unknown_key_lists_the_keys_of_the_chosen_algorithm():
     with pytest.raises(ConfigError, match=r"clip\.epsilon: unknown key; allowed: epsilon_low"):
         check("algorithm=grpo", "algorithm.objective.clip.epsilon=0.1")

@@ -142,9 +142,20 @@ def _refuse_unknown_key(key: str, overrides: list[str]) -> None:
             node = node[part]
             continue
         if isinstance(node, dict) and node:
+            if part in _known_keys(node, key):
+                raise ConfigError(f"{key} is not set by what was chosen; write +{key}=... to set it")
             allowed = ", ".join(name for name in node if name != "_target_")
             raise ConfigError(f"{key}: unknown key; allowed: {allowed}")
         return  # an open mapping such as warm_start.noise: Hydra's advice is right
+
+
+def _known_keys(node: Config, key: str) -> Iterable[str]:
+    """The keys that a section may have beside those that it has."""
+    from stppo.settings import RunConfig
+
+    if "_target_" in node:
+        return inspect.signature(_class(node["_target_"], key)).parameters
+    return _fields(RunConfig, tuple(key.split(".")))
 
 
 MOST_RUNS = 10_000  # of one sweep
@@ -261,13 +272,21 @@ def _problem(model: Any, item: Any) -> str:
 
 
 def _allowed_keys(model: Any, location: tuple) -> str:
+    return ", ".join(_fields(model, location))
+
+
+def _fields(model: Any, location: tuple) -> Config:
+    """The fields of the section that holds `location`, by name; {} where it is none with fields."""
     for part in location[:-1]:
-        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        field = getattr(model, "__pydantic_fields__", {}).get(part)
         model = field.annotation if field is not None else model
-        forms = {form.engine: form for form in get_args(model) if hasattr(form, "engine")}
-        model = forms.get(part, model)
-    names = getattr(model, "model_fields", None) or getattr(model, "__pydantic_fields__", {})
-    return ", ".join(names)
+        forms = {getattr(form, "engine", "only"): form for form in get_args(model) if _has_fields(form)}
+        model = forms.get(part, forms.get("only", model))
+    return getattr(model, "__pydantic_fields__", {})
+
+
+def _has_fields(form: Any) -> bool:
+    return hasattr(form, "__pydantic_fields__")
 
 
 def build(node: Config, key: str) -> Any:
