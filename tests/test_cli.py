@@ -1,5 +1,6 @@
 """The command line: help, one-line errors, playing, training and going on after an interruption."""
 
+import errno
 import json
 import os
 import re
@@ -91,6 +92,33 @@ def test_an_engine_that_does_not_start_is_one_line(stppo, monkeypatch):
     monkeypatch.setattr(cli, "train_one", broken)
     assert_one_line_error(stppo("train", "preset=smoke"), "vLLM did not start: no GPU; change this")
     assert "Traceback" in stppo("--debug", "train", "preset=smoke")[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "there/x"), "there/x: Read-only file system; choose another place"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room"),
+        (FileExistsError(errno.EEXIST, "File exists", "x"), "x: File exists; a file is in the way"),
+        (OSError(errno.EIO, "Input/output error", "x"), "x: Input/output error\n"),
+        (OSError("in words"), "in words\n"),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_system_says_where_and_what_to_do(stppo, monkeypatch, error, shown):
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    code, _, err = stppo("play")
+    assert code == 1 and err.startswith(f"error: {shown}")
+
+
+def test_a_missing_extra_is_named_before_a_warm_start_is_made(stppo, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.delitem(sys.modules, "stppo.agent.lora", raising=False)
+    monkeypatch.setattr(cli, "train_one", lambda *_: pytest.fail("began"))
+    code, _, err = stppo("train", "preset=smoke", "policy.lora={rank: 4}")
+    assert code == 1 and "error: policy.lora needs peft: pip install" in err
 
 
 @pytest.mark.parametrize("kind", [KeyError, RecursionError, NotImplementedError])

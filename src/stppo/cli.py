@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -118,6 +119,8 @@ def train(
 
     with saying("checking the settings: the world is built, its questions and passages are read"):
         runs = [config.validate(job) for job in jobs]
+    for run in runs:
+        _check_extras(run)
     warned: set[str] = set()
     try:
         for job, run, chosen in zip(jobs, runs, sweep, strict=True):
@@ -137,6 +140,15 @@ def train(
     except KeyboardInterrupt:
         typer.echo("stopped; run the same command again to go on from the last checkpoint", err=True)
         raise typer.Exit(130) from None
+
+
+def _check_extras(run: RunConfig) -> None:
+    """Raise ImportError for an extra that only training needs, before a warm start is made."""
+    from stppo.training.loggers import check_installed
+
+    check_installed(run.loggers)
+    if run.policy.lora is not None:
+        import stppo.agent.lora  # noqa: F401
 
 
 def _warn_of_memory(run: RunConfig, warned: set[str]) -> None:
@@ -766,6 +778,23 @@ def _missing(error: ModuleNotFoundError) -> str:
     return str(error)
 
 
+_REMEDIES = {
+    errno.EROFS: "choose another place (--out), or work in a folder that can be written",
+    errno.ENOSPC: "make room and run the same command again",
+    errno.EEXIST: "a file is in the way; move it, or choose another place",
+    errno.ENOTDIR: "a file is in the way; move it, or choose another place",
+}
+
+
+def _told(error: Exception) -> str:
+    """The message of an error; one of the system says where, what, and what to do."""
+    if not isinstance(error, OSError) or error.errno is None or error.strerror is None:
+        return str(error)
+    place = "" if error.filename is None else f"{error.filename}: "
+    remedy = f"; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
+    return f"{place}{error.strerror}{remedy}"
+
+
 _EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
 _UNFORESEEN = (RecursionError, NotImplementedError)  # though Python counts them as RuntimeErrors
 
@@ -782,7 +811,7 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("STPPO_DEBUG"):
             traceback.print_exc()
-        message = _missing(error) if isinstance(error, ModuleNotFoundError) else str(error)
+        message = _missing(error) if isinstance(error, ModuleNotFoundError) else _told(error)
         message = " ".join(message.split()) or type(error).__name__
         if not isinstance(error, _EXPECTED) or isinstance(error, _UNFORESEEN):
             message = f"unexpected {type(error).__name__}: {message[:300]}; please report it with {_report_file(error)}"
