@@ -319,7 +319,11 @@ rule plug_ins:
         directory(f"{RESULTS}/derivations/{PLUG_INS}"),
     params:
         content=CONTENT[PLUG_INS],
-        recorded=content_of("results/reference/laptop/metrics/runs.json", "results/reference/benchmarks.json"),
+        recorded=content_of(
+            "results/reference/laptop/metrics/runs.json",
+            "results/reference/benchmarks.json",
+            "results/reference/speed/kernels.json",
+        ),
         hosts=[host for host in ("verl", "trl") if find_spec(host)],
     log:
         f"{RESULTS}/logs/{PLUG_INS}.log",
