@@ -9,7 +9,7 @@ import pytest
 
 from stppo.results import curves, findings, granularity
 from stppo.results.curves import Panel, band, curves_of
-from stppo.results.figures import FIGURES, all_figures
+from stppo.results.figures import FIGURES
 from tests.reference import assert_shows_all
 from tests.synthetic_runs import DYNAMICS, START, Dynamics, gather, simulate
 
@@ -24,6 +24,10 @@ def study_of(names=SHOWN, worlds=3, **options):
     return [
         simulate(name, world, dynamics=known[name], **options) for name in names for world in range(worlds)
     ]
+
+
+def all_figures(metrics):
+    return [plot for kind in FIGURES.values() if (plot := kind.draw(metrics)) is not None]
 
 
 @pytest.fixture(scope="module")

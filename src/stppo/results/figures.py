@@ -466,8 +466,3 @@ FIGURES: dict[str, Kind] = {
         (WHY, trends),
     )
 }
-
-
-def all_figures(metrics: Metrics) -> list[Plot]:
-    """Every figure of `FIGURES` that the runs support, in order."""
-    return [plot for kind in FIGURES.values() if (plot := kind.draw(metrics)) is not None]
