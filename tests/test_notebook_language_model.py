@@ -32,7 +32,7 @@ def test_every_cell_runs_and_no_passage_of_the_training_is_asked_for(small, tmp_
     warm_start(config, start, progress=False)
     Trainer(config, run, start, progress=False).train()
     collect([run], "results/smollm/metrics")
-    parameters = {"algorithm": "token_ppo", "n_questions": 6}
+    parameters = {"algorithm": "token_ppo", "seed": 0, "n_questions": 6}
     papermill.execute_notebook(
         NOTEBOOK, "26.ipynb", parameters=parameters, cwd=tmp_path, kernel_name="python3", progress_bar=False
     )
