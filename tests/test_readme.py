@@ -934,8 +934,17 @@ def test_what_more_runs_of_the_language_model_write():
         right = ", ".join(str(numbers[f"right {when}, of 10"]) for when in ("before", "after"))
         out = ", ".join(f"{100 * numbers[f'{what} out of range']:.0f}" for what in ("tokens", "turns"))
         algorithm, seed = file.stem.rsplit("_seed", 1)
-        label = {"turn_ppo": "Turn-PPO", "token_ppo": "token PPO"}[algorithm]
+        label = {"turn_ppo": "Turn-PPO", "token_ppo": "token PPO", "kl_stop": "token PPO, KL stop"}[algorithm]
         assert f"| {label}, seed {seed} | {right} | {ems[0]} | {ems[1]} | {out} % |" in page
+        if "one hop, by length" in numbers:
+            before = [row for row in numbers["one hop, by length"] if row["agent"] == "before"]
+            short = {
+                row["benchmark"].split(",")[0]: row["n_questions"]
+                for row in before
+                if "one" in row["benchmark"]
+            }
+            told = f"({short[kinds[1]]} of the 14, and {short[kinds[0]]} of the 118 others)"
+            assert told in " ".join(page.split())
         if (algorithm, seed) == ("token_ppo", "2"):
             rightly = rows["em"] * rows["n_questions"]
             before, after = (rightly.xs(when, level="agent").sum() / 132 for when in ("before", "after"))

@@ -4,6 +4,7 @@ import json
 import logging
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,8 @@ from stppo.world.single_hop import (
     Asked,
 )
 from tests.sample_data import DATA, real_data
+
+ROOT = Path(__file__).parents[1]
 
 
 def paragraph(idx, title, text, supporting=True):
@@ -413,3 +416,38 @@ def test_real_splits_share_no_question_and_no_title(config):
     else:
         assert min(map(len, parts.values())) >= 60
         assert {q.source for q in parts["test"]} == {*SINGLE_HOP, "musique", "2wikimultihopqa", "hotpotqa"}
+
+
+def known_and_short(questions, trained):
+    """How many questions have an answer of a training question, and how many an answer of one word."""
+    known = {normalise_answer(answer) for q in trained for answer in q.answers}
+    met = sum(any(normalise_answer(answer) in known for answer in q.answers) for q in questions)
+    return met, sum(len(normalise_answer(q.answers[0]).split()) == 1 for q in questions)
+
+
+@real_data
+def test_how_many_answers_are_known_or_of_one_word_is_told_as_counted():
+    records = f"{{{', '.join(f'{n}: {DATA / n}/records.jsonl' for n in ('musique', '2wikimultihopqa'))}}}"
+    chosen = {"smollm": "preset=smollm", "default": "world=single_hop"}
+    splits = {}
+    for name, choice in chosen.items():
+        settings = configs.compose([choice, f"world.records={records}", "world.cache_dir=null"])
+        found = configs.build(settings["world"], "world")
+        splits[name] = {part: found.questions(part) for part in ("train", "validation", "test")}
+    page = " ".join((ROOT / "docs/howto/real-questions.md").read_text(encoding="utf-8").split())
+    small, large = splits["smollm"], splits["default"]
+    told = (
+        "{} of the {} have an answer that some training question has too",
+        "{} of {} to validate",
+        "{} of {} to test",
+    )
+    asked = ((large, "test"), (small, "validation"), (small, "test"))
+    for text, (split, part) in zip(told, asked, strict=True):
+        met, _ = known_and_short(split[part], split["train"])
+        assert text.format(met, len(split[part])) in page
+    shares = [
+        known_and_short(part, small["train"])[1] / len(part)
+        for part in (small["validation"][:300], small["test"])
+    ]
+    page = (ROOT / "results/reference/smollm/README.md").read_text(encoding="utf-8")
+    assert "more answers of one word ({:.0%} against {:.0%})".format(*shares).replace("%", " %") in page
