@@ -5,7 +5,7 @@ verl finds this module by its entry point, by `actor_rollout_ref.model.external_
 
     actor_rollout_ref.actor.policy_loss.loss_mode=st_ppo
     actor_rollout_ref.actor.policy_loss._target_=stppo.plugins.verl.TurnPolicyLossConfig
-    +actor_rollout_ref.actor.policy_loss.c0=1.0e-4
+    +actor_rollout_ref.actor.policy_loss.c0=1.6e-4
 
 trains with it. The second and third line are needed for options alone; verl's own PolicyLossConfig gives their
 defaults, with which the divisor hardly ever acts (c0 = 0.1; the log warns of it). Clip range, loss aggregation and
