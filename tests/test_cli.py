@@ -146,7 +146,10 @@ def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_pa
         (["warm-start", "world=benchmark"], ["world.records=FILE"]),
         (["play", "world=benchmark"], ["world.records=FILE"]),
         (["play", "world=benchmark", "world.records=none.jsonl", "world.corpus=none.jsonl"], ["none.jsonl"]),
-        (["collect", "metrics", "runs/none"], ["runs/none/run.json is missing", "snakemake"]),
+        (
+            ["collect", "metrics", "runs/none"],
+            ["runs/none/run.json is missing (no folder", "train OVERRIDES --out runs/none"],
+        ),
         (["compare", "none"], ["none holds no run.json"]),
         (["plan", "--config-dir", "none"], ["none", "--config-dir", "No such file"]),
         (["plan", "preset=smoke", "preset=laptop"], ["preset=smoke preset=laptop", "one preset"]),
@@ -155,7 +158,10 @@ def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_pa
         (["train-planned", "preset=smoke", "preset=laptop"], ["one preset"]),
         (["bench", "token_ppo", "--rerun", "2"], ["token_ppo --rerun 2", "leave the method out"]),
         (["bench", "mine/algorithm/my_ppo.yml"], ["rename it to my_ppo.yaml"]),
-        (["claims", "none", "out"], ["none/runs.json is missing"]),
+        (
+            ["claims", "none", "out"],
+            ["none/runs.json is missing (no folder none)", "collect none RUN_FOLDERS"],
+        ),
         (["train", "preset=smoke", "--out", ""], ["an argument is empty"]),
         (["train", "preset=smoke", "--out="], ["an argument is empty"]),
         (["report", "results/none"], ["results/none/metrics/runs.json is missing", "snakemake"]),

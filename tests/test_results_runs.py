@@ -292,7 +292,8 @@ def test_failed_write_leaves_the_old_file_and_no_debris(tmp_path):
             " --out results/smoke/manual/LONG/st_ppo/seed3-0123abcd",
         ),
         ("results/smoke/manual/own/run.json", "stppo train preset=smoke --out results/smoke/manual/own"),
-        ("elsewhere/run.json", "snakemake elsewhere/run.json"),
+        ("elsewhere/run.json", "stppo train OVERRIDES --out elsewhere"),
+        ("elsewhere/runs.json", "stppo collect elsewhere RUN_FOLDERS"),
     ],
 )
 def test_remedy_names_the_preset(target, command):

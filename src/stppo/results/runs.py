@@ -32,17 +32,21 @@ TABLE_MEANS = ("start", "peak", "final", "greedy_start", "greedy_final", "gain_k
 
 
 def make_command(target: str | Path) -> str:
-    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`.
+    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`; elsewhere that of a run or
+    of a metrics folder.
 
     Runs below `results/<preset>/manual/` were started by hand, so no workflow knows them: their command
     lacks any further override that was given then.
     """
-    parts = Path(target).parts
-    below = parts[parts.index("results") + 1 :] if "results" in parts else ()
+    folder, parts = Path(target).parent, Path(target).parts
+    if "results" not in parts:  # no rule makes it
+        is_run = Path(target).name == schema.RUN_FILE
+        return f"stppo train OVERRIDES --out {folder}" if is_run else f"stppo collect {folder} RUN_FOLDERS"
+    below = parts[parts.index("results") + 1 :]
     if len(below) > 2 and below[0] == "reference":
         return f"snakemake reference --config preset={below[1]}"
     if len(below) > 2 and below[1] == "manual":
-        return _train_command(below[0], below[2:-1], Path(target).parent)
+        return _train_command(below[0], below[2:-1], folder)
     return f"snakemake {target}" + (f" --config preset={below[0]}" if len(below) > 1 else "")
 
 
@@ -60,7 +64,8 @@ def _read_json(path: Path, remedy: str) -> Any:
     try:
         return parse_json(path.read_bytes())
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing; make it with: {remedy}") from None
+        where = "" if path.parent.is_dir() else f" (no folder {path.parent})"
+        raise FileNotFoundError(f"{path} is missing{where}; make it with: {remedy}") from None
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} is unreadable ({error}); delete it and make it anew with: {remedy}"
