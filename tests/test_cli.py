@@ -94,6 +94,15 @@ def test_an_engine_that_does_not_start_is_one_line(stppo, monkeypatch):
     assert "Traceback" in stppo("--debug", "train", "preset=smoke")[2]
 
 
+def test_retries_of_the_hub_are_not_said():
+    code = (
+        "from stppo.cli import set_up_logging; set_up_logging(20); from huggingface_hub.utils import _http; "
+    )
+    code += "_http.logger.warning('retrying'); _http.logger.error('refused')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "refused" in done.stderr and "retrying" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "shown"),
     [

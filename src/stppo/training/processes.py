@@ -24,6 +24,8 @@ def set_up_logging(level: int) -> None:
     logging.basicConfig(level=level, format="%(levelname)s %(message)s")
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # Else every retry without network is two lines, by a handler of its own and by ours; the error comes last anyway.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when it is imported
 
 
 def in_own_process(function: str, *arguments: Any) -> Any:
