@@ -203,6 +203,14 @@ def test_an_architecture_that_does_not_train_here_is_named(tmp_path):
         fetch(str(folder))
 
 
+def test_a_folder_whose_config_fits_no_model_says_why(tmp_path):
+    shape = {"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["full_attention"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with pytest.raises(FileNotFoundError, match=r"holds no model \(.*num_hidden_layers.*\(2\)\)") as error:
+        fetch(str(tmp_path))
+    one_line(error)
+
+
 def test_a_model_without_chat_template_is_taken_on_request_alone(tmp_path):
     write_gguf(tmp_path / "base.gguf", template=None)
     with pytest.raises(ValueError, match=r"no chat template.*-Instruct version, or give --plain") as error:

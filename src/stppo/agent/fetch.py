@@ -35,11 +35,13 @@ from stppo.agent.known_models import (
     KnownModel,
     already_here,
     is_fetched,
+    is_hub_name,
     models_folder,
 )
 from stppo.agent.policy import (
     UNREADABLE,
     check_vocabulary,
+    first_line,
     load_policy,
     load_shape,
     load_tokenizer,
@@ -88,7 +90,7 @@ def fetch(name: str, plain: bool = False, say: Callable[[str], None] = lambda te
         digest = content_hash(source)
         folder = models_folder() / f"{_file_name(source.resolve().name)}-{digest[:8]}"
         origin = {"source": source.resolve().name, "content": digest}
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    elif is_hub_name(name):
         folder = models_folder() / name.replace("/", "--")
         origin = {"source": f"hub: {name}"}
     else:
@@ -241,8 +243,7 @@ def _shape(folder: Path) -> Any:
     try:
         return load_shape(folder)
     except UNREADABLE as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise FileNotFoundError(f"{folder} holds no model ({first})") from error
+        raise FileNotFoundError(f"{folder} holds no model ({first_line(error)})") from error
 
 
 def _refuse_other_family(config: Any, source: Path) -> None:
@@ -289,9 +290,8 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         _keep_whole(tokenizer, fields)
         return model, tokenizer
     except UNREADABLE as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{file} cannot be converted ({first}); get it again, or take another file"
+            f"{file} cannot be converted ({first_line(error)}); get it again, or take another file"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """Pretrained models that have a short name here, and where `stppo fetch` keeps what it has converted."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ def already_here(folder: Path) -> Fetched | None:
     if not is_fetched(folder):
         return None
     return Fetched(folder, False, parse_json((folder / RECORD_FILE).read_bytes()))
+
+
+def is_hub_name(name: str | Path) -> bool:
+    """Whether it has the form OWNER/NAME."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is not None
 
 
 def located(name: str | Path) -> str | Path:

@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from stppo.agent.compiled import MAX_VOCABULARY, is_compiled, scores_of, states_at
 from stppo.agent.compute import body_of, computing, device_of, head_of, logits_of, recompute
 from stppo.agent.frozen import is_divided, parts_of, states_above
-from stppo.agent.known_models import located
+from stppo.agent.known_models import KNOWN, is_hub_name, located
 from stppo.agent.weights import named_weights, without_adapters
 from stppo.trajectories import Trajectories
 
@@ -159,7 +159,7 @@ def load_policy(
             "for flash_attention_2) or use policy.attention=sdpa"
         ) from error
     except UNREADABLE as error:
-        raise FileNotFoundError(f"policy weights at {path} cannot be loaded {_why(path, error)}") from error
+        raise FileNotFoundError(f"policy weights at {path} cannot be loaded {why(path, error)}") from error
 
 
 def load_shape(path: str | Path, **options: bool) -> PreTrainedConfig:
@@ -227,16 +227,24 @@ def load_tokenizer(path: str | Path | None) -> PreTrainedTokenizerBase:
     try:
         return PreTrainedTokenizerFast.from_pretrained(path)
     except UNREADABLE as error:
-        raise FileNotFoundError(f"the tokenizer at {path} cannot be loaded {_why(path, error)}") from error
+        raise FileNotFoundError(f"the tokenizer at {path} cannot be loaded {why(path, error)}") from error
 
 
-def _why(path: str | Path, error: Exception) -> str:
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    first = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+def first_line(error: Exception) -> str:
+    """The first line of a message, and the second where the first announces it."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(" ,")
+
+
+def why(path: str | Path, error: Exception) -> str:
+    """Why a model's folder (or hub name) could not be read, and what to do."""
+    first = first_line(error)
     if Path(path).exists():
         return (
             f"({first}); rerun the warm start or set policy.pretrained to a folder written by save_pretrained"
         )
+    if not is_hub_name(path):
+        return f"({first}); there is no such folder, and the short names are {', '.join(KNOWN)}"
     return (
         f"({first}); there is no such folder: download the model with `hf download {path} --local-dir FOLDER` (a gated "
         "one after accepting its licence on its page and `hf auth login`) and set policy.pretrained=FOLDER"

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from stppo.agent.frozen import layers_of
 from stppo.agent.known_models import KNOWN
-from stppo.agent.policy import UNREADABLE, LoraSettings, PolicyConfig, load_shape
+from stppo.agent.policy import UNREADABLE, LoraSettings, PolicyConfig, load_shape, why
 
 # The published configs of Qwen2.5, base and Instruct: hidden size, layers, heads, key-value heads, intermediate size,
 # vocabulary, output layer tied to the embeddings.
@@ -107,10 +107,7 @@ def policy_config(policy: PolicyConfig, vocabulary: int | None) -> PreTrainedCon
     try:
         return load_shape(name, local_files_only=True)
     except UNREADABLE as error:
-        raise FileNotFoundError(
-            f"the sizes of {name} are not known here: it is neither a local folder, nor in the hub's cache, nor a public "
-            f"Qwen2.5; get it with `hf download {name} --local-dir FOLDER` and set policy.pretrained=FOLDER"
-        ) from error
+        raise FileNotFoundError(f"the sizes of {name} are not known here {why(name, error)}") from error
 
 
 def shape_of(config: PreTrainedConfig, lora: LoraSettings | None = None) -> Shape:
