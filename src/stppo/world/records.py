@@ -94,18 +94,18 @@ def _supporting(context: Any, facts: Any) -> Paragraphs:
     if context is None or facts is None:
         return ()
     gold = {title for title, _ in pairs(facts, "sent_id")}
-    return tuple((title, text) for title, text in _joined(context) if title in gold)
+    return tuple((title, text) for title, text in joined(context) if title in gold)
 
 
-def _joined(context: Any) -> Paragraphs:
+def joined(context: Any) -> Paragraphs:
     """(title, text) of paragraphs that are kept as lists of sentences."""
     return tuple(
-        _paragraph(title, " ".join(sentences) if isinstance(sentences, list | tuple) else None)
+        paragraph(title, " ".join(sentences) if isinstance(sentences, list | tuple) else None)
         for title, sentences in pairs(context, "sentences", "content")
     )
 
 
-def _paragraph(title: Any, text: Any) -> tuple[str, str]:
+def paragraph(title: Any, text: Any) -> tuple[str, str]:
     if not isinstance(title, str) or not isinstance(text, str):
         raise TypeError("a paragraph needs a title that is text, and text or a list of sentences")
     return title, text
@@ -130,16 +130,16 @@ def context_of(record: Record) -> Paragraphs:
     """All paragraphs that come with a record, gold and others; () where it has none (FlashRAG's MuSiQue has the gold
     ones alone). Errors as the readers raise them for a record that is not what it seems."""
     if own := record.get("paragraphs"):
-        return tuple(_paragraph(p["title"], p["paragraph_text"]) for p in own)
+        return tuple(paragraph(p["title"], p["paragraph_text"]) for p in own)
     if (context := record.get("context") or _metadata(record).get("context")) is not None:
-        return _joined(context)
+        return joined(context)
     return _supports(_metadata(record))
 
 
 def _supports(metadata: Record) -> Paragraphs:
     """The supporting paragraphs of MuSiQue's steps, as FlashRAG keeps them."""
     found = (step.get("support_paragraph") for step in metadata.get("question_decomposition") or ())
-    return tuple(dict.fromkeys(_paragraph(p["title"], p["paragraph_text"]) for p in found if p))
+    return tuple(dict.fromkeys(paragraph(p["title"], p["paragraph_text"]) for p in found if p))
 
 
 def _flashrag(record: Record) -> _Parts:
@@ -185,7 +185,7 @@ def _hotpotqa(record: Record) -> _Parts:
 
 def _musique(record: Record) -> _Parts:
     gold = (p for p in record["paragraphs"] if p["is_supporting"])
-    paragraphs = tuple(_paragraph(p["title"], p["paragraph_text"]) for p in gold)
+    paragraphs = tuple(paragraph(p["title"], p["paragraph_text"]) for p in gold)
     answers = _strings(record["answer"])  # an alias alone is no answer
     return _Parts(record["question"], answers and answers + _strings(record["answer_aliases"]), paragraphs)
 

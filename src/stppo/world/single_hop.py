@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stppo.world.protocol import Question
-from stppo.world.records import Record, flashrag_or_own, pairs, question_from
+from stppo.world.records import Record, flashrag_or_own, joined, paragraph, question_from
 from stppo.world.rewards import normalise_answer
 
 # Derived sets and the benchmarks whose records they are made from.
@@ -177,7 +177,9 @@ _Part = tuple[str, tuple[str, ...], tuple[str, str] | None]
 
 def _steps(record: Record) -> Iterator[_Part]:
     """(text, answers, passage) of each step, the answers of earlier ones filled in."""
-    paragraphs = {p["idx"]: (p["title"], p["paragraph_text"]) for p in record.get("paragraphs") or ()}
+    paragraphs = {
+        p["idx"]: paragraph(p["title"], p["paragraph_text"]) for p in record.get("paragraphs") or ()
+    }
     earlier: dict[str, str] = {}
     for place, step in enumerate(flashrag_or_own(record, "question_decomposition"), start=1):
         text = _EARLIER.sub(lambda m, known=earlier: known.get(m[1], m[0]), step["question"])
@@ -189,7 +191,7 @@ def _steps(record: Record) -> Iterator[_Part]:
 
 def _triples(record: Record) -> Iterator[_Part]:
     """(subject >> relation, answers, passage) of each triple: lists, or as in Arrow a dict of lists."""
-    context = dict(pairs(flashrag_or_own(record, "context"), "sentences", "content"))
+    context = dict(joined(flashrag_or_own(record, "context")))
     triples = flashrag_or_own(record, "evidences", as_json=True)
     if isinstance(triples, Mapping):
         triples = zip(triples["fact"], triples["relation"], triples["entity"], strict=True)
@@ -198,5 +200,5 @@ def _triples(record: Record) -> Iterator[_Part]:
             t for t in context if _BRACKET.sub("", t) == subject
         ]
         title = titles[0] if len(titles) == 1 else None
-        passage = None if title is None else (title, " ".join(context[title]))
+        passage = None if title is None else (title, context[title])
         yield f"{title or subject} >> {relation}", (str(entity or "").strip(),), passage
