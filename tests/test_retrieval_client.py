@@ -160,6 +160,17 @@ def test_a_server_that_sends_more_than_asked_is_cut(server):
     assert client(server).search(["a"], 2) == [expected("a", 2)]
 
 
+def test_a_server_that_finds_nothing_at_all_is_said_once(server, caplog):
+    nothing = answer({"result": [[], []]})
+    server.script = [answer({"result": [[]]}), answer({"result": [[], scored("c", 1)]})]
+    assert client(server).search(["a"], 1) == [[]] and client(server).search(["b", "c"], 1)[0] == []
+    assert not caplog.messages
+    server.script = [nothing, nothing]
+    assert [client(server).search(asked, 1) for asked in ("de", "fg")] == [[[], []]] * 2
+    (line,) = caplog.messages
+    assert line.startswith(f"retrieval server {server.url}: found nothing for any query")
+
+
 def test_no_query_asks_nobody(server):
     assert client(server).search([], 3) == [] and server.asked == []
 

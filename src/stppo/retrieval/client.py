@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -104,6 +104,8 @@ class RetrievalClient:
                 (query, top_k): ranking
                 for query, ranking in zip(asked, self._retrieve(asked, top_k), strict=True)
             }
+            if len(asked) > 1 and not any(new.values()):
+                _warn_of_nothing(self.url)
             self._cache.keep(new)
             found |= new
         return [list(found[query, top_k]) for query in sent]
@@ -185,6 +187,14 @@ class RetrievalClient:
     @cached_property
     def _cache(self) -> "_Cache":
         return _Cache(self.cached_queries)
+
+
+@cache
+def _warn_of_nothing(url: str) -> None:
+    """Once for each server."""
+    log.warning(
+        "retrieval server %s: found nothing for any query of a request; does it serve the right index?", url
+    )
 
 
 _current = threading.local()  # `deadline`: of the request that this thread waits for
