@@ -376,7 +376,7 @@ def test_a_place_that_is_neither_file_nor_name_is_refused(place):
 
 
 def advice(name, benchmark):
-    return f"{name} --repo-type dataset --local-dir DIR` .*gated.*hf auth login.*world.records={{{benchmark}: DIR}}$"
+    return f"{name} --repo-type dataset --local-dir DIR` .*gated.*hf auth login.*world.records={{{benchmark}: DIR}}, beside"
 
 
 @pytest.mark.parametrize(
@@ -388,6 +388,8 @@ def test_without_network_one_line_says_how_to_get_the_set(monkeypatch, place, na
     with pytest.raises(FileNotFoundError, match=f"^{name}: nq cannot be read.*{advice(name, 'nq')}") as error:
         read_records("nq", place)
     assert "\n" not in str(error.value)
+    with pytest.raises(FileNotFoundError, match=advice("framolfese/2WikiMultihopQA", "2wikimultihopqa")):
+        read_records("2wiki_single_hop")
 
 
 @pytest.mark.parametrize(
