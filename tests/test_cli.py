@@ -273,8 +273,11 @@ def test_memory_that_may_run_out_is_one_warning_and_no_hindrance(stppo, started,
     assert warnings(2.0**40) == []
     (line,) = warnings(2.0**29)  # one for both runs of the sweep
     assert "0.5 GiB are free" in line and line.endswith("more by `stppo preflight`")
+    caplog.clear()
+    assert_last_line(stppo("train", *TINY, "policy.pretrained=/no/such/model"), "no such folder")
+    assert "memory" not in caplog.text, "the error says it"
     monkeypatch.setattr("stppo.preflight.fit.estimate", lambda *_, **__: 1 / 0)
-    assert warnings(2.0**29) == ["memory was not estimated (ZeroDivisionError: division by zero)"] * 2
+    assert warnings(2.0**29) == ["memory was not estimated (ZeroDivisionError: division by zero)"]
 
 
 def test_runs_of_a_sweep_do_not_overwrite_each_other(stppo, started):

@@ -155,14 +155,14 @@ def _warn_of_memory(run: RunConfig, warned: set[str]) -> None:
     """A line of the log where a run may need more memory than is free, unless an earlier one of a sweep got the same."""
     from stppo.preflight.fit import shortage
 
-    log = logging.getLogger("stppo.cli")
     try:
         line = shortage(run)
-    except Exception as error:  # an estimate that fails must not stop a run
-        log.warning("memory was not estimated (%s: %s)", type(error).__name__, error)
+    except FileNotFoundError:  # of a model that is not here, which the run downloads or misses
         return
+    except Exception as error:  # an estimate that fails must not stop a run
+        line = f"memory was not estimated ({type(error).__name__}: {error})"
     if line is not None and line not in warned:
-        log.warning("%s", line)
+        logging.getLogger("stppo.cli").warning("%s", line)
         warned.add(line)
 
 
