@@ -94,6 +94,13 @@ def test_an_engine_that_does_not_start_is_one_line(stppo, monkeypatch):
     assert "Traceback" in stppo("--debug", "train", "preset=smoke")[2]
 
 
+def test_a_plan_that_takes_long_says_so(stppo, monkeypatch, caplog):
+    monkeypatch.setattr("stppo.waiting.SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        assert stppo("plan", "preset=smoke")[0] == 0
+    assert "composing the runs of preset=smoke ..." in caplog.messages
+
+
 def test_retries_of_the_hub_are_not_said():
     code = (
         "from stppo.cli import set_up_logging; set_up_logging(20); from huggingface_hub.utils import _http; "

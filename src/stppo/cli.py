@@ -431,9 +431,11 @@ def plan_command(overrides: Overrides = None, config_dir: ConfigDir = None) -> N
     Example: `stppo plan preset=study`
     """
     from stppo.plan import plan
+    from stppo.waiting import saying
 
     preset, others = _preset(overrides)
-    groups = plan(preset, others)
+    with saying(f"composing the runs of preset={preset}"):
+        groups = plan(preset, others)
     first, width = (max(len(getattr(g, name)) for g in groups) + 2 for name in ("regime", "algorithm"))
     for g in groups:
         typer.echo(f"{g.regime:<{first}}{g.algorithm:<{width}}{g.runs:>5} runs{60 * g.hours:>8.1f} min")
