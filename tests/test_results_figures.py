@@ -255,6 +255,10 @@ def test_few_seeds_of_one_world_are_drawn_run_by_run_and_not_averaged():
     for name, label in (("token_ppo", "token PPO"), ("turn_ppo", "Turn-PPO")):
         a, b, c = (f"{end:.2f}" for end in ends[name])
         assert f"with {label} at {a}, {b} and {c}" in plot.title
+    late = study_of((*names[:2], "st_ppo"))[:-1]  # the pair of other titles, but a seed is not run yet
+    for record, *_ in late:
+        record["world_seed"] = 0
+    assert "with Turn-PPO at" in draw(gather(late)).title
     short = gather([({**record, "iterations": 6}, *rows) for record, *rows in runs])
     assert draw(short).title.startswith("Too short to conclude anything")
     last = plot.data.query("algorithm == 'turn_ppo' and seed == 1 and metric == 'success_greedy'")

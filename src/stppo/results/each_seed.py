@@ -68,8 +68,9 @@ def each_seed(metrics: Metrics) -> Plot | None:
 
 
 def _title(metrics: Metrics, runs: pd.DataFrame, names: list[str]) -> str:
-    """Greedy ends of the title's pair in the seeds that both have; of one algorithm alone, its own."""
-    shown = findings.pair(metrics, runs["regime"].iloc[0], names)
+    """Greedy ends of the title's pair, of the algorithms that every seed has where there are any; of one algorithm, its own."""
+    every = [name for name in names if (runs["algorithm"] == name).sum() == runs["seed"].nunique()]
+    shown = findings.pair(metrics, runs["regime"].iloc[0], every or names)
     ends = runs.pivot(index="seed", columns="algorithm", values="greedy_final")[list(shown)].dropna()
     told = [
         f"{metrics.look(name).label} at {_listed([f'{end:.2f}' for end in ends[name]])}" for name in shown
