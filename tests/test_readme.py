@@ -890,13 +890,23 @@ def test_what_the_comparison_shows():
     assert "from {1} token PPO took SmolLM2 to {0}".format(*ends) in " ".join(README.split())
 
 
-def test_when_token_ppo_broke_for_good_in_the_comparison():
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [
+        ("token_ppo", r"In seed 1 none of its trajectories holds one from iteration (\d+) on"),
+        ("s_ppo", r"from iteration (\d+) on none of its trajectories holds a valid turn"),
+    ],
+)
+def test_when_a_run_of_the_comparison_broke_for_good(algorithm, told):
     page = " ".join((SMOLLM / "README.md").read_text(encoding="utf-8").split())
     rows = pd.read_parquet(ROOT / "results/reference/smollm_comparison/metrics/iterations.parquet")
-    run = rows[(rows["algorithm"] == "token_ppo") & (rows["seed"] == 1)].set_index("iteration")
+    run = rows[(rows["algorithm"] == algorithm) & (rows["seed"] == 1)].set_index("iteration")
     lost = run["valid_format_rate"] == 0
-    first = int(re.search(r"In seed 1 none of its trajectories holds one from iteration (\d+) on", page)[1])
+    first = int(re.search(told, page)[1])
     assert lost[first:].all() and not lost[: first - 1].any()
+    if algorithm == "s_ppo":
+        divisor = run["stabilizer_divisor"]
+        assert (divisor > 1).all() and f"in every iteration, {divisor.median():.0f} in the median" in page
 
 
 def test_what_the_language_model_writes():
