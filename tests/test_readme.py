@@ -947,6 +947,16 @@ def test_what_more_runs_of_the_language_model_write():
         label = {"turn_ppo": "Turn-PPO", "token_ppo": "token PPO", "kl_stop": "token PPO, KL stop"}[algorithm]
         assert f"| {label}, seed {seed} | {right} | {ems[0]} | {ems[1]} | {out} % |" in page
         if "one hop, by length" in numbers:
+            of_length = pd.DataFrame(numbers["one hop, by length"])
+            of_length["right"] = of_length["em"] * of_length["n_questions"]
+            of_length["short"] = of_length["benchmark"].str.endswith("one word")
+            of_length = of_length.groupby(["short", "agent"])[["right", "n_questions"]].sum()
+            of_length = of_length["right"] / of_length["n_questions"]
+            for short in (True, False):
+                assert (
+                    "{} to {}".format(*(said(of_length[(short, when)]) for when in ("before", "after")))
+                    in page
+                )
             before = [row for row in numbers["one hop, by length"] if row["agent"] == "before"]
             short = {
                 row["benchmark"].split(",")[0]: row["n_questions"]
