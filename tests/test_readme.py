@@ -904,9 +904,20 @@ def test_when_a_run_of_the_comparison_broke_for_good(algorithm, told):
     lost = run["valid_format_rate"] == 0
     first = int(re.search(told, page)[1])
     assert lost[first:].all() and not lost[: first - 1].any()
-    if algorithm == "s_ppo":
-        divisor = run["stabilizer_divisor"]
-        assert (divisor > 1).all() and f"in every iteration, {divisor.median():.0f} in the median" in page
+
+
+def test_what_the_divisor_did_in_the_comparison():
+    page = " ".join((SMOLLM / "README.md").read_text(encoding="utf-8").split())
+    metrics = ROOT / "results/reference/smollm_comparison/metrics"
+    iterations, runs = pd.read_parquet(metrics / "iterations.parquet"), pd.read_csv(metrics / "summary.csv")
+    divisor = iterations.groupby("algorithm")["stabilizer_divisor"]
+    medians = [f"{divisor.median()[name]:.0f}" for name in ("s_ppo", "st_ppo")]
+    assert (divisor.min()[["s_ppo", "st_ppo"]] > 1).all(), "above 1 in every iteration"
+    assert "{} and {} in the median".format(*medians) in page
+    ends = runs.set_index(["algorithm", "seed"])["greedy_final"]
+    ends = [said(ends[(name, 1)]) for name in ("st_ppo", "turn_ppo")]
+    assert "ends at {}, greedy, Turn-PPO at {}.".format(*ends) in page
+    assert runs["algorithm"].isin(["s_ppo", "st_ppo"]).sum() == 2, "one seed each"
 
 
 def test_what_the_language_model_writes():
