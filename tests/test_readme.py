@@ -955,7 +955,12 @@ def test_what_more_runs_of_the_language_model_write():
         right = ", ".join(str(numbers[f"right {when}, of 10"]) for when in ("before", "after"))
         out = ", ".join(f"{100 * numbers[f'{what} out of range']:.0f}" for what in ("tokens", "turns"))
         algorithm, seed = file.stem.rsplit("_seed", 1)
-        label = {"turn_ppo": "Turn-PPO", "token_ppo": "token PPO", "kl_stop": "token PPO, KL stop"}[algorithm]
+        label = {
+            "turn_ppo": "Turn-PPO",
+            "token_ppo": "token PPO",
+            "kl_stop": "token PPO, KL stop",
+            "st_ppo": "ST-PPO",
+        }[algorithm]
         assert f"| {label}, seed {seed} | {right} | {ems[0]} | {ems[1]} | {out} % |" in page
         if "one hop, by length" in numbers:
             of_length = pd.DataFrame(numbers["one hop, by length"])
