@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from scipy import stats
 
 from stppo.results.beginnings import EARLY
@@ -22,6 +24,13 @@ PLACES = (  # of a name: offset from its dot in points, and how it is aligned th
     ((-5, 0), "right", "center_baseline"),
     ((0, 5), "center", "bottom"),
     ((0, -5), "center", "top"),
+)
+AWAY = tuple(  # of the baseline's name where the crowd leaves no room beside its dot: a line leads there
+    ((distance * across, distance * along), ("left", "center", "right")[1 - across], "center")
+    for distance in (30, 45, 60)
+    for across in (1, -1, 0)
+    for along in (0.5, -0.5, 1, -1, 0)
+    if across or along
 )
 RADIUS = 4  # of a dot, in pixels
 PART = 4  # a quarter of the methods: those that push least, those that end highest
@@ -78,6 +87,7 @@ def signals_figure(metrics: Metrics) -> Plot | None:
             ax.margins(x=0.22)
         axes[1].axvline(0, color="#777777", linewidth=1, linestyle=(0, (1, 2)))
         axes[0].set(ylim=(0, 1), ylabel="final success, sampled")
+        axes[0].set_xlim(left=-0.03)  # a share
         fig.draw_without_rendering()
         for ax, name in zip(axes, panels, strict=True):
             _name_dots(ax, table, name)
@@ -91,13 +101,11 @@ def signals_figure(metrics: Metrics) -> Plot | None:
 def _name_dots(ax: Axes, table: pd.DataFrame, column: str) -> None:
     """Names beside dots, the outermost first, wherever no dot and no earlier name is in the way."""
     renderer = ax.figure.canvas.get_renderer()
-    dots = ax.transData.transform(table[[column, "final"]].to_numpy())
+    dots = dict(zip(table.index, ax.transData.transform(table[[column, "final"]].to_numpy()), strict=True))
     taken = []
-    apart = (table["final"] - table["final"].median()).abs() + (table[column] - table[column].median()).abs()
-    apart[table["method"] == BASELINE] = math.inf  # the baseline is named first
-    for i in apart.sort_values(ascending=False, kind="stable").index:
-        place = table.index.get_loc(i)
-        for shift, across, along in PLACES:
+
+    def is_named(i: int, places: Iterable[tuple], line: dict | None = None) -> bool:
+        for shift, across, along in places:
             text = ax.annotate(
                 table.loc[i, "label"],
                 (table.loc[i, column], table.loc[i, "final"]),
@@ -107,15 +115,24 @@ def _name_dots(ax: Axes, table: pd.DataFrame, column: str) -> None:
                 color="#444444",
                 ha=across,
                 va=along,
+                arrowprops=line,
             )
-            box = text.get_window_extent(renderer).expanded(1.04, 1.15)
-            others = (dot for k, dot in enumerate(dots) if k != place)
-            inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer).expanded(1.04, 1.15)  # without its line
             if (
-                inside
+                ax.bbox.x0 <= box.x0
+                and box.x1 <= ax.bbox.x1
                 and not any(box.overlaps(other) for other in taken)
-                and not any(box.padded(RADIUS).contains(*dot) for dot in others)
+                and not any(box.padded(RADIUS).contains(*dot) for k, dot in dots.items() if k != i)
             ):
                 taken.append(box)
-                break
+                return True
             text.remove()
+        return False
+
+    apart = (table["final"] - table["final"].median()).abs() + (table[column] - table[column].median()).abs()
+    apart[table["method"] == BASELINE] = math.inf  # the baseline is named first
+    unnamed = [i for i in apart.sort_values(ascending=False, kind="stable").index if not is_named(i, PLACES)]
+    for i in unnamed:
+        if table.loc[i, "method"] == BASELINE:
+            is_named(i, AWAY, {"arrowstyle": "-", "color": "#777777", "linewidth": 0.6})
