@@ -287,6 +287,14 @@ def test_memory_that_may_run_out_is_one_warning_and_no_hindrance(stppo, started,
     assert warnings(2.0**29) == ["memory was not estimated (ZeroDivisionError: division by zero)"]
 
 
+def test_more_layers_than_the_model_has_are_named_before_the_warm_start(stppo, started):
+    starts = set(started.rglob("warm_start.json"))
+    model = next(iter(starts)).parent
+    chosen = [f"policy.pretrained={model}", "+policy.trainable_layers=9", "warm_start_seed=77"]
+    assert_last_line(stppo("train", *TINY, *chosen), "policy.trainable_layers=9: the policy has 2 layers")
+    assert set(started.rglob("warm_start.json")) == starts and not runs_in(started)
+
+
 def test_runs_of_a_sweep_do_not_overwrite_each_other(stppo, started):
     code, _, err = stppo("train", *TINY, "training.iterations=1", "training.learning_rate=1e-4,2e-4")
     assert code == 0, err
@@ -370,7 +378,8 @@ def test_version_is_that_of_the_package(stppo):
 
 
 @pytest.mark.slow
-def test_interrupted_run_says_how_to_go_on_and_does(stppo, started):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_interrupted_run_says_how_to_go_on_and_does(stppo, started, sent):
     arguments = ["train", *TINY, "training.iterations=12", "training.checkpoint_every=1", "--out", "run"]
     # A shell's background job, as these tests may be, starts with SIGINT ignored.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -386,7 +395,7 @@ def test_interrupted_run_says_how_to_go_on_and_does(stppo, started):
         assert child.poll() is None, child.stderr.read()
         assert time.monotonic() < deadline, "no checkpoint appeared"
         time.sleep(0.02)
-    child.send_signal(signal.SIGINT)
+    child.send_signal(sent)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     assert err.splitlines()[-1].startswith("stopped; run the same command again")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from stppo.preflight.memory import (
     saved_by_layer,
     trained_parameters,
 )
-from stppo.preflight.shapes import QWEN25, known_config, shape_of, smaller
+from stppo.preflight.shapes import QWEN25, check_trained_part, known_config, shape_of, smaller
 from stppo.preflight.speed import estimate_speed
 from stppo.settings import RunConfig
 from stppo.training.checkpoint import CHECKPOINT_DIR, newest
@@ -78,6 +79,30 @@ def test_adapters_train_rank_times_inputs_and_outputs():
     everything = shape_of(config, LoraSettings())
     # q, o: 896 + 896; k, v: 896 + 128; gate, up, down: 896 + 4864.
     assert everything.lora_inputs == 24 * (2 * 1792 + 2 * 1024 + 3 * 5760)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.trainable_layers=24", r"^policy\.trainable_layers=24: the policy has 24 layers; give fewer"),
+        (
+            "policy.lora={target_modules: [q_prj]}",
+            r"^policy\.lora\.target_modules=\['q_prj'\]: the model has no",
+        ),
+        (
+            "policy.lora={target_modules: 'encoder.*'}",
+            r"^policy\.lora\.target_modules='encoder\.\*': the model",
+        ),
+        ("policy.trainable_layers=23", None),
+        ("policy.lora={target_modules: [lm_head]}", None),
+        ("policy.lora={target_modules: '.*q_proj'}", None),
+    ],
+)
+def test_what_is_to_be_trained_and_is_not_there_is_named(override, message):
+    policy = qwen(override)[0].policy
+    shape = shape_of(known_config("Qwen/Qwen2.5-0.5B"), policy.lora)
+    with pytest.raises(configs.ConfigError, match=message) if message else nullcontext():
+        check_trained_part(policy, shape)
 
 
 # ---- against what is really allocated -----------------------------------------------------------

@@ -143,8 +143,10 @@ def trains(name, config, folder, start):
 BAD_WORLD, KILLED = 1, "OFF_POLICY/token_ppo/seed0"
 
 
-def test_a_killed_process_and_a_failed_start_end_their_runs_alone(monkeypatch):
+def test_a_killed_process_and_a_failed_start_end_their_runs_alone(monkeypatch, caplog):
     """jobs=1: nothing runs beside the killed one. Told of every run, whatever became of it."""
+    monkeypatch.setattr("stppo.waiting.SECONDS", 0.0)
+    caplog.set_level("INFO")
     monkeypatch.setattr(campaign, "_start", starts)
     monkeypatch.setattr(campaign, "_train", trains)
     chosen = ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,st_ppo]"]
@@ -152,6 +154,7 @@ def test_a_killed_process_and_a_failed_start_end_their_runs_alone(monkeypatch):
     assert len(runs) == 6
     told = []
     failed = campaign.train_planned("laptop", runs, 1, lambda done, n, total: told.append((done, n, total)))
+    assert "composing the 6 runs of preset=laptop ..." in caplog.messages
     assert [n for _, n, _ in told] == list(range(1, 6 + 3 + 1)) and {total for *_, total in told} == {9}
     errors = {done.name: done.error for done in failed}
     assert errors.pop(KILLED).startswith("its process was killed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -10,16 +11,18 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stppo.config_files import VARIABLE, use_config_dir
+from stppo.config_files import VARIABLE, ConfigError, use_config_dir
 from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
 
@@ -39,6 +42,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Hydra overrides, e.g. `algorithm=st_ppo seed=3 preset=smoke training.epochs=4`."),
 ]
+
+
+_GO_ON = "the same command goes on; a run that was begun, from its last checkpoint"
 
 
 def _own_configs(folder: Path | None) -> Path | None:
@@ -122,7 +128,7 @@ def train(
     for run in runs:
         _check_extras(run)
     warned: set[str] = set()
-    try:
+    with _stopping("run the same command again to go on from the last checkpoint"):
         for job, run, chosen in zip(jobs, runs, sweep, strict=True):
             _warn_of_memory(run, warned)
             names = (
@@ -137,9 +143,19 @@ def train(
                 else train_one(job, out, resume, *names)
             )
             typer.echo(done)
+
+
+@contextlib.contextmanager
+def _stopping(remedy: str) -> Iterator[None]:
+    """Ctrl-C, and SIGTERM as a cluster sends it, end the work inside in order, with one line that says how to go on."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
     except KeyboardInterrupt:
-        typer.echo("stopped; run the same command again to go on from the last checkpoint", err=True)
+        typer.echo(f"stopped; {remedy}", err=True)
         raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_extras(run: RunConfig) -> None:
@@ -159,6 +175,8 @@ def _warn_of_memory(run: RunConfig, warned: set[str]) -> None:
         line = shortage(run)
     except FileNotFoundError:  # of a model that is not here, which the run downloads or misses
         return
+    except ConfigError:
+        raise
     except Exception as error:  # an estimate that fails must not stop a run
         line = f"memory was not estimated ({type(error).__name__}: {error})"
     if line is not None and line not in warned:
@@ -193,11 +211,10 @@ def train_planned_command(
     from stppo.config import planned_runs
     from stppo.files import repository_path
     from stppo.results.runs import missing_runs
-    from stppo.training.campaign import runs_at_a_time, train_planned
+    from stppo.training.campaign import train_planned
 
     preset, others = _preset(overrides)
-    runs = planned_runs(preset, others)
-    runs = [run for run in runs if only is None or only in run.name]
+    runs = [run for run in planned_runs(preset, others) if only is None or only in run.name]
     if not runs:
         raise ValueError(
             f"--only {only}: no run of preset={preset} has this in its name; see `stppo plan preset={preset}`"
@@ -210,7 +227,9 @@ def train_planned_command(
             f"{len(runs) - len(missing)} of {len(runs)} runs are in {record}/metrics; --again trains them too"
         )
         runs = [run for run, key in zip(runs, keys, strict=True) if key in missing]
-    if failed := train_planned(preset, runs, jobs or runs_at_a_time(runs), _progress()):
+    with _stopping(_GO_ON):
+        failed = train_planned(preset, runs, jobs, _progress())
+    if failed:
         raise ValueError(
             f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}"
         )
@@ -277,7 +296,9 @@ def bench(
     runs = [run for run in planned if run_folder("benchmark", run) in folders]
     if len(runs) < len(planned):
         typer.echo(f"{len(planned) - len(runs)} of {len(planned)} runs are recorded in {committed}")
-    if failed := train_planned("benchmark", runs, jobs, _progress()):
+    with _stopping(_GO_ON):
+        failed = train_planned("benchmark", runs, jobs, _progress())
+    if failed:
         changed = "set_aside" in str(failed[0].error)  # its checkpoint is of other code or settings
         remedy = (
             f"; for a changed method delete {folders[0].parent} or give it another name" if changed else ""
@@ -316,7 +337,9 @@ def _rerun(n: int, seed: int, jobs: int) -> None:
     recorded = load_metrics(benchmark.metrics_folder())
     runs = benchmark.cheapest(recorded, n, seed)
     folder = run_folder("benchmark_again", runs[0]).parents[3]
-    if failed := train_planned("benchmark_again", runs, jobs, _progress()):
+    with _stopping(_GO_ON):
+        failed = train_planned("benchmark_again", runs, jobs, _progress())
+    if failed:
         raise ValueError(f"{failed[0].name}: {failed[0].error}")
     folders = [run_folder("benchmark_again", run) for run in runs]
     again = collect_runs(folders, folder / "metrics")
@@ -544,7 +567,7 @@ def evaluate(
         raise ValueError(f"--decoding {decoding}: allowed are {', '.join(DECODINGS)}, both")
     chosen = DECODINGS if decoding == "both" else (decoding,)
     job = config.compose(overrides)
-    try:
+    with _stopping("run the same command again to go on after the last finished benchmark"):
         rows = evaluate_checkpoint(
             checkpoint,
             job,
@@ -556,9 +579,6 @@ def evaluate(
             trajectories,
             progress=sys.stderr.isatty(),
         )
-    except KeyboardInterrupt:
-        typer.echo("stopped; run the same command again to go on after the last finished benchmark", err=True)
-        raise typer.Exit(130) from None
     names = ["benchmark", "decoding", "n_questions", *BENCHMARK_MEANS, "em_se"]
     typer.echo(pd.DataFrame(rows)[names].to_string(index=False, float_format="%.3f"))
 

@@ -29,7 +29,7 @@ from stppo.preflight.memory import (
     phases_of,
 )
 from stppo.preflight.requirements import Row
-from stppo.preflight.shapes import Shape, policy_config, shape_of, smaller
+from stppo.preflight.shapes import Shape, check_trained_part, policy_config, shape_of, smaller
 from stppo.preflight.speed import USUAL, Speed, estimate_speed
 from stppo.settings import RunConfig
 
@@ -143,6 +143,7 @@ def preflight(
     name = run.policy.pretrained
     download = name is not None and name not in KNOWN and not Path(name).is_dir()
     made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name, download)
+    check_trained_part(run.policy, made.shape)
     check_positions(made.shape.positions, run.rollout.max_tokens)  # of models that are known and not here
     rows = [
         *requirements.software(run, gpu_gib is not None),
@@ -161,7 +162,8 @@ def shortage(run: RunConfig) -> str | None:
     """One line where a run may need more memory than is free on this machine now, with the settings that would help; None
     where it fits. It takes a fraction of a second: nothing but memory is looked at.
 
-    Raises FileNotFoundError where the policy's sizes are not known here.
+    Raises FileNotFoundError where the policy's sizes are not known here, ConfigError where what is to be trained of it is
+    not there.
     """
     objective = configs.build(run.algorithm.objective, "algorithm.objective")
     vocabulary = None
@@ -169,6 +171,7 @@ def shortage(run: RunConfig) -> str | None:
         vocabulary = len(configs.build(run.world, "world").tokenizer)
     machine = Machine.found(Path(), device=run.training.device)
     made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name)
+    check_trained_part(run.policy, made.shape)
     on_gpu = machine.gpu is not None
     free = replace(machine, gpu=machine.gpu_free if on_gpu else None, host=min(machine.host, _free_host()))
     if made.peak.total <= free.room(made):

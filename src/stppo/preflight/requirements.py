@@ -247,7 +247,7 @@ def data(world: Any, config: dict) -> Iterator[Row]:
             remote.setdefault(str(place or hub_sets(name)[0].name).partition(":")[0], []).append(name)
     for name, benchmarks in remote.items():
         command = f"hf download {name} --repo-type dataset --local-dir DIR"
-        setting = f"world.records={{{', '.join(f'{b}: DIR' for b in benchmarks)}}}"
+        setting = f"world.records={{{', '.join(f'{b}: DIR' for b in benchmarks)}}}, beside those that it has"
         yield _on_the_hub(name, "dataset", command, setting)[1]
     yield _retriever(world)
 

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from stppo.agent.frozen import layers_of
 from stppo.agent.known_models import KNOWN
 from stppo.agent.policy import UNREADABLE, LoraSettings, PolicyConfig, load_shape, why
+from stppo.config_files import ConfigError
 
 # The published configs of Qwen2.5, base and Instruct: hidden size, layers, heads, key-value heads, intermediate size,
 # vocabulary, output layer tied to the embeddings.
@@ -136,6 +137,24 @@ def shape_of(config: PreTrainedConfig, lora: LoraSettings | None = None) -> Shap
         layer=_count(layers_of(body)[0]),
         norm=_count(body.ln_f if hasattr(body, "ln_f") else body.norm),
     )
+
+
+def check_trained_part(policy: PolicyConfig, shape: Shape) -> None:
+    """Raise ConfigError where `trainable_layers` or `lora.target_modules` mean layers that the model lacks.
+
+    Training says the same, but after the warm start. shape: made by `shape_of` with `policy.lora`.
+    """
+    if policy.trainable_layers is not None and policy.trainable_layers >= shape.layers:
+        raise ConfigError(
+            f"policy.trainable_layers={policy.trainable_layers}: the policy has {shape.layers} layers; give fewer, or null "
+            "to train all"
+        )
+    targets = policy.lora.target_modules if policy.lora is not None else "lm_head"
+    if shape.lora_inputs == 0 and not _is_target("lm_head", targets):
+        raise ConfigError(
+            f"policy.lora.target_modules={targets!r}: the model has no linear layer of such a name; "
+            "give all-linear, or names such as q_proj"
+        )
 
 
 def _is_target(name: str, targets: str | list[str]) -> bool:

@@ -25,6 +25,7 @@ from stppo.config import PlannedRun, warm_start_dir
 from stppo.files import repository_path
 from stppo.ownership import announce_parent, is_orphan
 from stppo.training.processes import engine_apart
+from stppo.waiting import saying
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,19 @@ def run_folder(preset: str, run: PlannedRun) -> Path:
 
 
 def train_planned(
-    preset: str, runs: Sequence[PlannedRun], jobs: int, report: Callable[[Done, int, int], None]
+    preset: str, runs: Sequence[PlannedRun], jobs: int | None, report: Callable[[Done, int, int], None]
 ) -> list[Done]:
     """Train runs in their order, `jobs` at a time, each warm start before the first run that needs it.
 
-    A finished run is found complete and costs a second; an interrupted one goes on from its checkpoint. report(done, n,
+    jobs: None takes `runs_at_a_time`. A finished run is found complete and costs a second; an interrupted one goes on from its checkpoint. report(done, n,
     total) is called after each job. A run that fails is reported and the others go on, also where its process was killed
     (whatever ran beside it fails with it) or its warm start failed. Returns what failed.
     """
-    for run in runs:
-        run.config  # noqa: B018 (composed and checked before anything is trained)
-    starts = {run.name: warm_start_dir(run.config) for run in runs}
+    with saying(
+        f"composing the {len(runs)} runs of preset={preset}"
+    ):  # and checking, before anything is trained
+        starts = {run.name: warm_start_dir(run.config) for run in runs}
+        jobs = jobs or runs_at_a_time(runs)
     pending, ready, failed = list(runs), set[Path](), list[Done]()
     total = len(runs) + len(set(starts.values()))
     announce_parent()  # killed, it leaves no run behind for longer than to its next checkpoint
