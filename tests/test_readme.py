@@ -828,16 +828,26 @@ def test_table_of_the_comparison():
     preset = yaml.safe_load((ROOT / "configs/preset/smollm_comparison.yaml").read_text(encoding="utf-8"))
     arms, seeds = preset["pipeline"]["regimes"]["COMPARISON"].values()
     assert f"## The comparison, {len(runs)} of {len(arms) * len(seeds)} runs so far" in page
-    shown = re.findall(r"^\| [^|]+ \(`(\w+)`\) \| (\d) \| ([^|]+) \| ([^|]+) \| ([.\d]+) \|$", page, re.M)
-    recorded = sorted(
-        zip(runs["algorithm"], runs["seed"], strict=True), key=lambda r: (arms.index(r[0]), r[1])
-    )
-    assert [(name, int(seed)) for name, seed, *_ in shown] == recorded
-    for name, seed, *curves, valid in shown:
-        run = rows.loc[(name, int(seed))]
-        for temperature, curve in enumerate(curves):
-            assert curve == ", ".join(said(run.loc[(temperature, i), "success"]) for i in (0, 20, 40)), name
-        assert valid == said(run.loc[(0, 40), "valid_format_rate"])
+    shown = re.findall(r"^\| [^|]+ \(`(\w+)`\) " + r"\| ([^|]+) " * 4 + r"\|$", _comparison(page), re.M)
+    recorded = set(runs["algorithm"])
+    assert [name for name, *_ in shown] == [arm for arm in arms if arm in recorded]
+
+    def of_seeds(name, temperature, iteration, column):
+        keys = [(name, seed, temperature, iteration) for seed in seeds]
+        return ", ".join(said(rows.loc[key, column]) if key in rows.index else "–" for key in keys)
+
+    for name, *cells in shown:
+        told = [(0, 20, "success"), (0, 40, "success"), (1, 40, "success"), (0, 40, "valid_format_rate")]
+        assert cells == [of_seeds(name, *key) for key in told], name
+    starts = [of_seeds("token_ppo", temperature, 0, "success") for temperature in (0, 1)]
+    assert "At the start it is {} greedy and {} sampled.".format(*starts) in page
+    for _, start in rows.xs(0, level="iteration").groupby(["seed", "temperature"]):
+        assert start["success"].nunique() == 1, "all algorithms of a seed begin alike"
+
+
+def _comparison(page):
+    """The page's section of the comparison."""
+    return re.search(r"^## The comparison.*?(?=^## )", page, re.M | re.S)[0]
 
 
 def _listed(values):
