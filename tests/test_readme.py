@@ -930,6 +930,25 @@ def test_what_the_divisor_did_in_the_comparison():
     assert runs["algorithm"].isin(["s_ppo", "st_ppo"]).sum() == 2, "one seed each"
 
 
+def test_when_grpo_of_the_comparison_has_no_gradient_left():
+    page = " ".join((SMOLLM / "README.md").read_text(encoding="utf-8").split())
+    metrics = ROOT / "results/reference/smollm_comparison/metrics"
+    rows = pd.read_parquet(metrics / "iterations.parquet").query("algorithm == 'grpo' and seed == 1")
+    run = rows.set_index("iteration")
+    first = int(re.search(r"From iteration (\d+) on all its own trajectories fail", page)[1])
+    assert (run["success_train"][first:] == 0).all() and run["success_train"][first - 1] > 0
+    assert (run["gradient_norm_max"][first:] == 0).all()
+    ends = pd.read_parquet(metrics / "evaluations.parquet").query(
+        "iteration == 40 and temperature == 0 and seed == 1"
+    )
+    ends = ends.set_index("algorithm")
+    assert ends["success"]["grpo"] == 0 and (ends["n_questions"] == 300).all()
+    assert f"with {said(ends['valid_format_rate']['grpo'])} of its turns valid, greedy" in page
+    assert f"ends at {said(ends['success']['so_grpo'])}, also below its start" in page
+    runs = pd.read_csv(metrics / "summary.csv")["algorithm"].isin(["grpo", "so_grpo"])
+    assert runs.sum() == 2, "one seed each"
+
+
 def test_what_the_language_model_writes():
     page = " ".join((SMOLLM / "README.md").read_text(encoding="utf-8").split())
     file = ROOT / "results/reference/smollm_comparison/notebook_26/turn_ppo_seed1.json"
