@@ -133,7 +133,7 @@ def test_fresh_data_used_once_is_clearly_better_with_two_of_three(runs, once, te
     assert "Turn-PPO ended at {}, ST-PPO at {} and token PPO at {} (6 worlds each)".format(*end) in text
     share = once["turn_ppo"]["updates"].mean() / runs["turn_ppo"]["updates"].mean()
     assert share == 0.25 and "at a quarter of the updates" in text
-    assert f"differences {turn}, {st} and {token}." in text
+    assert f"differences {turn}, {st} and {token} (those of ST-PPO and token PPO are" in text
 
 
 def gain(part: pd.DataFrame, other: pd.DataFrame) -> tuple[str, float]:
@@ -519,6 +519,11 @@ def test_that_token_ppo_collapses_by_being_off_policy_is_inconclusive(runs, fres
         assert "is *inconclusive*, though {} runs did against {}.".format(*told) in text
         return
     assert "It collapsed in {} worlds, and in {} on fresh batches used twice".format(*told) in text
+    same = runs_of("FRESH_SAME_UPDATES")["token_ppo"]
+    crashed = [crashes(part).split()[0] for part in (same, off.loc[same.index])]
+    told = "With as many on fresh batches it crashed in {} of 6 worlds, off-policy in {} of the same 6."
+    assert told.format(*crashed) in text and len(same) == 6
+    assert off["updates"].mean() == 2 * near["updates"].mean() == same["updates"].mean()
     low, high = ends_of_claim("C1", "(ON_POLICY)")
     assert (
         lost["threshold"] == "> 0.05" and "claim C1 also asks for .05 more of its success to be lost" in text
@@ -1125,7 +1130,9 @@ def test_one_try_five_tries_and_the_strongest_settings(benchmark):
         in LEADERS
     )
     assert f"{one.topr} with one try, {five.topr} with five, {strong.topr} at the 20 strongest" in LEADERS
-    told = f"Successes alone ({five.successes_only}) and TOPR ({five.topr}) stand out; VESPO's {five.vespo} is "
+    told = (
+        f"Successes alone ({five.successes_only}) and TOPR ({five.topr}) stand out; VESPO's {five.vespo} is "
+    )
     assert told in LEADERS
     told = f"{one.successes_only} with one try, {five.successes_only} with five, {strong.successes_only} at the 20 strongest"
     assert told in LEADERS
