@@ -96,6 +96,8 @@ def test_adapters_train_rank_times_inputs_and_outputs():
         ("policy.trainable_layers=23", None),
         ("policy.lora={target_modules: [lm_head]}", None),
         ("policy.lora={target_modules: '.*q_proj'}", None),
+        (r"policy.lora={target_modules: '.*\.layers\.\d+\.self_attn\.q_proj'}", None),
+        ("policy.lora={target_modules: [model.layers.23.self_attn.q_proj]}", None),
     ],
 )
 def test_what_is_to_be_trained_and_is_not_there_is_named(override, message):

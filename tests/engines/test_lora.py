@@ -244,3 +244,21 @@ def test_named_layers_alone_get_adapters(start):
     names = [name for name, weight in critic.body.named_parameters() if weight.requires_grad]
     assert names and all(".q_proj." in name for name in names)
     assert head_of(policy) is policy.lm_head
+
+
+@pytest.mark.parametrize("trained", [None, 1])
+@pytest.mark.parametrize("targets", [r".*\.layers\.1\..*q_proj", ["model.layers.1.self_attn.q_proj"]])
+def test_policy_and_critic_get_adapters_on_the_same_layers(start, targets, trained):
+    """A critic's body has other names: no `model.` before them, and of a divided policy the upper layers from 0."""
+    from stppo.agent.lora import with_lora
+
+    policy, settings = load_policy(start), LoraSettings(target_modules=targets)
+    if trained:
+        freeze_below(policy, trained)
+    critic = Critic(policy, settings).body
+    found = [
+        [n.partition(".layers.")[2] for n, p in m.named_parameters() if p.requires_grad]
+        for m in (with_lora(policy, settings), critic)
+    ]
+    assert {n.split(".lora")[0] for n in found[0]} == {"1.self_attn.q_proj"}
+    assert {n.split(".lora")[0] for n in found[1]} == {f"{0 if trained else 1}.self_attn.q_proj"}

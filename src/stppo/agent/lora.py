@@ -19,13 +19,14 @@ except ImportError as error:
 
 def with_lora(model: nn.Module, settings: LoraSettings) -> PeftModel:
     """Wrap a model, or a critic's body; its own weights are frozen, the adapters (float32) start without effect. Of a
-    divided model (`stppo.agent.frozen`) the upper part alone gets adapters.
+    divided model (`stppo.agent.frozen`) the upper part alone gets adapters, and a critic's body those that the policy gets.
 
     Raises ValueError where `target_modules` names no layer of the model.
     """
     wanted = targets = settings.target_modules
-    if is_divided(body_of(model)):
-        targets = _of_upper_part(model, wanted)
+    body = body_of(model)
+    if is_divided(body) or (body is model and wanted != "all-linear"):
+        targets = _meant(model, wanted)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -34,24 +35,32 @@ def with_lora(model: nn.Module, settings: LoraSettings) -> PeftModel:
     )
     try:
         if not targets:
-            raise ValueError("no layer of the upper part has such a name")
+            raise ValueError("no layer that is trained has such a name")
         return get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"policy.lora.target_modules={wanted!r}: {str(error).splitlines()[0]}") from error
 
 
-def _of_upper_part(model: nn.Module, wanted: str | list[str]) -> list[str]:
-    """Full names of the linear layers of a divided model's upper part that `target_modules` means."""
-    body = body_of(model)
-    below = 0 if hasattr(body, "shared_trunk") else body.frozen_layers
-    upper = {id(module) for layer in layers_of(body)[below:] for module in layer.modules()}
-    names = [
+def _meant(model: nn.Module, wanted: str | list[str]) -> list[str]:
+    """Full names of the linear layers of a model, or a critic's body, that `target_modules` means, which speaks of names in
+    the policy; of a divided one those of its upper part."""
+    body, layers, shift = body_of(model), [model], 0
+    if hasattr(body, "shared_trunk"):
+        shift = body.frozen_layers  # it has the upper layers alone, numbered from 0
+    elif is_divided(body):
+        layers = layers_of(body)[body.frozen_layers :]
+    trained = {id(module) for layer in layers for module in layer.modules()}
+
+    def is_meant(name: str) -> bool:
+        if body is model:
+            name = re.sub(r"^(layers|h)\.(\d+)", lambda m: f"{m[1]}.{int(m[2]) + shift}", name)
+            name = f"{model.base_model_prefix}.{name}"
+        if isinstance(wanted, str):
+            return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
+        return any(name == w or name.endswith(f".{w}") for w in wanted)
+
+    return [
         name
         for name, module in model.named_modules()
-        if id(module) in upper and isinstance(module, nn.Linear | Conv1D)
+        if id(module) in trained and isinstance(module, nn.Linear | Conv1D) and is_meant(name)
     ]
-    if wanted == "all-linear":
-        return names
-    if isinstance(wanted, str):
-        return [name for name in names if re.fullmatch(wanted, name)]
-    return [name for name in names if any(name == w or name.endswith(f".{w}") for w in wanted)]

@@ -116,7 +116,10 @@ def shape_of(config: PreTrainedConfig, lora: LoraSettings | None = None) -> Shap
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     body = model.base_model
-    linear = {n: m for n, m in body.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    head = model.get_output_embeddings()
+    linear = {  # by their names in the policy, which are what peft compares
+        n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head
+    }
     targets = lora.target_modules if lora is not None else "all-linear"
     adapted = [m for n, m in linear.items() if _is_target(n, targets)]
     heads = config.num_attention_heads
