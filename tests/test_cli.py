@@ -287,10 +287,11 @@ def test_memory_that_may_run_out_is_one_warning_and_no_hindrance(stppo, started,
     assert warnings(2.0**29) == ["memory was not estimated (ZeroDivisionError: division by zero)"]
 
 
-def test_more_layers_than_the_model_has_are_named_before_the_warm_start(stppo, started):
+@pytest.mark.parametrize("layers", ["9", "1,9"])  # of a sweep before its first run
+def test_more_layers_than_the_model_has_are_named_before_the_warm_start(stppo, started, layers):
     starts = set(started.rglob("warm_start.json"))
     model = next(iter(starts)).parent
-    chosen = [f"policy.pretrained={model}", "+policy.trainable_layers=9", "warm_start_seed=77"]
+    chosen = [f"policy.pretrained={model}", f"+policy.trainable_layers={layers}", "warm_start_seed=77"]
     assert_last_line(stppo("train", *TINY, *chosen), "policy.trainable_layers=9: the policy has 2 layers")
     assert set(started.rglob("warm_start.json")) == starts and not runs_in(started)
 

@@ -125,12 +125,12 @@ def train(
 
     with saying("checking the settings: the world is built, its questions and passages are read"):
         runs = [config.validate(job) for job in jobs]
-    for run in runs:
-        _check_extras(run)
     warned: set[str] = set()
+    for run in runs:  # all, before the first is trained
+        _check_extras(run)
+        _warn_of_memory(run, warned)
     with _stopping("run the same command again to go on from the last checkpoint"):
-        for job, run, chosen in zip(jobs, runs, sweep, strict=True):
-            _warn_of_memory(run, warned)
+        for job, chosen in zip(jobs, sweep, strict=True):
             names = (
                 config.variant(chosen),
                 config.variant(o for o in chosen if any(o not in c for c in sweep)),
