@@ -384,6 +384,26 @@ def test_what_a_training_by_gold_titles_met_is_not_asked(bench, tmp_path, caplog
     )
 
 
+def test_questions_of_a_file_that_training_asked_are_not_asked_again(bench, caplog):
+    """A config for evaluation need not say what was trained on; without it the file is a test as a whole."""
+    options = ["world=benchmark", "world.benchmark=nq", "world.cache_dir=null"]
+    options += [f"world.records={bench}/nq.jsonl", f"world.corpus={bench}/corpus.jsonl"]
+    evaluated = configs.compose(options)["world"]
+    trained = configs.compose([*options, "world.train=nq", "world.held_out=0.3"])
+    world, everything = (configs.build(part, "world") for part in (trained["world"], evaluated))
+    asked = everything.questions("test")
+    met = {q.text for q in world.questions("train")}
+    clean = [q.text for q in asked if q.text not in met]
+    assert 0 < len(clean) < len(asked) == len(NQ)
+    assert [q.text for q in _unseen(asked, trained, evaluated)] == clean
+    assert f"{len(met)} of {len(asked)} questions are left out" in caplog.text
+    assert _unseen(asked, {}, evaluated) == asked
+    moved = trained | {"world": trained["world"] | {"records": "gone.jsonl"}}
+    assert [q.text for q in _unseen(asked, moved, evaluated)] == clean
+    towns = evaluated | {"records": f"{bench}/bamboogle.jsonl"}
+    assert _unseen(asked, moved, towns) == asked and "cannot be told" in caplog.text
+
+
 def test_what_a_training_on_its_corpus_alone_has_met_is_told_by_that_corpus(tmp_path, caplog):
     """Which questions there were to divide, and by which passage, depends on the corpus."""
     asked = [

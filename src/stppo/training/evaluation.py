@@ -41,6 +41,7 @@ from stppo.schema import (
 )
 from stppo.training.metrics import trajectory_records
 from stppo.world.benchmark_world import CONTEXTS, BenchmarkWorld
+from stppo.world.datasets import FILES
 from stppo.world.environment import Episode
 from stppo.world.protocol import Question
 from stppo.world.rewards import score, search_r1_em
@@ -74,8 +75,9 @@ def evaluate_checkpoint(
     questions: most questions per benchmark, a sample chosen by `seed`; None takes all. seed: of sampling too.
     tokenizer: where the checkpoint brings none and the world has none of its own.
     trajectories: how many are kept per benchmark, for the viewer.
-    trained_on: config of the training (default: that of the run folder). Where its world divides real questions by gold
-    title, questions that it trained on, or whose passages it trained on, are left out and counted in the log.
+    trained_on: config of the training (default: that of the run folder). Questions of a file, which may serve training
+    too, that it trained on are left out and counted in the log; where its world divides real questions by gold title, also
+    those whose passages it trained on.
 
     ValueError or OSError of one line for whatever is missing or does not fit; finished benchmarks stay.
     """
@@ -250,12 +252,14 @@ def _config_of(checkpoint: str | Path) -> Config:
 
 
 def _unseen(asked: list[Question], trained_on: Config, world: Config) -> list[Question]:
-    """Without what a training divided by gold title has met: other benchmarks may ask for the same passages.
+    """Without what training has met: other benchmarks may ask for the passages of one divided by gold title, and a file has
+    no split that is kept for testing.
 
     world: the evaluation's, whose files serve where those of the training's config are not here.
     """
     section = trained_on.get("world", {})
-    if not section.get("train") or section.get("split_by") != "gold_title":
+    by_title = section.get("split_by") == "gold_title"
+    if not section.get("train") or not (by_title or _of_files(section)):
         return asked
     known = {field.name for field in dataclasses.fields(BenchmarkWorld)}
     fields = {
@@ -270,7 +274,7 @@ def _unseen(asked: list[Question], trained_on: Config, world: Config) -> list[Qu
         here = {name: world[name] for name in files if world.get(name) is not None}
         try:
             kept = BenchmarkWorld(**fields | here).unseen(asked)
-        except OSError:
+        except (OSError, ValueError):  # of a file with other records, too
             log.warning("what training has met cannot be told and is asked too: %s", error)
             return asked
     if len(kept) < len(asked):
@@ -282,6 +286,15 @@ def _unseen(asked: list[Question], trained_on: Config, world: Config) -> list[Qu
     if not kept:
         raise ValueError("world.benchmark: training has met every question, or a passage that it needs")
     return kept
+
+
+def _of_files(world: Config) -> bool:
+    """Whether a world of benchmarks reads records of a file; those of the hub and of folders have splits."""
+    records = world.get("records")
+    places = records.values() if isinstance(records, dict) else [records]
+    return any(place and Path(place).suffix in FILES for place in places) and (
+        world.get("_target_") == "stppo.world.BenchmarkWorld"
+    )
 
 
 def sample_of_each(asked: list[Question], most: int | None, seed: int) -> dict[str, list[Question]]:
