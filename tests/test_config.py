@@ -143,6 +143,10 @@ OBJECTIVE = "algorithm.objective"
             [GRPO, f"{OBJECTIVE}.credit.group_size=7"],
             "group_size=7 must divide training.trajectories_per_iteration=",
         ),
+        (  # the class's own, 8
+            [GRPO, f"~{OBJECTIVE}.credit.group_size", "training.trajectories_per_iteration=20"],
+            "group_size=8 must divide training.trajectories_per_iteration=20",
+        ),
         (["rollout.max_tokens=300"], "rollout.max_tokens=300 exceeds the policy's 256 positions: lower it"),
         (["training.minibatches=5"], "training.minibatches=5 must divide trajectories_per_iteration="),
         (

@@ -207,9 +207,14 @@ def validate(config: Config) -> RunConfig:
     except ValidationError as error:
         raise ConfigError("; ".join(_problem(RunConfig, item) for item in error.errors())) from error
     try:
-        build(config["algorithm"]["objective"], "algorithm.objective")
+        objective = build(config["algorithm"]["objective"], "algorithm.objective")
     except UnknownKeyError as error:
         raise ConfigError(f"{error}{_origin(run.algorithm.name, error.keys)}") from error
+    size, sampled = objective.credit.group_size, run.training.trajectories_per_iteration
+    if sampled % size:
+        raise ConfigError(
+            f"algorithm.objective.credit.group_size={size} must divide training.trajectories_per_iteration={sampled}"
+        )
     build(config["world"], "world")
     if run.algorithm.prior not in (None, NO_KNOB):
         _check_prior(config["algorithm"], Prior.of(run.algorithm.prior))

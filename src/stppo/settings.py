@@ -229,14 +229,3 @@ class RunConfig(Section):
                 "warm_start.max_steps=0 takes pretrained weights as they are: set policy.pretrained, or steps"
             )
         return self
-
-    @model_validator(mode="after")
-    def _groups_fill_batches(self) -> "RunConfig":
-        credit = self.algorithm.objective.get("credit")
-        size = credit.get("group_size", 1) if isinstance(credit, dict) else 1
-        if isinstance(size, int) and size > 0 and self.training.trajectories_per_iteration % size:
-            raise ValueError(
-                f"algorithm.objective.credit.group_size={size} must divide "
-                f"training.trajectories_per_iteration={self.training.trajectories_per_iteration}"
-            )
-        return self
