@@ -296,7 +296,10 @@ class BenchmarkWorld:
             rng = random.Random(f"{split} {self.seed}")
             mixed[split] = tuple(_mixed(pools, self._shares, rng))
             if not mixed[split]:
-                raise ValueError(f"no {split} question is left of {', '.join(pools)}: give more records")
+                raise ValueError(
+                    f"no {split} question is left of {', '.join(pools)}: give more records, or others to world.benchmark; what "
+                    "test asks, or by gold title needs, is not trained on"
+                )
         return mixed
 
     def scripted_agent(
