@@ -34,7 +34,7 @@ class Limits:
     queries, query_characters, topk, body_bytes: of one request. documents: its queries times topk.
     batch_queries: searched at once, from as many requests as wait; a larger request takes several turns, and stops with
     the turn in which its time is over or its client has gone.
-    waiting_queries: over all requests, before new ones are sent away.
+    waiting_queries: over all requests, before new ones are sent away; where none waits, a request of any size may.
     seconds: for a request, from its arrival (HTTP 408 for a body that does not come, 503 for a search); a connection
     whose request does not come is closed.
     """
@@ -81,7 +81,7 @@ class Batcher:
 
     async def search(self, queries: list[str], top_k: int) -> Rankings:
         """asyncio.QueueFull where too many queries wait already."""
-        if self.waiting_queries + len(queries) > self._limits.waiting_queries:
+        if self._waiting and self.waiting_queries + len(queries) > self._limits.waiting_queries:
             raise asyncio.QueueFull
         future: asyncio.Future[Rankings] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Asked(queries, top_k, future))
