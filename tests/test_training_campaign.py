@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,6 +143,32 @@ def trains(name, config, folder, start):
 
 
 BAD_WORLD, KILLED = 1, "OFF_POLICY/token_ppo/seed0"
+
+
+class Breaking(ThreadPoolExecutor):
+    """A pool that takes some jobs before it breaks."""
+
+    def __init__(self, takes):
+        super().__init__(2)
+        self.left = takes
+
+    def submit(self, *job):
+        if self.left == 0:
+            raise BrokenProcessPool
+        self.left -= 1
+        return super().submit(*job)
+
+
+def test_a_pool_that_breaks_between_two_jobs_is_replaced(monkeypatch):
+    """As where a process is killed that had nothing to do, or while the end of another's job is reported."""
+    pools = [Breaking(0), Breaking(2), Breaking(100)]
+    monkeypatch.setattr(campaign, "_pool", lambda jobs: pools.pop(0))
+    monkeypatch.setattr(campaign, "_start", lambda config: campaign.Done("start", 0.0, ""))
+    monkeypatch.setattr(campaign, "_train", lambda name, *_: campaign.Done(name, 0.0, "completed"))
+    runs = configs.planned_runs("laptop", ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,st_ppo]"])
+    told = []
+    assert campaign.train_planned("laptop", runs, 2, lambda done, *_: told.append(done.name)) == []
+    assert sorted(told) == sorted([run.name for run in runs] + ["start"] * 3) and not pools
 
 
 def test_a_killed_process_and_a_failed_start_end_their_runs_alone(monkeypatch, caplog):

@@ -86,13 +86,21 @@ def train_planned(
         while pending or active:
             while len(active) < jobs and (job := _next(pending, starts, ready, active)):
                 run, start = job
-                if run is None:
-                    first = next(r for r in pending if starts[r.name] == start)
-                    active[pool.submit(_start, first.config)] = (None, start)
-                else:
+                try:
+                    if run is None:
+                        first = next(r for r in pending if starts[r.name] == start)
+                        future = pool.submit(_start, first.config)
+                    else:
+                        future = pool.submit(_train, run.name, run.config, run_folder(preset, run), start)
+                except BrokenProcessPool:  # a process was killed after the last wait
+                    if active:
+                        break  # one of them says so below
+                    pool.shutdown()
+                    pool = _pool(jobs)
+                    continue
+                active[future] = job
+                if run is not None:
                     pending.remove(run)
-                    folder = run_folder(preset, run)
-                    active[pool.submit(_train, run.name, run.config, folder, start)] = (run, start)
             ended = wait(active, return_when=FIRST_COMPLETED).done
             if any(isinstance(future.exception(), BrokenProcessPool) for future in ended):
                 ended = wait(active).done  # the pool has ended every other process with it
