@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from stppo.agent.frozen import layers_of
 from stppo.agent.known_models import KNOWN
 from stppo.agent.policy import UNREADABLE, LoraSettings, PolicyConfig, load_shape, why
-from stppo.config_files import ConfigError
+from stppo.config import ConfigError
 
 # The published configs of Qwen2.5, base and Instruct: hidden size, layers, heads, key-value heads, intermediate size,
 # vocabulary, output layer tied to the embeddings.
