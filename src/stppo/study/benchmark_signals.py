@@ -122,6 +122,8 @@ def _name_dots(ax: Axes, table: pd.DataFrame, column: str) -> None:
             if (
                 ax.bbox.x0 <= box.x0
                 and box.x1 <= ax.bbox.x1
+                and ax.bbox.y0 <= box.y0
+                and box.y1 <= ax.bbox.y1
                 and not any(box.overlaps(other) for other in taken)
                 and not any(box.padded(RADIUS).contains(*dot) for k, dot in dots.items() if k != i)
             ):

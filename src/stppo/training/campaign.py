@@ -121,7 +121,7 @@ def train_planned(
                         pending.remove(other)
                         tell(Done(other.name, 0.0, "", f"its warm start failed: {done.error}"))
     except KeyboardInterrupt:
-        for process in list(pool._processes.values()):
+        for process in list((pool._processes or {}).values()):  # None: it has just been shut down
             process.terminate()
         raise
     finally:
