@@ -906,8 +906,8 @@ def test_what_the_comparison_shows():
     assert told.format(*(said(valid["valid_format_rate"][n]) for n in ("token_ppo", "turn_ppo"))) in page
     title = (folder / "figures/each_seed.txt").read_text(encoding="utf-8").splitlines()[0]
     assert f"![{title}](../smollm_comparison/figures/each_seed.png)" in page
-    ends = "{}, Turn-PPO to {}, token PPO with KL stop to {}, ST-PPO to {} in one seed"
-    st = said(greedy.loc["st_ppo", 40].item())
+    ends = "{}, Turn-PPO to {}, token PPO with KL stop to {}, ST-PPO to {} in two"
+    st = _listed(greedy.loc["st_ppo"][40])
     ends = (ends.format(*map(_listed, (token[40], turn[40], stopped[40])), st), said(greedy[0].mean()))
     assert "from {1} token PPO took SmolLM2 to {0}".format(*ends) in " ".join(README.split())
 
@@ -937,9 +937,12 @@ def test_what_the_divisor_did_in_the_comparison():
     assert (divisor.min()[["s_ppo", "st_ppo"]] > 1).all(), "above 1 in every iteration"
     assert "{} and {} in the median".format(*medians) in page
     ends = runs.set_index(["algorithm", "seed"])["greedy_final"]
-    ends = [said(ends[(name, 1)]) for name in ("st_ppo", "turn_ppo")]
-    assert "ends at {}, greedy, Turn-PPO at {}.".format(*ends) in page
-    assert runs["algorithm"].isin(["s_ppo", "st_ppo"]).sum() == 2, "one seed each"
+    told = {name: _listed(ends[name][[1, 2]]) for name in ("s_ppo", "token_ppo", "st_ppo", "turn_ppo")}
+    assert f"ends at {told['s_ppo']}, greedy, token PPO at {told['token_ppo']};" in page
+    assert f"with it, ends at {told['st_ppo']}, Turn-PPO at {told['turn_ppo']}." in page
+    assert (ends["s_ppo"] <= ends["token_ppo"][[1, 2]]).all(), "helped neither"
+    assert (ends["st_ppo"] <= ends["turn_ppo"][[1, 2]]).all(), "helped neither"
+    assert list(ends["s_ppo"].index) == list(ends["st_ppo"].index) == [1, 2], "two seeds"
 
 
 def test_when_grpo_of_the_comparison_has_no_gradient_left():
