@@ -59,13 +59,12 @@ def train_planned(
 ) -> list[Done]:
     """Train runs in their order, `jobs` at a time, each warm start before the first run that needs it.
 
-    jobs: None takes `runs_at_a_time`. A finished run is found complete and costs a second; an interrupted one goes on from its checkpoint. report(done, n,
-    total) is called after each job. A run that fails is reported and the others go on, also where its process was killed
-    (whatever ran beside it fails with it) or its warm start failed. Returns what failed.
+    jobs: None takes `runs_at_a_time`. report(done, n, total) is called after each job. A finished run is found complete and
+    costs a second; an interrupted one goes on from its checkpoint. A run that fails is reported and the others go on, also
+    where its process was killed (whatever ran beside it fails with it) or its warm start failed. Returns what failed.
     """
-    with saying(
-        f"composing the {len(runs)} runs of preset={preset}"
-    ):  # and checking, before anything is trained
+    with saying(f"composing the {len(runs)} runs of preset={preset}"):
+        # All are composed, and so checked, before any is trained.
         starts = {run.name: warm_start_dir(run.config) for run in runs}
         jobs = jobs or runs_at_a_time(runs)
     pending, ready, failed = list(runs), set[Path](), list[Done]()
