@@ -104,7 +104,14 @@ def test_what_is_to_be_trained_and_is_not_there_is_named(override, message):
     policy = qwen(override)[0].policy
     shape = shape_of(known_config("Qwen/Qwen2.5-0.5B"), policy.lora)
     with pytest.raises(configs.ConfigError, match=message) if message else nullcontext():
-        check_trained_part(policy, shape)
+        check_trained_part(policy, shape, critic=False)
+
+
+def test_adapters_of_the_output_layer_alone_leave_a_critic_none():
+    policy = qwen("policy.lora={target_modules: [lm_head]}")[0].policy
+    shape = shape_of(known_config("Qwen/Qwen2.5-0.5B"), policy.lora)
+    with pytest.raises(configs.ConfigError, match=r"target_modules=\['lm_head'\]: the critic has no linear"):
+        check_trained_part(policy, shape, critic=True)
 
 
 # ---- against what is really allocated -----------------------------------------------------------

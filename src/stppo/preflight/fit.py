@@ -143,7 +143,7 @@ def preflight(
     name = run.policy.pretrained
     download = name is not None and name not in KNOWN and not Path(name).is_dir()
     made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name, download)
-    check_trained_part(run.policy, made.shape)
+    check_trained_part(run.policy, made.shape, made.algorithm.critic)
     check_positions(made.shape.positions, run.rollout.max_tokens)  # of models that are known and not here
     rows = [
         *requirements.software(run, gpu_gib is not None),
@@ -171,7 +171,7 @@ def shortage(run: RunConfig) -> str | None:
         vocabulary = len(configs.build(run.world, "world").tokenizer)
     machine = Machine.found(Path(), device=run.training.device)
     made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name)
-    check_trained_part(run.policy, made.shape)
+    check_trained_part(run.policy, made.shape, made.algorithm.critic)
     on_gpu = machine.gpu is not None
     free = replace(machine, gpu=machine.gpu_free if on_gpu else None, host=min(machine.host, _free_host()))
     if made.peak.total <= free.room(made):

@@ -142,20 +142,24 @@ def shape_of(config: PreTrainedConfig, lora: LoraSettings | None = None) -> Shap
     )
 
 
-def check_trained_part(policy: PolicyConfig, shape: Shape) -> None:
+def check_trained_part(policy: PolicyConfig, shape: Shape, critic: bool) -> None:
     """Raise ConfigError where `trainable_layers` or `lora.target_modules` mean layers that the model lacks.
 
-    Training says the same, but after the warm start. shape: made by `shape_of` with `policy.lora`.
+    Training says the same, but after the warm start. shape: made by `shape_of` with `policy.lora`. critic: whether one is
+    trained; it has no output layer, so adapters of that alone would leave it none.
     """
     if policy.trainable_layers is not None and policy.trainable_layers >= shape.layers:
         raise ConfigError(
             f"policy.trainable_layers={policy.trainable_layers}: the policy has {shape.layers} layers; give fewer, or null "
             "to train all"
         )
-    targets = policy.lora.target_modules if policy.lora is not None else "lm_head"
-    if shape.lora_inputs == 0 and not _is_target("lm_head", targets):
+    if policy.lora is None:
+        return
+    targets = policy.lora.target_modules
+    if shape.lora_inputs == 0 and (critic or not _is_target("lm_head", targets)):
+        lacking = "critic" if _is_target("lm_head", targets) else "model"
         raise ConfigError(
-            f"policy.lora.target_modules={targets!r}: the model has no linear layer of such a name; "
+            f"policy.lora.target_modules={targets!r}: the {lacking} has no linear layer of such a name; "
             "give all-linear, or names such as q_proj"
         )
 
