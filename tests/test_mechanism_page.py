@@ -50,9 +50,19 @@ def test_the_tokens_ratio_as_a_weight_slows_token_ppo(runs):
     token = runs.loc["token_ppo", "sampled"]
     told = f"every run ends at {said(other.min())} or higher, {len(other)} of {len(other)}"
     same_clip = runs.loc[["weight_turn_decides_token", "weight_one_decides_token"]]
-    assert told in TEXT and len(same_clip) == 6 and "six of these runs have the clip as it was" in TEXT
+    assert (
+        told in TEXT and len(same_clip) == 6 and "in six of these runs the token decides, as in PPO" in TEXT
+    )
     assert f"token PPO's three end at {said(token.min())} to {said(token.max())}" in TEXT
     assert other.min() > token.max()
+    stopped = runs.loc["kl_stop", "sampled"]
+    assert f"(the KL stop's, with few updates, at {said(stopped.min())} to {said(stopped.max())})" in TEXT
+
+
+def test_imitating_successes_alone_ends_highest_in_each_world(runs):
+    first = runs["sampled"].groupby(level="seed").idxmax()
+    assert {algorithm for algorithm, _ in first} == {"successes_only"}
+    assert "To leave failures alone altogether ends highest here, in each of the three worlds" in TEXT
 
 
 def test_held_weights(runs):

@@ -167,7 +167,7 @@ def _plug_in(host: str) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        f"Not offered in {'verl' if host == 'verl' else 'TRL'}:",
+        f"Not offered by name in {'verl' if host == 'verl' else 'TRL'}:",
         "",
         "| algorithm | why |",
         "| --- | --- |",
