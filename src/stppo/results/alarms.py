@@ -110,7 +110,7 @@ def watched(metrics: Metrics) -> list[Watched]:
                 outcome.start,
                 outcome.crash_iteration,
             )
-        found.append(Watched(int(record["world_seed"]), fall, rows["iteration"].to_numpy(), read))
+        found.append(Watched(record["world_seed"], fall, rows["iteration"].to_numpy(), read))
     return found
 
 

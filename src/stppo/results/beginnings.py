@@ -46,7 +46,7 @@ def beginnings_of(metrics: Metrics, regime: str) -> pd.DataFrame:
         known = {name: float(early[name].mean()) if name in early else math.nan for name in SIGNALS}
         if not clips(record):
             known["clip_fraction"] = math.nan
-        keys = {"algorithm": record["algorithm"], "world": int(record["world_seed"]), "seed": record["seed"]}
+        keys = {"algorithm": record["algorithm"], "world": record["world_seed"], "seed": record["seed"]}
         rows.append({**keys, "final": metrics.outcome(record).final, **known})
     return pd.DataFrame(rows)
 

@@ -112,8 +112,8 @@ _REQUIRED = {
     "status": str,
     "preset": str,
     "world": str,
-    "world_seed": int | None,
-    "warm_start_seed": int | None,
+    "world_seed": int,
+    "warm_start_seed": int,
     "iterations": int,
     "updates": int,
     "warm_start": dict,
@@ -469,10 +469,9 @@ class Metrics:
         return self._with_variants(pd.DataFrame(rows))
 
     def arm(self, regime: str, algorithm: str) -> pd.DataFrame:
-        """Rows of `summary` of one algorithm in one regime; runs on real questions, without a world seed, share world -1."""
+        """Rows of `summary` of one algorithm in one regime."""
         return self._summary_by_arm.get((regime, algorithm), self.summary.iloc[:0])
 
     @cached_property
     def _summary_by_arm(self) -> dict[tuple, pd.DataFrame]:
-        worlds = self.summary["world_seed"].astype("float64").fillna(-1).astype(int)
-        return dict(iter(self.summary.assign(world_seed=worlds).groupby(["regime", "algorithm"], sort=False)))
+        return dict(iter(self.summary.groupby(["regime", "algorithm"], sort=False)))

@@ -103,11 +103,8 @@ def _with_settings(metrics: Metrics) -> pd.DataFrame:
     """`Metrics.summary` with the settings of each run, and what else must be equal for runs to be compared."""
     rows = []
     for record, row in zip(metrics.runs, metrics.summary.to_dict("records"), strict=True):
-        world = (
-            -1 if row["world_seed"] is None or row["world_seed"] != row["world_seed"] else row["world_seed"]
-        )
         shared = {"policy": str(record.get("policy")), "world": str(record["world"])}
-        rows.append({**row, "world_seed": world, **metrics.settings(record), **shared})
+        rows.append({**row, **metrics.settings(record), **shared})
     runs = pd.DataFrame(rows)
     planned = {r["regime"]: 0 for r in metrics.runs}
     for record in metrics.runs:
