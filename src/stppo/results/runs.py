@@ -388,8 +388,12 @@ class Metrics:
 
     def _stopped(self, record: schema.RunRecord) -> tuple[float | None, int]:
         """Where a number that is not finite ended a run, None for any other; iterations of its regime."""
-        horizon = max(r["iterations"] for r in self.runs if r["regime"] == record["regime"])
-        return stopped_at(record, self.select(self.iterations, record)), horizon
+        return stopped_at(record, self.select(self.iterations, record)), self.horizons[record["regime"]]
+
+    @cached_property
+    def horizons(self) -> dict[str, int]:
+        """Iterations of the longest run of each regime."""
+        return {name: max(r["iterations"] for r in self.runs if r["regime"] == name) for name in self.regimes}
 
     @cached_property
     def outcomes(self) -> dict[tuple[str, str, int], Outcome]:

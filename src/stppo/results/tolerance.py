@@ -106,10 +106,7 @@ def _with_settings(metrics: Metrics) -> pd.DataFrame:
         shared = {"policy": str(record.get("policy")), "world": str(record["world"])}
         rows.append({**row, **metrics.settings(record), **shared})
     runs = pd.DataFrame(rows)
-    planned = {r["regime"]: 0 for r in metrics.runs}
-    for record in metrics.runs:
-        planned[record["regime"]] = max(planned[record["regime"]], record["iterations"])
-    return runs.assign(horizon=runs["regime"].map(planned))
+    return runs.assign(horizon=runs["regime"].map(metrics.horizons))
 
 
 def _slice(runs: pd.DataFrame, name: str) -> pd.DataFrame | None:
