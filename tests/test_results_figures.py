@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from stppo.results import curves, findings, granularity
-from stppo.results.curves import Panel, band, curves_of
+from stppo.results.curves import Panel, band, curves_of, source_of
 from stppo.results.figures import FIGURES
 from tests.reference import assert_shows_all
 from tests.synthetic_runs import DYNAMICS, START, Dynamics, gather, simulate
@@ -191,6 +191,13 @@ def test_sources_name_model_world_and_runs(plots):
         source = plot.figure.texts[2].get_text()
         for words in ("tiny policy (0.12 M)", "synthetic world", "3 worlds", "40 iterations"):
             assert words in source.replace("\n", " "), name
+
+
+def test_sizes_of_policies_are_numbers_in_order():
+    runs = [simulate("st_ppo", seed) for seed in range(3)]
+    for (record, *_), size in zip(runs, (1_543_000_000, 9_100_000, 134_500_000), strict=True):
+        record["policy_parameters"] = size
+    assert source_of(gather(runs), ["A"], ["st_ppo"]).startswith("tiny policy (9.1–1500 M)")
 
 
 def test_saved_files_are_complete_and_reproducible(plots, tmp_path):

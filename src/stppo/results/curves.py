@@ -191,10 +191,9 @@ def source_of(metrics: Metrics, regimes: Sequence[str], algorithms: Sequence[str
     runs = [r for r in metrics.runs if r["regime"] in regimes and r["algorithm"] in algorithms]
     parts = []
     if names := sorted({str(run["policy"]) for run in runs if run.get("policy")}):
-        sizes = sorted(
-            {f"{run['policy_parameters'] / 1e6:.2g}" for run in runs if run.get("policy_parameters")}
-        )
-        size = f" ({'–'.join(sizes[:: max(1, len(sizes) - 1)])} M)" if sizes else ""
+        millions = [run["policy_parameters"] / 1e6 for run in runs if run.get("policy_parameters")]
+        size = _range([float(f"{value:.2g}") for value in millions])
+        size = f" ({size} M)" if size else ""
         parts.append(f"{', '.join(names)} policy{size}")
     parts.append(f"{', '.join(sorted({str(run['world']) for run in runs}))} world")
     settings = pd.DataFrame([metrics.settings(run) for run in runs])
