@@ -146,7 +146,7 @@ def test_the_tolerance_curve_follows_a_fall_with_intensity():
     table = benchmark.points()
     intensity = table["learning_rate"] * table["epochs"]
     metrics = runs({BASELINE: list(np.where(intensity > intensity.median(), 0.1, 0.8))})
-    low, high = benchmark.tolerance_curve(metrics.summary, metrics, [intensity.min(), intensity.max()])
+    low, high = benchmark.tolerance_curve(metrics.summary, [intensity.min(), intensity.max()])
     assert low > 0.7 and high < 0.2
 
 

@@ -325,9 +325,7 @@ def examples(
     return rows
 
 
-def start_line(
-    ax: Axes, metrics: Metrics, regime: str, algorithms: Sequence[str], column: str, **line: object
-) -> None:
+def start_line(ax: Axes, metrics: Metrics, regime: str, algorithms: Sequence[str], column: str) -> None:
     """Dotted level of the warm starts, mean over worlds."""
     arms = pd.concat([metrics.arm(regime, name) for name in algorithms])
     name = "greedy_start" if column == GREEDY else "start"

@@ -239,7 +239,7 @@ def is_null(method: str) -> bool:
     return method in options("algorithm") and look(method).source == PLAIN
 
 
-def tolerance_curve(runs: pd.DataFrame, metrics: Metrics, at: Sequence[float]) -> NDArray[np.float64]:
+def tolerance_curve(runs: pd.DataFrame, at: Sequence[float]) -> NDArray[np.float64]:
     """Final sampled success against intensity, learning rate x epochs: a Gaussian kernel's mean (Nadaraya 1964) over the
     logarithm, of width `BANDWIDTH`. runs: rows of `Metrics.summary` of one method; at: (m,) intensities. Shape (m,)."""
     table = points().set_index("point").loc[runs["seed"]]

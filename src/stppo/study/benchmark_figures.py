@@ -137,7 +137,7 @@ def tolerance_figure(metrics: Metrics) -> Plot:
     table = points().set_index("point")
     intensity = table["learning_rate"] * table["epochs"]
     at = np.geomspace(intensity.min(), intensity.max(), 40)
-    curves = {name: tolerance_curve(runs[runs["algorithm"] == name], metrics, at) for name in methods}
+    curves = {name: tolerance_curve(runs[runs["algorithm"] == name], at) for name in methods}
     counts = runs["algorithm"].value_counts()
     whole = [name for name in methods if counts[name] == len(table)] or methods
     strongest = {name: curves[name][-8:].mean() for name in whole}  # the last fifth, on the logarithm
