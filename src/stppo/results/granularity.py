@@ -28,6 +28,7 @@ from stppo.results.runs import Metrics
 from stppo.results.style import Plot, style
 
 LABEL = 0.16  # of an axis: height of a label of two lines
+RUNGS = ("token", "turn", "sentence", "sequence")
 
 
 def granularity(metrics: Metrics) -> Plot | None:
@@ -36,11 +37,7 @@ def granularity(metrics: Metrics) -> Plot | None:
     ladders = families(metrics, regime)
     if not ladders:
         return None
-    rungs = [
-        rung
-        for rung in ("token", "turn", "sentence", "sequence")
-        if any(rung in family for family in ladders)
-    ]
+    rungs = [rung for rung in RUNGS if any(rung in family for family in ladders)]
     question = (
         "Does a coarser ratio help? Final sampled success, all else in the configs of a line being equal."
     )
@@ -133,13 +130,11 @@ def granularity(metrics: Metrics) -> Plot | None:
 def families(metrics: Metrics, regime: str) -> list[dict[str, str]]:
     """Granularity -> algorithm, for each set of algorithms whose recorded configs differ in it alone."""
     found: dict[str, dict[str, str]] = {}
-    seen = set()
     for name in in_order(metrics.algorithms(regime)):
         record = next(r for r in metrics.runs if (r["regime"], r["algorithm"]) == (regime, name))
         ratio = (record.get("objective") or {}).get("ratio")
-        if not ratio or "granularity" not in ratio or name in seen:
+        if not ratio or "granularity" not in ratio:
             continue
-        seen.add(name)
         rest = {
             **record["objective"],
             "ratio": {k: v for k, v in ratio.items() if k not in ("granularity", "aggregation")},
@@ -148,10 +143,8 @@ def families(metrics: Metrics, regime: str) -> list[dict[str, str]]:
             rest["ratio"]["aggregation"] = ratio.get("aggregation")
         key = json.dumps([rest, record.get("training")], sort_keys=True)
         found.setdefault(key, {}).setdefault(ratio["granularity"], name)
-    order = ("token", "turn", "sentence", "sequence")
-    return [
-        dict(sorted(f.items(), key=lambda item: order.index(item[0]))) for f in found.values() if len(f) > 1
-    ]
+    ladders = [{rung: family[rung] for rung in RUNGS if rung in family} for family in found.values()]
+    return [ladder for ladder in ladders if len(ladder) > 1]
 
 
 def _family_name(metrics: Metrics, family: Mapping[str, str]) -> str:
