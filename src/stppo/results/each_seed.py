@@ -73,10 +73,7 @@ def _title(metrics: Metrics, runs: pd.DataFrame, names: list[str]) -> str:
     shown = findings.pair(metrics, runs["regime"].iloc[0], every or names)
     ends = runs.pivot(index="seed", columns="algorithm", values="greedy_final")[list(shown)].dropna()
     told = [
-        f"{metrics.look(name).label} at {_listed([f'{end:.2f}' for end in ends[name]])}" for name in shown
+        f"{metrics.look(name).label} at {findings.listed([f'{end:.2f}' for end in ends[name]])}"
+        for name in shown
     ]
     return f"Greedy success ends, from {runs['greedy_start'].mean():.2f} and seed by seed, with {' and with '.join(told)}"
-
-
-def _listed(texts: list[str]) -> str:
-    return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else "".join(texts)
