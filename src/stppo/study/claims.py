@@ -18,7 +18,6 @@ verdict is a label on them.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -274,7 +273,7 @@ def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     95 % interval, joint_low and joint_high decide, missed_by is empty where the condition holds (`_outcome`), the median that of
     a share; all are empty where nothing could be estimated."""
     rows = []
-    for verdict, check in itertools.chain.from_iterable(([(v, c) for c in v.checks]) for v in verdicts):
+    for verdict, check in ((v, c) for v in verdicts for c in v.checks):
         entry, estimate = verdict.entry, check.estimate
         values = estimate and (
             *(estimate.value, *estimate.interval(SHOWN), check.median),
