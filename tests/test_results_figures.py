@@ -243,6 +243,15 @@ def test_one_run_of_one_algorithm_is_enough():
     }
 
 
+@pytest.mark.parametrize("name", ["learning", "every_algorithm"])
+def test_a_caption_speaks_of_thin_lines_where_there_are_some(name):
+    said = [
+        "Thin:" in FIGURES[name].draw(gather(study_of(("token_ppo", "st_ppo"), worlds))).caption
+        for worlds in (2, 3)
+    ]
+    assert said == [False, True]
+
+
 def test_few_seeds_of_one_world_are_drawn_run_by_run_and_not_averaged():
     draw = FIGURES["each_seed"].draw
     names = ("token_ppo", "turn_ppo", "grpo")

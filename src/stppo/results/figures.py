@@ -92,10 +92,13 @@ def learning(metrics: Metrics) -> Plot | None:
     question = (
         "Who learns, and who keeps it? Success on held-out questions, sampled at temperature 1 and greedy."
     )
+    title = findings.learning(metrics, regime, algorithms)
+    base = findings.pair(metrics, regime, algorithms)[0]
+    seeds = _typical(metrics, regime, base)
     rows: list[pd.DataFrame] = []
     with style():
         fig = page(
-            findings.learning(metrics, regime, algorithms),
+            title,
             question,
             source_of(metrics, [regime], algorithms),
             3.1,
@@ -109,18 +112,14 @@ def learning(metrics: Metrics) -> Plot | None:
             ax.set(xlabel="iteration")
             ax.set_title(panel.label, fontsize=10.5, color="#333333")
             rows += drawn
-        for name in findings.pair(metrics, regime, algorithms)[:1]:
-            seeds = _typical(metrics, regime, name)
-            rows += examples(axes[0], metrics, regime, name, SAMPLED_PANEL, seeds)
+        rows += examples(axes[0], metrics, regime, base, SAMPLED_PANEL, seeds)
         axes[0].set_ylim(0, top_of(rows))
-    base = metrics.look(findings.pair(metrics, regime, algorithms)[0]).label
+    thin = f"Thin: one run of {metrics.look(base).label}, the one of median area. " if seeds else ""
     caption = (
         f"{question} The title compares sampled success: of runs that learned (rose by {LEARNED:.2f}), the share of that gain "
         f"which the last tenth of the run keeps, else final success; means over all worlds, while lines leave out the best and the "
-        f"worst quarter. Thin: one run of {base}, the one of median area. "
-        f"{BANDS} {STYLE_NOTE}"
+        f"worst quarter. {thin}{BANDS} {STYLE_NOTE}"
     )
-    title = findings.learning(metrics, regime, algorithms)
     return Plot("learning", fig, plotted(rows), caption, title=title)
 
 
@@ -142,6 +141,8 @@ def every_algorithm(metrics: Metrics) -> Plot | None:
     handles = [start_handle(), *([baseline_handle(metrics)] if behind else [])]
     rows: list[pd.DataFrame] = []
     counts = metrics.table[metrics.table["regime"] == regime].set_index("algorithm")
+    several = counts.loc[algorithms, "runs"].max() > 2
+    thin = "Thin: the runs with the lowest and the highest final success. " if several else ""
     with style():
         fig = page(title, question, source_of(metrics, [regime], algorithms), 1.75 * n_rows + 0.2, handles)
         axes = list(fig.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False).flat)
@@ -177,7 +178,7 @@ def every_algorithm(metrics: Metrics) -> Plot | None:
         axes[0].set_ylim(0, top_of(rows))
     caption = (
         f"{question} A run crashed when it lost half of what it had gained, and collapsed when it did not make that good by the "
-        f"end (or its loss stopped being finite). Thin: the runs with the lowest and the highest final success. {BANDS}"
+        f"end (or its loss stopped being finite). {thin}{BANDS}"
     )
     return Plot("every_algorithm", fig, plotted(rows), caption, title=title)
 
