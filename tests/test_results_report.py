@@ -205,3 +205,9 @@ def test_what_a_later_part_of_a_run_ran_on_is_named_beside_what_it_began_on(tmp_
     made = provenance(metrics)
     assert "made-up CPU" in made["hardware"] and "another CPU, 8 cores" in made["hardware"]
     assert "torch 2.13.0/3.0" in made["versions"] and "f" * 12 in made["commit"]
+
+
+def test_what_a_record_may_leave_open_is_not_recorded(tmp_path):
+    run = relabel(make_run(tmp_path / "run", "st_ppo"), versions=None, hardware=None, resumed_on=None)
+    made = provenance(collect([run], tmp_path / "metrics"))
+    assert made["versions"] == made["hardware"] == "not recorded"

@@ -149,10 +149,13 @@ def _ends(metrics: Metrics) -> list[tuple[str, str]]:
 # ---- provenance ---------------------------------------------------------------------------------
 def provenance(metrics: Metrics) -> dict[str, str]:
     """What made the runs, label -> value; values that differ between runs are all listed."""
-    runs = [part for run in metrics.runs for part in (run, *run.get("resumed_on", ()))]
+    runs = [part for run in metrics.runs for part in (run, *(run.get("resumed_on") or ()))]
     commits = [commit[:12] for commit in _distinct(run.get("git_commit") for run in runs)]
-    names = _distinct(name for run in runs for name in run.get("versions", {}))
-    versions = {name: _distinct(run.get("versions", {}).get(name) for run in runs) for name in names}
+    made_with = [run.get("versions") or {} for run in runs]
+    versions = {
+        name: _distinct(of.get(name) for of in made_with)
+        for name in _distinct(n for of in made_with for n in of)
+    }
     started = _distinct(run.get("started") for run in runs)
     wall = metrics.summary["wall_seconds"]
     starts = metrics.summary.drop_duplicates(["world_seed", "warm_start_seed"])
