@@ -71,6 +71,11 @@ def test_an_index_is_made_and_asked(stppo, corpus):
     ("arguments", "problem"),
     [
         (["index", "--corpus", "none.jsonl", "--out", "i"], "--corpus: no file none.jsonl"),
+        (["index", "--corpus", "", "--out", "i"], "an argument is empty"),
+        (
+            ["index", "--corpus", "none.jsonl", "--out", "i", "--query-prefix", "", "--passage-prefix", ""],
+            "--corpus: no file none.jsonl",
+        ),
         (
             ["index", "--corpus", "corpus.jsonl", "--out", "i", "--kind", "ivf"],
             "allowed are bm25, flat, hnsw",

@@ -817,6 +817,7 @@ def _told(error: Exception) -> str:
     return f"{place}{error.strerror}{remedy}"
 
 
+_MAY_BE_EMPTY = {"--query-prefix", "--passage-prefix"}  # of encoders that were trained without
 _EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
 _UNFORESEEN = (RecursionError, NotImplementedError)  # though Python counts them as RuntimeErrors
 
@@ -827,7 +828,8 @@ def main() -> None:
     Of an error that nothing here foresees the traceback goes to a file, which the line names.
     """
     try:
-        if "" in sys.argv[1:] or "--out=" in sys.argv:
+        empty = [option for option, value in itertools.pairwise(sys.argv) if not value]
+        if set(empty) - _MAY_BE_EMPTY or "--out=" in sys.argv:
             raise ValueError("an argument is empty, perhaps an unset variable of the shell")
         app()
     except Exception as error:
