@@ -3,12 +3,16 @@
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 
 import nbformat
 import pytest
+
+from stppo import preloaded
 
 COMMAND = [sys.executable, "-m", "stppo.preloaded"]
 pytestmark = pytest.mark.xdist_group("preloaded")
@@ -118,3 +122,21 @@ def test_the_server_ends_with_its_parent_and_leaves_nothing(tmp_path):
     parent = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=True)
     wait_for(lambda: gone(int(parent.stdout)), 120)
     assert not folder.exists()
+
+
+def test_without_room_for_a_process_the_server_lives_and_the_caller_is_told(monkeypatch):
+    def full():
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", full)
+    caller, served = socket.socketpair()
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    wish = json.dumps({"argv": ["stppo"]}).encode()
+    socket.send_fds(caller, [struct.pack("!Q", len(wish))], [write] * 3)
+    caller.sendall(wish)
+    os.close(write)
+    assert preloaded._fork(served, []) == 0
+    assert caller.recv(8) == b"" and os.read(read, 1) == b"", "its streams are closed too"
+    caller.close()
+    os.close(read)

@@ -192,15 +192,19 @@ def _ended() -> list[tuple[int, int]]:
 
 
 def _fork(caller: socket.socket, others: list[socket.socket]) -> int:
-    """Process number of the fork that does what the caller wishes; 0 where the caller broke off."""
+    """Process number of the fork that does what the caller wishes; 0 where the caller broke off, or there is no room for a
+    process, and then the caller's connection ends."""
     caller.settimeout(10)
+    streams: list[int] = []
     try:
         head, streams, *_ = socket.recv_fds(caller, 8, 3)
         wish = json.loads(caller.recv(struct.unpack("!Q", head)[0], socket.MSG_WAITALL))
+        pid = os.fork()
     except (OSError, ValueError, struct.error):
+        for stream in streams:
+            os.close(stream)
         caller.close()
         return 0
-    pid = os.fork()
     if pid == 0:
         try:
             for other in (caller, *others):
