@@ -148,10 +148,11 @@ def test_an_interrupted_build_goes_on_where_it_was(model, corpus, tmp_path, monk
     assert [[d.id for d, _ in ranking] for ranking in results] == [[f"d{i}" for i in row] for row in best]
 
 
-def test_partial_vectors_of_another_request_are_not_used(model, corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize("request_", ['{"model": "other"}', '{"mod'])
+def test_partial_vectors_of_another_request_are_not_used(model, corpus, tmp_path, request_):
     partial = tmp_path / "i.partial"
     partial.mkdir()
-    (partial / "request.json").write_text('{"model": "other"}')
+    (partial / "request.json").write_text(request_)
     (partial / "vectors.f32").write_bytes(b"\0" * 32 * 4 * 150)
     build_dense(corpus, tmp_path / "i", encoder(model))
     assert open_dense(tmp_path / "i", device="cpu").search(["w1"], 1)[0][0][1] > 0

@@ -183,11 +183,12 @@ def build_dense(
         name: getattr(encoder, name) for name in ("model", "query_prefix", "passage_prefix", "max_tokens")
     }
     partial = out.with_name(f"{out.name}.partial")
-    request = {**described, "corpus": fingerprint(corpus), "untitled": untitled}
-    if not (partial / _REQUEST).is_file() or json.loads((partial / _REQUEST).read_text()) != request:
-        shutil.rmtree(partial, ignore_errors=True)  # of another model or corpus
+    request = json.dumps({**described, "corpus": fingerprint(corpus), "untitled": untitled})
+    if not (partial / _REQUEST).is_file() or (partial / _REQUEST).read_text() != request:
+        # Of another model or corpus, or killed before its first vector.
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        (partial / _REQUEST).write_text(json.dumps(request))
+        (partial / _REQUEST).write_text(request)
     offsets = _write_vectors(corpus, partial / "vectors.f32", encoder, untitled, progress)
 
     vectors = np.memmap(partial / "vectors.f32", np.float32, "r", shape=(len(offsets) - 1, encoder.size))
