@@ -10,7 +10,7 @@ from scipy import stats
 
 from stppo.algorithms import in_order
 from stppo.results.curves import line_handles, page, source_of
-from stppo.results.findings import main_regime
+from stppo.results.findings import main_regime, signed
 from stppo.results.runs import Metrics, clips
 from stppo.results.style import Plot, style
 
@@ -84,8 +84,8 @@ def beginnings(metrics: Metrics) -> Plot | None:
     more = "high" if first["correlation"] > 0 else "low"
     title = (
         f"Runs end {more} where {name.partition(' (')[0]} is high in the first {EARLY} iterations: rank correlation "
-        f"{first['correlation']:.2f} over methods"
-    ).replace("-0", "−0")
+        f"{signed(first['correlation']).removeprefix('+')} over methods"
+    )
     question = (
         f"What in the first {EARLY} iterations tells how a run ends? Left: the strongest signal, a dot for each run. Right: "
         "rank correlation of each signal with final success, over the methods of a world."
