@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from scipy import stats
 
 from stppo.results.beginnings import EARLY
@@ -32,6 +32,7 @@ AWAY = tuple(  # of the baseline's name where the crowd leaves no room beside it
     for along in (0.5, -0.5, 1, -1, 0)
     if across or along
 )
+LINE = {"arrowstyle": "-", "color": "#777777", "linewidth": 0.6}
 RADIUS = 4  # of a dot, in pixels
 PART = 4  # a quarter of the methods: those that push least, those that end highest
 
@@ -102,10 +103,14 @@ def _name_dots(ax: Axes, table: pd.DataFrame, column: str) -> None:
     """Names beside dots, the outermost first, wherever no dot and no earlier name is in the way."""
     renderer = ax.figure.canvas.get_renderer()
     dots = dict(zip(table.index, ax.transData.transform(table[[column, "final"]].to_numpy()), strict=True))
-    taken = []
-
-    def is_named(i: int, places: Iterable[tuple], line: dict | None = None) -> bool:
-        for shift, across, along in places:
+    apart = (table["final"] - table["final"].median()).abs() + (table[column] - table[column].median()).abs()
+    apart[table["method"] == BASELINE] = math.inf  # the baseline is named first
+    order = apart.sort_values(ascending=False, kind="stable").index
+    tries = [(i, PLACES, None) for i in order]
+    tries += [(i, AWAY, LINE) for i in order if table.loc[i, "method"] == BASELINE]
+    named: dict[int, Bbox] = {}
+    for i, places, line in tries:
+        for shift, across, along in places if i not in named else ():
             text = ax.annotate(
                 table.loc[i, "label"],
                 (table.loc[i, column], table.loc[i, "final"]),
@@ -119,22 +124,13 @@ def _name_dots(ax: Axes, table: pd.DataFrame, column: str) -> None:
             )
             text.update_positions(renderer)
             box = Text.get_window_extent(text, renderer).expanded(1.04, 1.15)  # without its line
+            near = box.padded(RADIUS)
             if (
-                ax.bbox.x0 <= box.x0
-                and box.x1 <= ax.bbox.x1
-                and ax.bbox.y0 <= box.y0
-                and box.y1 <= ax.bbox.y1
-                and not any(box.overlaps(other) for other in taken)
-                and not any(box.padded(RADIUS).contains(*dot) for k, dot in dots.items() if k != i)
+                ax.bbox.contains(box.x0, box.y0)
+                and ax.bbox.contains(box.x1, box.y1)
+                and not any(box.overlaps(other) for other in named.values())
+                and not any(near.contains(*dot) for k, dot in dots.items() if k != i)
             ):
-                taken.append(box)
-                return True
+                named[i] = box
+                break
             text.remove()
-        return False
-
-    apart = (table["final"] - table["final"].median()).abs() + (table[column] - table[column].median()).abs()
-    apart[table["method"] == BASELINE] = math.inf  # the baseline is named first
-    unnamed = [i for i in apart.sort_values(ascending=False, kind="stable").index if not is_named(i, PLACES)]
-    for i in unnamed:
-        if table.loc[i, "method"] == BASELINE:
-            is_named(i, AWAY, {"arrowstyle": "-", "color": "#777777", "linewidth": 0.6})
