@@ -357,6 +357,7 @@ if CLAIMS:  # a preset with a section `study`
         params:
             code=code_hash("stppo.study.claims"),
             ledger=content_of("src/stppo/study/claims.yaml"),
+            groups=configs.fingerprint([COMPOSED["study"], PIPELINE.get("arms")]),  # read from the preset's YAML
             planned=json.dumps(Counter(f"{run.regime}/{run.algorithm}" for run in RUNS.values()), indent=1),
         log:
             f"{RESULTS}/logs/claims.log",
