@@ -79,6 +79,9 @@ def test_same_settings_twice_are_still_refused(sweep, tmp_path):
     run = find_runs([sweep])[0]
     with pytest.raises(ValueError, match="are the same run"):
         collect([run, run], tmp_path)
+    collect([run], tmp_path)
+    with pytest.raises(ValueError, match="two runs of .* have seed 0; give one of them"):
+        compare_runs([run, tmp_path])
 
 
 def test_compared_numbers_are_those_of_the_evaluations(tmp_path):

@@ -312,6 +312,13 @@ def test_success_counts_as_zero_after_a_non_finite_stop():
     found = curves_of(metrics, "A", "st_ppo", "success")
     assert (found[(0, 0)][found.index > 10] == 0).all() and found.index.max() == 40
     assert found[(0, 0)][10] > 0.3
+    often = simulate("token_ppo", 1)
+    between = often[2].assign(iteration=often[2]["iteration"] + 1)
+    often = (often[0], often[1], pd.concat([often[2], between]))
+    found = curves_of(gather([stopped, often]), "A", "st_ppo", "success")
+    assert (found.loc[:10, (0, 0)].dropna() > 0).all(), (
+        "no 0 where another arm is evaluated and this has not stopped"
+    )
 
 
 def test_bands_are_the_range_of_few_worlds_and_intervals_of_many():

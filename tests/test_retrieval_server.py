@@ -216,6 +216,17 @@ def test_one_request_that_fails_leaves_the_others_in_its_batch_alone():
     assert results[1].json()["detail"] == "the search failed: bad query"
 
 
+def test_a_retriever_that_answers_too_few_queries_ends_one_request_and_not_the_server():
+    class Forgetful:
+        def search(self, queries, top_k):
+            return [[(Document("d", "t", "x"), 1.0)]] * (len(queries) - (len(queries) > 1))
+
+    with served(Forgetful()) as base:
+        answer = post(base, queries=["a", "b"])
+        assert answer.json()["detail"] == "the search failed: the retriever answers 1 of 2 queries"
+        assert post(base, queries=["a"]).status_code == 200
+
+
 def test_a_search_that_takes_too_long_is_answered_and_the_client_says_so():
     watched = Watched()
     with served(watched, Limits(seconds=1)) as base:

@@ -320,6 +320,9 @@ def test_signals_of_a_method_are_those_of_its_first_iterations():
     assert table["push"].to_dict() == pytest.approx(PUSHES)
     assert table["entropy_change"].to_dict() == pytest.approx({m: push / 10 for m, push in PUSHES.items()})
     assert benchmark_signals.signals_of_methods(pushing(range(39))).empty, "of methods with all points alone"
+    short = pushing()
+    short = Metrics(short.runs, short.iterations[short.iterations["iteration"] < 10], short.evaluations)
+    assert benchmark_signals.signals_figure(short) is None, "no tenth iteration"
 
 
 def test_the_picture_of_signals_counts_who_pushes_little_and_ends_high():

@@ -50,14 +50,14 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     mean of the last tenth of the evaluations; area under the curve over iterations, divided by their number; highest
     evaluation. NaN where a run has no evaluation of that kind. A run that ended in a number that is not finite counts as 0
     from there to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]`
-    names them. ValueError if no run is finished; other errors are those of `find_runs` and `runs.read_run`.
+    names them. ValueError if no run is finished or one is given twice; other errors are those of `find_runs` and `runs.read_run`.
     """
     found = find_runs(folders)
     unfinished = [folder for folder in found if _is_unfinished(folder)]
     runs = [run for folder in found if folder not in unfinished for run in recorded(folder)]
     if not runs:
         raise ValueError(f"no finished run among {', '.join(map(str, unfinished))}")
-    rows = []
+    rows, seen = [], set()
     horizons: dict[str, int] = defaultdict(int)
     for record, *_ in runs:
         horizons[record["regime"]] = max(horizons[record["regime"]], record["iterations"])
@@ -65,6 +65,11 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
         runs, told_apart([record for record, *_ in runs]), strict=True
     ):
         row = {"regime": record["regime"], "algorithm": algorithm, "variant": variant}
+        if (key := (*row.values(), record["seed"])) in seen:
+            raise ValueError(
+                f"two runs of {algorithm} in {record['regime']} have seed {record['seed']}; give one of them"
+            )
+        seen.add(key)
         stopped, horizon = stopped_at(record, iterations), horizons[record["regime"]]
         for kind in KINDS:
             chosen = (evaluations["temperature"] == 0) == (kind == "greedy")

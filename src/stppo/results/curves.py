@@ -69,7 +69,9 @@ def curves_of(metrics: Metrics, regime: str, algorithm: str, column: str) -> pd.
         every = metrics.evaluations[metrics.evaluations["regime"] == regime]
         every = every.loc[every["temperature"] == (0.0 if column == GREEDY else 1.0), "iteration"].unique()
         curves = curves.reindex(curves.index.union(every))
-        curves[stopped] = curves[stopped].fillna(0.0)
+        curves[stopped] = curves[stopped].mask(
+            curves[stopped].bfill().isna(), 0.0
+        )  # from its last evaluation on
     worlds = metrics.arm(regime, algorithm).set_index("seed")["world_seed"]
     keys = [(int(worlds[seed]), seed) for seed in curves]
     curves.columns = pd.MultiIndex.from_tuples(keys, names=["world", "seed"])

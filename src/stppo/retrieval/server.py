@@ -117,8 +117,11 @@ class Batcher:
         together = [query for _, part in batch for query in part]
         top_k = max(asked.top_k for asked, _ in batch)
         try:
-            found = iter(await asyncio.to_thread(self._retriever.search, together, top_k))
-            answers = [[next(found)[: asked.top_k] for _ in part] for asked, part in batch]
+            found = await asyncio.to_thread(self._retriever.search, together, top_k)
+            if len(found) != len(together):
+                raise ValueError(f"the retriever answers {len(found)} of {len(together)} queries")
+            rest = iter(found)
+            answers = [[next(rest)[: asked.top_k] for _ in part] for asked, part in batch]
         except Exception as error:
             if len(batch) > 1:  # one bad request shall not fail the others
                 for request in batch:

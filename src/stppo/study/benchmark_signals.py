@@ -45,7 +45,9 @@ def signals_of_methods(metrics: Metrics) -> pd.DataFrame:
     rows = metrics.iterations[metrics.iterations["regime"] == REGIME]
     rows = rows[rows["iteration"] <= EARLY]
     push = rows.groupby("algorithm")[PUSH].mean()
-    entropy = rows.pivot_table(index="algorithm", columns="iteration", values="entropy")
+    entropy = rows.pivot_table(index="algorithm", columns="iteration", values="entropy").reindex(
+        columns=[1, EARLY]
+    )
     whole = table[table["complete"]][["method", "label", "best_of_1"]].rename(columns={"best_of_1": "final"})
     return whole.assign(
         push=push.reindex(whole["method"]).to_numpy(),

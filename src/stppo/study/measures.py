@@ -25,9 +25,9 @@ MIN_POINTS = 5  # measured iterations below which a trend is NaN
 
 
 def gradient_spike(iterations: pd.DataFrame) -> float:
-    """Largest gradient norm of any update over the median of the iterations' means, as log10; NaN where none is known."""
-    peak = np.nanmax([*iterations.get("gradient_norm_max", iterations["gradient_norm"]), -math.inf])
-    usual = iterations["gradient_norm"].median()
+    """Largest finite gradient norm of any update over the median of the iterations' means, as log10; NaN where none is known."""
+    largest = iterations.get("gradient_norm_max", iterations["gradient_norm"])
+    peak, usual = largest[np.isfinite(largest)].max(), iterations["gradient_norm"].median()
     return float(np.log10(peak / usual)) if usual > 0 and peak > 0 else math.nan
 
 
