@@ -428,9 +428,9 @@ def test_where_success_is_rare():
 
 def test_number_of_runs_is_said():
     n = len(pd.read_csv(STUDY / "metrics/summary.csv"))
-    assert f"{n} runs; here 64" in " ".join(README.split()) and f"{n} of its 708 runs are recorded" in " ".join(
-        PAGE.split()
-    )
+    assert f"{n} runs; here 64" in " ".join(
+        README.split()
+    ) and f"{n} of its 708 runs are recorded" in " ".join(PAGE.split())
 
 
 @TEXTS

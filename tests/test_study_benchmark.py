@@ -169,6 +169,9 @@ def test_nulls_are_those_whose_yaml_says_so():
     board = benchmark.leaderboard(runs({BASELINE: 0.4, "kl_stop": 0.6, "turn_ppo": 0.7})).set_index("method")
     assert board["null"].to_dict() == {BASELINE: False, "kl_stop": True, "turn_ppo": False}
     assert board.loc["turn_ppo", "above_null"] > 0.9
+    one = runs({"grad_clip": 0.95}, numbers=[0])
+    board = benchmark.leaderboard(both(runs({"kl_stop": 0.6, "turn_ppo": 0.7}), one)).set_index("method")
+    assert board.loc["turn_ppo", "above_null"] > 0.9, "a null at one point is not the one to beat"
 
 
 def test_a_method_without_all_points_comes_last():

@@ -196,15 +196,14 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
     sampled for K in `BEST_OF` (of 1: the mean over points) with `_low` and `_high`; iqm (`interquartile_mean`, likewise);
     greedy_best_of_5; learned (share of runs), gain_kept (mean of those that learned); above_token_ppo (share of points at
     which it ends above token PPO, ties half, with an interval that has a width at 0 and 1 too), above_null (likewise, over the
-    best null); updates and
-    core_minutes (means a run); versions (what its runs were made with).
+    best null of those with most points); updates and core_minutes (means a run); versions (what its runs were made with).
     """
     check(metrics)
     runs = metrics.summary[metrics.summary["regime"] == REGIME]
     tables = {name: part.set_index("seed").sort_index() for name, part in runs.groupby("algorithm")}
     scores = {name: best_of(table["final"], 5) for name, table in tables.items()}
     nulls = [name for name in tables if is_null(name)]
-    null = max(nulls, key=scores.__getitem__) if nulls else None
+    null = max(nulls, key=lambda name: (len(tables[name]), scores[name]), default=None)
     rows = []
     for name in in_order(tables):
         table = tables[name]

@@ -127,7 +127,7 @@ def leaderboard_figure(metrics: Metrics) -> Plot:
 def _best_null(table: pd.DataFrame) -> str:
     """Label of the plain remedy that the column above_null compares with."""
     nulls = table[table["null"]]
-    return nulls.loc[nulls["best_of_5"].idxmax(), "label"] if len(nulls) else ""
+    return nulls.sort_values(["points", "best_of_5"])["label"].iloc[-1] if len(nulls) else ""
 
 
 def tolerance_figure(metrics: Metrics) -> Plot:
