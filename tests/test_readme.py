@@ -841,14 +841,12 @@ def test_table_of_the_comparison():
     )
     preset = yaml.safe_load((ROOT / "configs/preset/smollm_comparison.yaml").read_text(encoding="utf-8"))
     arms, seeds = preset["pipeline"]["regimes"]["COMPARISON"].values()
-    assert f"## The comparison, {len(runs)} of {len(arms) * len(seeds)} runs so far" in page
+    assert len(runs) == len(arms) * len(seeds) and f"All {len(runs)} runs are recorded" in page
     shown = re.findall(r"^\| [^|]+ \(`(\w+)`\) " + r"\| ([^|]+) " * 4 + r"\|$", _comparison(page), re.M)
-    recorded = set(runs["algorithm"])
-    assert [name for name, *_ in shown] == [arm for arm in arms if arm in recorded]
+    assert [name for name, *_ in shown] == arms
 
     def of_seeds(name, temperature, iteration, column):
-        keys = [(name, seed, temperature, iteration) for seed in seeds]
-        return ", ".join(said(rows.loc[key, column]) if key in rows.index else "–" for key in keys)
+        return ", ".join(said(rows.loc[(name, seed, temperature, iteration), column]) for seed in seeds)
 
     for name, *cells in shown:
         told = [(0, 20, "success"), (0, 40, "success"), (1, 40, "success"), (0, 40, "valid_format_rate")]
@@ -884,6 +882,18 @@ def test_what_the_comparison_shows():
     told = "Greedy, it ends {} above token PPO, and {} above Turn-PPO, which is not decided"
     assert told.format(*map(_listed, over.values())) in page
     assert (over["token_ppo"] > 0.15).sum() == 3 and (over["turn_ppo"] > 0.15).sum() < 3
+    told = "by the protocol this alone is decided**: in every seed it ends .15 or more above token PPO, S-PPO, ST-PPO and GRPO,"
+    last = greedy[40].unstack("seed")
+    clear = {
+        (a, b) for a in last.index for b in last.index if (last.loc[a] - last.loc[b]).min() > 0.15 - 1e-6
+    }
+    assert clear == {("kl_stop", b) for b in ("token_ppo", "s_ppo", "st_ppo", "grpo")} and told in page
+    pairs = [("turn_ppo", "token_ppo"), ("st_ppo", "s_ppo"), ("so_grpo", "grpo")]
+    ahead = pd.concat([last.loc[a] - last.loc[b] for a, b in pairs])
+    higher = ahead[ahead > 0.005]
+    told = "ends higher in {} of {} pairs, by {} to {}, and level in one."
+    assert told.format(len(higher), len(ahead), said(higher.min()), said(higher.max())) in page
+    assert (ahead.abs() < 0.005).sum() == 1
     assert f"Sampled success rises by {_listed(gained['kl_stop'])};" in page
     moved = stopped[40] - stopped[0]
     a, b, c = (said(abs(x)) for x in moved)
@@ -973,7 +983,11 @@ def test_when_grpo_of_the_comparison_has_no_gradient_left():
     assert there == said(success["token_ppo", 2])
     assert f"In seed 2 it ends at {there}, as token PPO does there" in page
     runs = pd.read_csv(metrics / "summary.csv").set_index("algorithm").loc["so_grpo"]
-    assert f"ends at {_listed(runs['greedy_final'])}, also below its start" in page
+    ahead = runs["greedy_final"].to_numpy() - success["grpo"].to_numpy()
+    assert (
+        f"ends at {_listed(runs['greedy_final'])}, below its start and above GRPO, by {_listed(ahead)}."
+        in page
+    )
     assert (runs["greedy_final"] < runs["greedy_start"]).all()
 
 
