@@ -11,7 +11,7 @@
 # `--config preset=NAME retrain=true` it is trained.
 #
 # Your own notebook: notebooks/30-anything.ipynb (30 to 39), with a cell tagged `parameters` that sets `metrics_dir`, the
-# folder of recorded metrics to read, and `output_dir`, where `stppo.results.style.publish` puts its figures. It is executed
+# folder of recorded metrics to read, and `output_dir`, where `stppo.figures.style.publish` puts its figures. It is executed
 # beside the other figure notebooks; the report links its page and shows its figures.
 #
 # What a run depends on is content: its composed config, and the syntax of the modules that it imports. Both
@@ -33,14 +33,15 @@ from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 
 from stppo import config as configs
-from stppo.agent.known_models import KNOWN
-from stppo.results.progress import follow
-from stppo.config_files import config_dir, groups, option_files, own_config_dir, use_config_dir
-from stppo.results.runs import missing_runs
-from stppo.provenance import code_hash, config_targets, imported_files, notebook_imports
-from stppo.interact import NBCONVERT_OPTIONS
-from stppo.ownership import announce_parent
+from stppo.policy.known_models import KNOWN
+from stppo.record.progress import follow
+from stppo.config.files import config_dir, groups, option_files, own_config_dir, use_config_dir
+from stppo.record.runs import missing_runs
+from stppo.config.provenance import code_hash, config_targets, imported_files, notebook_imports
+from stppo.derivations.interact import NBCONVERT_OPTIONS
+from stppo.record.ownership import announce_parent
 from stppo.preloaded import SERVER
+from stppo.rollout import ENGINES
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -124,7 +125,8 @@ WARM_STARTS = {
 }
 WORLDS = [run.config["world"] for run in TRAINED.values()] or [COMPOSED["world"]]
 TARGETS = sorted({target for world in WORLDS for target in config_targets(world)})
-TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS], notebook="notebooks/10-train.ipynb")
+ENGINE = [ENGINES[name] for name in sorted({run.config["rollout"]["engine"] for run in TRAINED.values()})]
+TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS, *ENGINE], notebook="notebooks/10-train.ipynb")
 
 
 def own_code(run):
@@ -161,7 +163,7 @@ def notebook_content(name):
         imports = notebook_imports(notebook)
     except ValueError as error:
         raise WorkflowError(str(error))
-    if "stppo.config_files" not in imported_files(imports):
+    if "stppo.config.files" not in imported_files(imports):
         return [content_of(notebook), code_hash(imports)]
     files = [config_dir() / "config.yaml", *(file for group in groups() for file in option_files(group))]
     settings = {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
@@ -281,7 +283,7 @@ else:
         output:
             METRICS,
         params:
-            code=code_hash("stppo.results.runs"),
+            code=code_hash("stppo.record.runs"),
             runs=[f"{RESULTS}/runs/{run}" for run in RUNS],
         log:
             f"{RESULTS}/logs/collect.log",
@@ -455,7 +457,7 @@ rule html:
     output:
         f"{RESULTS}/{{notebook}}.html",
     params:
-        code=code_hash("stppo.results.mathml"),
+        code=code_hash("stppo.figures.mathml"),
         options=shlex.join(NBCONVERT_OPTIONS),
         links=lambda wildcards: shlex.quote(relinked(wildcards.notebook)),
     log:
@@ -475,7 +477,7 @@ rule report:
     output:
         f"{RESULTS}/report.html",
     params:
-        code=code_hash("stppo.results.report"),
+        code=code_hash("stppo.figures.report"),
         reference=content_of(f"{REFERENCE}/metrics/runs.json"),
     log:
         f"{RESULTS}/logs/report.log",

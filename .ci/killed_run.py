@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from stppo.ownership import LOCK_FILE
-from stppo.schema import TIMING_COLUMNS
+from stppo.record.ownership import LOCK_FILE
+from stppo.record.schema import TIMING_COLUMNS
 
 RUN = Path("results/smoke/runs/OFF_POLICY/token_ppo/seed0")
 SECONDS = 300

@@ -19,10 +19,10 @@ import torch
 from run import QUIET, Table, markdown, provenance, ratios, spread
 
 from stppo import config as configs
-from stppo.agent.compiled import SOURCE
-from stppo.agent.compiler import compiled_library
-from stppo.agent.compute import last_block
-from stppo.agent.policy import score
+from stppo.policy.compiled import SOURCE
+from stppo.policy.compiler import compiled_library
+from stppo.policy.compute import last_block
+from stppo.policy.policy import score
 from stppo.training.gradients import PolicyPass, WatchedNorm
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import ensure_warm_start

@@ -29,9 +29,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pandas as pd
 import requests
 
+from stppo.config.provenance import git_state, hardware, versions
 from stppo.files import write_atomically, write_json
-from stppo.provenance import git_state, hardware, versions
-from stppo.schema import (
+from stppo.record.schema import (
     BENCHMARKS_FILE,
     COMPLETED,
     ENGINE_COLUMNS,

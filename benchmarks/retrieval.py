@@ -24,8 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
+from stppo.config.provenance import git_state, hardware, versions
 from stppo.files import write_atomically, write_json
-from stppo.provenance import git_state, hardware, versions
 from stppo.retrieval.bm25 import BM25Retriever, words
 from stppo.retrieval.bm25_index import build_bm25, open_bm25
 from stppo.retrieval.documents import read_corpus

@@ -24,10 +24,10 @@ def measure(engine: str, model: str, precision: str) -> list[dict]:
     import torch
 
     from benchmarks.smollm import Library
-    from stppo.agent.compute import place
-    from stppo.agent.engines import make_rollout
-    from stppo.agent.policy import load_policy, load_tokenizer
-    from stppo.agent.rollout import RolloutConfig, VLLMRolloutConfig
+    from stppo.policy.compute import place
+    from stppo.policy.policy import load_policy, load_tokenizer
+    from stppo.rollout.engines import make_rollout
+    from stppo.rollout.rollout import RolloutConfig, VLLMRolloutConfig
     from stppo.world.environment import SearchEnvironment
     from stppo.world.protocol import PROMPTS, Protocol, Question
 
@@ -93,7 +93,7 @@ def main() -> None:
     if options.only:
         print(json.dumps(measure(options.only, options.model, options.precision)))
         return
-    from stppo.provenance import environment
+    from stppo.config.provenance import environment
 
     rows = []
     one = os.environ | {

@@ -23,9 +23,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.utils.logging import disable_progress_bar
 
 from stppo import config as configs
-from stppo.agent.compiled import choose_kernels
-from stppo.agent.rollout_torch import TorchRollout
-from stppo.provenance import git_state, hardware, versions
+from stppo.config.provenance import git_state, hardware, versions
+from stppo.policy.compiled import choose_kernels
+from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.gradients import PolicyPass
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import ensure_warm_start, load_warm_start

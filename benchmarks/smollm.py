@@ -12,9 +12,9 @@ import time
 import torch
 
 from stppo import config as configs
-from stppo.agent.policy import load_policy, load_tokenizer
-from stppo.agent.rollout_torch import TorchRollout
+from stppo.policy.policy import load_policy, load_tokenizer
 from stppo.retrieval.documents import Document
+from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.checkpoint import trained
 from stppo.training.gradients import Passes
 from stppo.training.metrics import peak_memory_mb

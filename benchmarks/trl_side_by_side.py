@@ -24,8 +24,8 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from trl import GRPOConfig, GRPOTrainer
 
 from stppo import config as configs
-from stppo.agent.policy import load_policy
 from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer, search_dataset, search_reward, search_rollout
+from stppo.policy.policy import load_policy
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import ensure_warm_start
 from stppo.world.scripted import World

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo.agent.policy import build_policy, score
-from stppo.ownership import PARENT
+from stppo.policy.policy import build_policy, score
+from stppo.record.ownership import PARENT
 from stppo.training.warm_start import demonstration_batch, made_for
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.scripted import DemonstrationNoise, play

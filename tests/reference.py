@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from stppo.results.style import Plot
+from stppo.figures.style import Plot
 
 REFERENCE = Path(__file__).parents[1] / "results" / "reference"
 

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from stppo import schema
-from stppo.results.runs import Metrics, per_iteration
+from stppo.record import schema
+from stppo.record.runs import Metrics, per_iteration
 
 
 class Replicate(NamedTuple):

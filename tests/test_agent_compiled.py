@@ -9,11 +9,11 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from stppo import config as configs
-from stppo.agent.compiled import choose_kernels
-from stppo.agent.compiler import compiled_library
-from stppo.agent.critic import Critic
-from stppo.agent.policy import build_policy, score
-from stppo.agent.rollout_torch import TorchRollout
+from stppo.policy.compiled import choose_kernels
+from stppo.policy.compiler import compiled_library
+from stppo.policy.critic import Critic
+from stppo.policy.policy import build_policy, score
+from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.trainer import Trainer
 from tests.training_runs import interrupted, run
 

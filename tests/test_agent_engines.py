@@ -6,20 +6,20 @@ import sys
 import pytest
 import torch
 
-from stppo.agent.engines import make_rollout
-from stppo.agent.mismatch import mismatch, trainer_logprobs, truncated_weights
-from stppo.agent.policy import PolicyConfig, build_policy, score
-from stppo.agent.rollout import (
+from stppo.config import ConfigError, validate
+from stppo.objectives import Clip, NoStabilizer, Objective, Ratio, TokenGAE
+from stppo.policy.policy import PolicyConfig, build_policy, score
+from stppo.policy.weights import named_weights
+from stppo.record.schema import ENGINE_COLUMNS, UPDATE_COLUMNS
+from stppo.rollout.engines import make_rollout
+from stppo.rollout.mismatch import mismatch, trainer_logprobs, truncated_weights
+from stppo.rollout.rollout import (
     RolloutConfig,
     TurnEnd,
     VLLMRolloutConfig,
     at_temperature_one,
     through_first,
 )
-from stppo.agent.weights import named_weights
-from stppo.config import ConfigError, validate
-from stppo.objectives import Clip, NoStabilizer, Objective, Ratio, TokenGAE
-from stppo.schema import ENGINE_COLUMNS, UPDATE_COLUMNS
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.knowledge import SyntheticWorld
 from tests.objectives_cases import TabularPolicy, mixed_batch, normal
@@ -167,8 +167,8 @@ def test_wrong_settings_are_named(tiny, overrides, message):
 
 def test_without_vllm_one_line_names_the_extra(world, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # not importable
-    for module in ("rollout_vllm", "vllm_engine"):
-        monkeypatch.delitem(sys.modules, f"stppo.agent.{module}", raising=False)
+    for module in ("vllm_rollout", "vllm_engine"):
+        monkeypatch.delitem(sys.modules, f"stppo.plugins.{module}", raising=False)
     policy = build_policy(PolicyConfig(name="tiny"), world.tokenizer)
     with pytest.raises(ImportError, match=r"pip install 'stppo\[vllm\]'") as caught:
         make_rollout(world.environment, world.tokenizer, VLLMRolloutConfig(), policy)

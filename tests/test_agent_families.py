@@ -5,9 +5,9 @@ import torch
 from pydantic import ValidationError
 
 from stppo import config as configs
-from stppo.agent.critic import Critic
-from stppo.agent.policy import PolicyConfig, build_policy, load_policy, score
-from stppo.agent.rollout_torch import TorchRollout
+from stppo.policy.critic import Critic
+from stppo.policy.policy import PolicyConfig, build_policy, load_policy, score
+from stppo.rollout.rollout_torch import TorchRollout
 
 POLICIES = ["tiny", "tiny_gpt2", "tiny_llama"]  # one of each family, from scratch
 

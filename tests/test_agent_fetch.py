@@ -13,11 +13,11 @@ import torch
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'stppo[smollm]'")
 from transformers import AutoTokenizer
 
-from stppo.agent import fetch as fetching
-from stppo.agent.fetch import fetch
-from stppo.agent.known_models import KNOWN, located, models_folder
-from stppo.agent.policy import PolicyConfig, build_policy, load_policy, load_tokenizer, save_policy
-from stppo.agent.tiny_model import make_tiny_model
+from stppo.policy.known_models import KNOWN, located, models_folder
+from stppo.policy.policy import PolicyConfig, build_policy, load_policy, load_tokenizer, save_policy
+from stppo.pretrained import fetch as fetching
+from stppo.pretrained.fetch import fetch
+from stppo.pretrained.tiny_model import make_tiny_model
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.protocol import Protocol
 from tests.tiny_gguf import END, MARK, PAD, POSITIONS, RARE, START, write_gguf

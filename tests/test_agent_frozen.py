@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo.agent.compute import body_of, place
-from stppo.agent.critic import Critic
-from stppo.agent.frozen import freeze_below, frozen_copy, layers_of, parts_of, states_below
-from stppo.agent.policy import PolicyConfig, build_policy, load_policy, score
 from stppo.config import ConfigError
+from stppo.policy.compute import body_of, place
+from stppo.policy.critic import Critic
+from stppo.policy.frozen import freeze_below, frozen_copy, layers_of, parts_of, states_below
+from stppo.policy.policy import PolicyConfig, build_policy, load_policy, score
 from stppo.training.checkpoint import newest, trained
 from stppo.training.gradients import Passes, PolicyPass, WatchedNorm
 from stppo.trajectories import Trajectories

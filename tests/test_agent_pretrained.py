@@ -12,11 +12,18 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from stppo import config as configs
-from stppo.agent.engines import make_rollout
-from stppo.agent.policy import PolicyConfig, check_vocabulary, load_policy, load_tokenizer, save_policy, score
-from stppo.agent.rollout import RolloutConfig
 from stppo.config import ConfigError
+from stppo.policy.policy import (
+    PolicyConfig,
+    check_vocabulary,
+    load_policy,
+    load_tokenizer,
+    save_policy,
+    score,
+)
 from stppo.preflight.shapes import policy_config, shape_of
+from stppo.rollout.engines import make_rollout
+from stppo.rollout.rollout import RolloutConfig
 from stppo.training.evaluation import evaluate_checkpoint
 from stppo.training.metrics import rollout_metrics
 from stppo.training.optimizers import make_optimizer

@@ -9,13 +9,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stppo import config as configs
-from stppo.agent import rollout_torch
-from stppo.agent.compute import body_of
-from stppo.agent.critic import Critic, explained_variance
-from stppo.agent.frozen import freeze_below, states_below
-from stppo.agent.policy import build_policy, load_policy, score
-from stppo.agent.rollout import RolloutConfig, TurnEnd
-from stppo.agent.rollout_torch import TorchRollout
+from stppo.policy.compute import body_of
+from stppo.policy.critic import Critic, explained_variance
+from stppo.policy.frozen import freeze_below, states_below
+from stppo.policy.policy import build_policy, load_policy, score
+from stppo.rollout import rollout_torch
+from stppo.rollout.rollout import RolloutConfig, TurnEnd
+from stppo.rollout.rollout_torch import TorchRollout
 from stppo.trajectories import Trajectories
 from stppo.world import DialogueEncoder, Protocol
 

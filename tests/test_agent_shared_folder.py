@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from stppo.agent.shared_folder import SharedFolder
+from stppo.plugins.shared_folder import SharedFolder
 
 
 def writing(text):
@@ -29,7 +29,7 @@ def test_same_content_has_the_same_path_at_any_time(tmp_path):
 
 def test_it_stays_while_another_process_uses_it(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from stppo.agent.shared_folder import SharedFolder\n"
+        "import sys; from pathlib import Path; from stppo.plugins.shared_folder import SharedFolder\n"
         "folder = SharedFolder(Path(sys.argv[1]), lambda f: (f / 'config.json').write_text('a'))\n"
         "print(folder.path, flush=True); input(); folder.close()"
     )

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stppo.agent.compute import place
-from stppo.agent.handover import HandOver
-from stppo.agent.policy import PolicyConfig, build_policy
-from stppo.agent.rollout import VLLMRolloutConfig
+from stppo.plugins.vllm_weights import HandOver
+from stppo.policy.compute import place
+from stppo.policy.policy import PolicyConfig, build_policy
+from stppo.rollout.rollout import VLLMRolloutConfig
 from stppo.world.knowledge import SyntheticWorld
 
 
@@ -93,11 +93,11 @@ def start(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.delitem(sys.modules, "stppo.agent.vllm_engine", raising=False)
+    monkeypatch.delitem(sys.modules, "stppo.plugins.vllm_engine", raising=False)
     monkeypatch.setattr(StandIn, "lost", None)
-    engine = importlib.import_module("stppo.agent.vllm_engine").Engine
+    engine = importlib.import_module("stppo.plugins.vllm_engine").Engine
     yield lambda policy: engine(policy, WORLD.tokenizer, VLLMRolloutConfig(max_tokens=64))
-    sys.modules.pop("stppo.agent.vllm_engine")
+    sys.modules.pop("stppo.plugins.vllm_engine")
 
 
 WORLD = SyntheticWorld(n_train=8, n_validation=8, n_test=8)

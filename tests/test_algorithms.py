@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from stppo import config as configs
-from stppo import config_files
-from stppo.algorithms import LINES, ORDER, OWN, algorithms, aliases, look
 from stppo.config import ConfigError, fingerprint, identity_section, run_section
-from stppo.results.curves import GREY
+from stppo.config import files as config_files
+from stppo.config.algorithms import LINES, ORDER, OWN, algorithms, aliases, look
+from stppo.figures.curves import GREY
 
 BASED_ON_TURN_PPO = "defaults: [turn_ppo]\nname: {}\n{}"
 
@@ -87,13 +87,13 @@ def test_name_without_a_file_gets_a_look_of_its_own():
 
 
 def test_colour_of_a_name_is_the_same_in_every_process():
-    code = "from stppo.algorithms import look; print(look('other').color, look('somebody').color)"
+    code = "from stppo.config.algorithms import look; print(look('other').color, look('somebody').color)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.split() == [look(name).color for name in ("other", "somebody")]
 
 
 def test_import_is_light():
-    code = "import sys, stppo.algorithms as a; a.algorithms(); print([m for m in ('torch', 'hydra', 'pandas') if m in sys.modules])"
+    code = "import sys, stppo.config.algorithms as a; a.algorithms(); print([m for m in ('torch', 'hydra', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -13,10 +13,11 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from stppo import axes, config_files
-from stppo.algorithms import PAPER, RIVALS, algorithms, look
-from stppo.results.schematic import CHANGED
-from stppo.results.style import in_few_colours, style
+from stppo.config import files as config_files
+from stppo.config.algorithms import PAPER, RIVALS, algorithms, look
+from stppo.derivations import axes
+from stppo.figures.schematic import CHANGED
+from stppo.figures.style import in_few_colours, style
 
 ROOT = Path(__file__).parents[1]
 NAMES = PAPER  # the algorithms of figure 1

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stppo.agent.compiled import SOURCE
-from stppo.agent.compiler import CannotCompile, compiled_library
+from stppo.policy.compiled import SOURCE
+from stppo.policy.compiler import CannotCompile, compiled_library
 from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from stppo import cli
 from stppo import config as configs
-from stppo.ownership import FolderLock
+from stppo.record.ownership import FolderLock
 from tests.conftest import TINY
 from tests.sample_data import DATA, real_data
 
@@ -131,7 +131,7 @@ def test_an_error_of_the_system_says_where_and_what_to_do(stppo, monkeypatch, er
 
 def test_a_missing_extra_is_named_before_a_warm_start_is_made(stppo, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.delitem(sys.modules, "stppo.agent.lora", raising=False)
+    monkeypatch.delitem(sys.modules, "stppo.policy.lora", raising=False)
     monkeypatch.setattr(cli, "train_one", lambda *_: pytest.fail("began"))
     code, _, err = stppo("train", "preset=smoke", "policy.lora={rank: 4}")
     assert code == 1 and "error: policy.lora needs peft: pip install" in err

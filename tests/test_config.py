@@ -3,9 +3,9 @@
 import pytest
 
 from stppo import config as configs
-from stppo import config_files
-from stppo.algorithms import PAPER
 from stppo.config import ConfigError
+from stppo.config import files as config_files
+from stppo.config.algorithms import PAPER
 
 ALGORITHMS = sorted([*PAPER, "so_ppo"])  # the paper's; a reader may have added a file
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo import config_files
+from stppo.config import files as config_files
 from stppo.config import planned_runs
 from stppo.world.scripted import play_summary
 from tests.objectives_cases import mixed_batch

@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from stppo.algorithms import algorithms
-from stppo.axes import worked_example
-from stppo.factors import factor_table, factors_figure, method_figure, same_factor, steps_figure, steps_table
+from stppo.config.algorithms import algorithms
+from stppo.derivations.axes import worked_example
+from stppo.derivations.factors import (
+    factor_table,
+    factors_figure,
+    method_figure,
+    same_factor,
+    steps_figure,
+    steps_table,
+)
 
 NAMES = [row.name for row in algorithms()]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stppo.foreign import parse_json
+from stppo.files import parse_json
 
 
 def test_strings_are_clean_wherever_they_stand():

@@ -12,7 +12,7 @@ import papermill
 import pytest
 from matplotlib.figure import Figure
 
-from stppo import interact
+from stppo.derivations import interact
 
 
 class Drawn:
@@ -121,7 +121,7 @@ def test_a_drawing_of_nothing_is_named():
 
 CELL = """
 from matplotlib.figure import Figure
-from stppo.interact import explore
+from stppo.derivations.interact import explore
 
 def draw(level, kind):
     fig = Figure(figsize=(2, 1))

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from stppo import config as configs
-from stppo.agent.critic import Critic
-from stppo.agent.policy import PolicyConfig, build_policy, score
+from stppo.policy.critic import Critic
+from stppo.policy.policy import PolicyConfig, build_policy, score
 from stppo.training.gradients import Passes
 from stppo.training.updates import CriticUpdates, PolicyUpdates
 from stppo.trajectories import Trajectories, turn_ids

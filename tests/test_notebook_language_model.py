@@ -6,7 +6,7 @@ from pathlib import Path
 import papermill
 
 from stppo import config as configs
-from stppo.results.runs import collect
+from stppo.record.runs import collect
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import warm_start
 from tests.test_training_warm_start_pretrained import model, records, small

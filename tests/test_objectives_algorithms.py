@@ -113,7 +113,7 @@ def test_group_size_one_is_refused():
 
 
 def test_diagnostics_are_the_schemas_columns():
-    schema = pytest.importorskip("stppo.schema")
+    schema = pytest.importorskip("stppo.record.schema")
     policy = TabularPolicy()
     batch = off_policy(mixed_batch(), policy, spread=0.4)
     objective = instantiate(load("st_ppo").objective)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo import config_files
-from stppo.algorithms import PAPER, RIVALS
+from stppo.config import files as config_files
+from stppo.config.algorithms import PAPER, RIVALS
 from stppo.objectives import GroupCentred, Weight
 from stppo.objectives.rivals import (
     BalancedClip,

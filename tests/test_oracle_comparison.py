@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo import config_files
-from stppo.algorithms import PAPER, RIVALS, algorithms, look
-from stppo.bias_variance import bias_variance_figure, bias_variance_table
+from stppo.config import files as config_files
+from stppo.config.algorithms import PAPER, RIVALS, algorithms, look
+from stppo.derivations.bias_variance import bias_variance_figure, bias_variance_table
 from stppo.objectives import (
     BatchBaseline,
     Clip,

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from stppo import config as configs
-from stppo import config_files
 from stppo.config import ConfigError
-from stppo.plan import plan
-from stppo.provenance import config_targets, imported_files
+from stppo.config import files as config_files
+from stppo.config.plan import plan
+from stppo.config.provenance import config_targets, imported_files
 
 RATIO = """
 from dataclasses import dataclass

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from stppo.ownership import LOCK_FILE, PARENT, FolderInUse, FolderLock, announce_parent, is_orphan
+from stppo.record.ownership import LOCK_FILE, PARENT, FolderInUse, FolderLock, announce_parent, is_orphan
 
 HOLD = """
 import sys, time
-from stppo.ownership import FolderLock
+from stppo.record.ownership import FolderLock
 with FolderLock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)
@@ -146,7 +146,7 @@ def test_without_locks_of_the_kernel_a_living_owner_is_known_by_its_process(tmp_
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path):
     program = (
-        "import os, sys, time\nfrom stppo.ownership import FolderLock\n"
+        "import os, sys, time\nfrom stppo.record.ownership import FolderLock\n"
         "with FolderLock(sys.argv[1]):\n"
         " child = os.fork()\n"
         " if child == 0: print(os.getpid(), flush=True); time.sleep(60); os._exit(0)\n"
@@ -168,7 +168,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
 def test_a_run_is_an_orphan_when_the_announced_process_is_gone(monkeypatch):
     monkeypatch.delenv(PARENT, raising=False)
     assert not is_orphan(), "started by hand, perhaps under nohup"
-    tell = "import os\nfrom stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
+    tell = "import os\nfrom stppo.record.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
     gone = subprocess.run(
         [sys.executable, "-c", tell], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -185,7 +185,7 @@ def test_a_run_is_an_orphan_when_the_announced_process_is_gone(monkeypatch):
 def test_process_numbers_of_another_container_on_this_machine_say_nothing(monkeypatch):
     monkeypatch.delenv(PARENT, raising=False)
     announce_parent()
-    ask = [sys.executable, "-c", "import stppo.ownership as o; print(o.is_orphan())"]
+    ask = [sys.executable, "-c", "import stppo.record.ownership as o; print(o.is_orphan())"]
     shut_off = subprocess.run(
         ["unshare", "--pid", "--fork", "--mount-proc", *ask], capture_output=True, text=True
     )

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from stppo import config as configs
-from stppo.interact import WIDGET_VIEW
-from stppo.results.runs import collect
+from stppo.derivations.interact import WIDGET_VIEW
+from stppo.record.runs import collect
 from tests.synthetic_runs import make_run
 
 ROOT = Path(__file__).parents[1]

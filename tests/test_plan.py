@@ -1,7 +1,7 @@
 """The table of what a preset would train and cost."""
 
 from stppo import config as configs
-from stppo.plan import plan, seconds
+from stppo.config.plan import plan, seconds
 
 
 def cost(*overrides):

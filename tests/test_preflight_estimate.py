@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from stppo import config as configs
-from stppo.agent.compute import computing, place
-from stppo.agent.policy import LoraSettings
+from stppo.config.settings import RunConfig
 from stppo.files import repository_path
+from stppo.policy.compute import computing, place
+from stppo.policy.policy import LoraSettings
 from stppo.preflight.memory import (
     GIB,
     Algorithm,
@@ -27,7 +28,6 @@ from stppo.preflight.memory import (
 )
 from stppo.preflight.shapes import QWEN25, check_trained_part, known_config, shape_of, smaller
 from stppo.preflight.speed import estimate_speed
-from stppo.settings import RunConfig
 from stppo.training.checkpoint import CHECKPOINT_DIR, newest
 from stppo.training.models import make_models
 from stppo.training.trainer import Trainer
@@ -262,7 +262,7 @@ import json, sys
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 from stppo import config as configs
-from stppo.agent.compute import place
+from stppo.policy.compute import place
 from stppo.training.gradients import Passes
 from stppo.training.optimizers import make_optimizer
 from stppo.training.updates import PolicyUpdates

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from stppo import provenance
-from stppo.provenance import code_hash, config_targets, imported_files, notebook_imports
+from stppo.config import provenance
+from stppo.config.provenance import code_hash, config_targets, imported_files, notebook_imports
 
 
 @pytest.fixture
@@ -122,8 +122,8 @@ def test_notebook_code_counts_and_its_prose_does_not(package, tmp_path):
 
 
 def test_hash_of_the_real_package_is_stable_and_covers_schema():
-    assert code_hash("stppo.results.runs") == code_hash(["stppo.results.runs"])
-    assert "stppo.schema" in imported_files(["stppo.results.runs"])
+    assert code_hash("stppo.record.runs") == code_hash(["stppo.record.runs"])
+    assert "stppo.record.schema" in imported_files(["stppo.record.runs"])
 
 
 def test_targets_are_found_at_any_depth():
@@ -163,9 +163,9 @@ def own_folder(tmp_path, monkeypatch):
     ],
 )
 def test_code_of_an_own_class_counts_with_what_it_imports_from_its_folder(own_folder, file, old, new, counts):
-    before = code_hash(["stppo.schema", "own_ratio.Mine"])
+    before = code_hash(["stppo.record.schema", "own_ratio.Mine"])
     edit(own_folder / file, old, new)
-    assert (code_hash(["stppo.schema", "own_ratio.Mine"]) != before) == counts
+    assert (code_hash(["stppo.record.schema", "own_ratio.Mine"]) != before) == counts
 
 
 def test_own_class_brings_what_it_imports_of_the_package(own_folder, package):
@@ -176,11 +176,11 @@ def test_own_class_brings_what_it_imports_of_the_package(own_folder, package):
 
 
 def test_class_of_an_installed_library_counts_by_its_version(monkeypatch):
-    before = code_hash(["stppo.schema", "yaml.Loader"])
-    assert before != code_hash("stppo.schema")
+    before = code_hash(["stppo.record.schema", "yaml.Loader"])
+    assert before != code_hash("stppo.record.schema")
     provenance._libraries.cache_clear()
     monkeypatch.setattr(provenance.metadata, "version", lambda name: "0.0.0")
-    assert code_hash(["stppo.schema", "yaml.Loader"]) != before
+    assert code_hash(["stppo.record.schema", "yaml.Loader"]) != before
     provenance._libraries.cache_clear()
 
 
@@ -240,9 +240,7 @@ def test_git_state_sees_a_change_of_what_results_depend_on(repository, name, dir
 
 
 def test_import_is_light():
-    code = (
-        "import sys, stppo.provenance; print([m for m in ('torch', 'pandas', 'numpy') if m in sys.modules])"
-    )
+    code = "import sys, stppo.config.provenance; print([m for m in ('torch', 'pandas', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -1388,7 +1388,7 @@ def test_which_commit_and_processor_made_the_runs():
 
 
 def test_which_methods_are_not_run_yet(benchmark):
-    from stppo.config_files import options
+    from stppo.config.files import options
 
     rest = set(options("algorithm")) - set(benchmark[0]) - {"so_ppo"}  # another name of st_ppo
     named = {"llds", "grpo_guard", "agilerl_turn", "so_ppo_ctn_c", "so_grpo_ctn"}

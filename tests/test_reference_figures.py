@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stppo.axes import objectives_figure
-from stppo.results.figures import FIGURES
-from stppo.results.runs import load_metrics
+from stppo.derivations.axes import objectives_figure
+from stppo.figures.figures import FIGURES
+from stppo.record.runs import load_metrics
 from stppo.study.benchmark_figures import pictures
 from stppo.study.questions import questions_figure
 

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stppo.results import beginnings as module
-from stppo.results.beginnings import EARLY, FEWEST, SIGNALS, beginnings, beginnings_of, correlations
+from stppo.figures import beginnings as module
+from stppo.figures.beginnings import EARLY, FEWEST, SIGNALS, beginnings, beginnings_of, correlations
 from tests.synthetic_runs import DYNAMICS, Dynamics, gather, simulate
 
 

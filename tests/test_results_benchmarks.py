@@ -5,7 +5,7 @@ import pytest
 from matplotlib.colors import to_hex
 from scipy.stats import norm
 
-from stppo.results.benchmarks import match_plot, match_table, with_intervals
+from stppo.figures.benchmarks import match_plot, match_table, with_intervals
 
 
 def results(*rows):

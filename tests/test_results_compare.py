@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stppo import schema
 from stppo.config import expand_sweep, variant
-from stppo.results.compare import before_and_after, compare_runs, find_runs, text
-from stppo.results.runs import collect, load_metrics, told_apart
+from stppo.record import schema
+from stppo.record.compare import before_and_after, compare_runs, find_runs, text
+from stppo.record.runs import collect, load_metrics, told_apart
 from tests.synthetic_runs import make_run
 
 FAST, SLOW = "training.learning_rate=2e-4", "training.learning_rate=1e-4"

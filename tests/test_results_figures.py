@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stppo.results import curves, findings, granularity
-from stppo.results.curves import Panel, band, curves_of, source_of
-from stppo.results.figures import FIGURES
+from stppo.figures import curves, findings, granularity
+from stppo.figures.curves import Panel, band, curves_of, source_of
+from stppo.figures.figures import FIGURES
 from tests.reference import assert_shows_all
 from tests.synthetic_runs import DYNAMICS, START, Dynamics, gather, simulate
 

@@ -6,8 +6,8 @@ import papermill
 import pytest
 from matplotlib.figure import Figure
 
-from stppo.results import live
-from stppo.results.live import LiveCurves, run_figure
+from stppo.figures import live
+from stppo.figures.live import LiveCurves, run_figure
 
 COLUMNS = (
     "success_train",
@@ -99,7 +99,7 @@ def test_a_norm_of_zero_does_not_spoil_the_logarithmic_axis():
 
 CELL = """
 from tests.test_results_live import rows
-from stppo.results.live import LiveCurves
+from stppo.figures.live import LiveCurves
 curves = LiveCurves("a run", 6)
 curves.begin()
 for n in (2, 4, 6):

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import nbformat
 import pytest
 
-from stppo.results.mathml import OfflineHTMLExporter, to_mathml
+from stppo.figures.mathml import OfflineHTMLExporter, to_mathml
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

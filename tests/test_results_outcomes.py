@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from stppo.results.outcomes import LABELS, judge, trailing_mean, with_zeros
+from stppo.record.outcomes import LABELS, judge, trailing_mean, with_zeros
 
 START = 0.2
 

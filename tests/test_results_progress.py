@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from stppo.ownership import FolderLock
-from stppo.results.progress import all_progress, follow, milestones, table
+from stppo.record.ownership import FolderLock
+from stppo.record.progress import all_progress, follow, milestones, table
 
 
 @pytest.fixture

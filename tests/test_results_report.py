@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from stppo.results.figures import FIGURES
-from stppo.results.report import provenance, render_report
-from stppo.results.runs import collect
+from stppo.figures.figures import FIGURES
+from stppo.figures.report import provenance, render_report
+from stppo.record.runs import collect
 from tests.synthetic_runs import make_run
 
 HOSTILE = '<script>alert("x")</script>'
@@ -125,7 +125,7 @@ def test_each_of_a_few_runs_has_its_success_before_and_after_with_intervals(page
     )
     assert len(lines) == 9 and "token PPO, seed 1" in dict(lines)
     assert all(re.match(r"sampled [.\d]+ \[[.\d]+, [.\d]+\] to [.\d]+ \[", told) for _, told in lines)
-    monkeypatch.setattr("stppo.results.report.FEW", 8)
+    monkeypatch.setattr("stppo.figures.report.FEW", 8)
     many = render_report(results / "mine", None, results / "mine" / "many.html")
     assert "Wilson" not in many.read_text(encoding="utf-8")
 

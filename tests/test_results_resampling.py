@@ -8,8 +8,8 @@ import pytest
 from rliable import metrics
 from scipy.stats import beta, norm, t
 
-from stppo.results import resampling
-from stppo.results.resampling import contrast, difference, fewest_worlds, joint_level, mean
+from stppo import stats
+from stppo.stats import contrast, difference, fewest_worlds, joint_level, mean
 
 SHARE = (0.0, 1.0)
 
@@ -30,8 +30,8 @@ def width(estimate, level=0.95):
 
 def test_runs_of_one_world_count_as_one():
     runs = pd.DataFrame({"world_seed": [31, 31, 32, 33], "final": [0.2, 0.6, 1.0, math.nan]})
-    assert resampling.by_world(runs, "final") == {31: 0.4, 32: 1.0}
-    assert resampling.by_world(runs.assign(learned=runs["final"] > 0.5), "learned") == {31: 0.5, 32: 1, 33: 0}
+    assert stats.by_world(runs, "final") == {31: 0.4, 32: 1.0}
+    assert stats.by_world(runs.assign(learned=runs["final"] > 0.5), "learned") == {31: 0.5, 32: 1, 33: 0}
 
 
 def test_standard_error_is_that_of_a_mean():
@@ -50,12 +50,12 @@ def bimodal(rng, n):
 def test_a_small_share_of_points_is_covered_as_often_as_said(alike):
     """2 % of two points in each of 20 worlds: 200 simulated sets. By the plain bootstrap half of them or more would miss."""
     rng, at = np.random.default_rng(3), np.repeat(np.arange(20), 2)
-    weights = resampling.shares_of(at, 1000)
+    weights = stats.shares_of(at, 1000)
     missed = {None: 0, SHARE: 0}
     for _ in range(200):
         won = (np.repeat(rng.random(20), 2) if alike else rng.random(40)) < 0.02
         for bounds in missed:
-            found = resampling.estimate(won.mean(), weights @ won, 20, bounds)
+            found = stats.estimate(won.mean(), weights @ won, 20, bounds)
             low, high = found.interval(0.95)
             missed[bounds] += not low <= 0.02 <= high
     assert missed[SHARE] <= 16 and missed[None] >= 80
@@ -160,13 +160,13 @@ def test_more_verdicts_need_a_higher_level_and_more_worlds():
 
 def test_interquartile_mean_is_rliables():
     values = np.random.default_rng(0).normal(size=12)
-    estimate = resampling.interquartile_mean(worlds(values))
+    estimate = stats.interquartile_mean(worlds(values))
     assert estimate.value == pytest.approx(metrics.aggregate_iqm(values[:, None]))
     assert estimate.interval(0.95)[0] < estimate.value < estimate.interval(0.95)[1]
 
 
 def test_band_averages_a_world_and_needs_three():
     curves = np.array([[1.0, 1.0], [3.0, 3.0], [5.0, np.nan], [8.0, 8.0]])
-    value, low, high = resampling.curve_band(curves, [31, 31, 32, 33], 200, 0.95)
-    assert value == pytest.approx([resampling.interquartile_mean(worlds([2, 5, 8])).value, 5.0])
+    value, low, high = stats.curve_band(curves, [31, 31, 32, 33], 200, 0.95)
+    assert value == pytest.approx([stats.interquartile_mean(worlds([2, 5, 8])).value, 5.0])
     assert low[0] < value[0] < high[0] and np.isnan([low[1], high[1]]).all()

@@ -7,10 +7,10 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from stppo import config, schema
-from stppo.algorithms import look
-from stppo.results import runs
-from stppo.results.runs import TABLE_MEANS, collect, load_metrics, make_command, read_run, repository_path
+from stppo import config
+from stppo.config.algorithms import look
+from stppo.record import runs, schema
+from stppo.record.runs import TABLE_MEANS, collect, load_metrics, make_command, read_run, repository_path
 from tests.synthetic_runs import N_UPDATES, START, Dynamics, gather, make_run, make_study, simulate
 
 

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from stppo.results.statistics import area_under_curve, final_mean, log_linear_trend
+from stppo.stats import area_under_curve, final_mean, log_linear_trend
 
 
 def test_trend_recovers_an_exponential():

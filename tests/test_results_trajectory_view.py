@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from stppo.results.trajectory_view import (
+from stppo.figures.trajectory_view import (
     DOWN,
     MEASURES,
     TURN_COLORS,

@@ -1,6 +1,6 @@
 import re
 
-from stppo import schema
+from stppo.record import schema
 
 
 def test_every_name_is_an_identifier_with_a_one_line_text():

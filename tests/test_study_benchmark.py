@@ -10,9 +10,9 @@ from scipy import stats
 
 from stppo import cli
 from stppo.config import ConfigError
-from stppo.config_files import VARIABLE
-from stppo.results.resampling import mean
-from stppo.results.runs import Metrics
+from stppo.config.files import VARIABLE
+from stppo.record.runs import Metrics
+from stppo.stats import mean
 from stppo.study import benchmark, benchmark_figures, benchmark_signals
 from stppo.study.benchmark import BASELINE, REGIME, best_of
 from stppo.study.benchmark_figures import pictures
@@ -398,7 +398,7 @@ def page(monkeypatch, tmp_path):
     def write(metrics):
         folder = tmp_path if metrics else tmp_path / "none"
         monkeypatch.setattr(benchmark, "metrics_folder", lambda: folder)
-        monkeypatch.setattr("stppo.results.runs.load_metrics", lambda _: metrics)
+        monkeypatch.setattr("stppo.record.runs.load_metrics", lambda _: metrics)
         return generated._leaderboard()
 
     return write

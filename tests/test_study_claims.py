@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from stppo import schema
 from stppo.cli import app
 from stppo.config import planned_runs
-from stppo.results.resampling import fewest_worlds
-from stppo.results.runs import Metrics
+from stppo.record import schema
+from stppo.record.runs import Metrics
+from stppo.stats import fewest_worlds
 from stppo.study import claims, measures
 from stppo.study.arms import Group, groups
 from stppo.study.claims import Ledger, evaluate, load_ledger

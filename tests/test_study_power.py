@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from stppo.results.resampling import fewest_worlds, joint_level
+from stppo.stats import fewest_worlds, joint_level
 from stppo.study import power
 
 

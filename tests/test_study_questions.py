@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from stppo.results.resampling import fewest_worlds
+from stppo.stats import fewest_worlds
 from stppo.study.arms import Group
 from stppo.study.questions import effects, questions_figure
 from tests.test_study_claims import make, spread

@@ -1,7 +1,7 @@
 import pytest
 
-from stppo.results import settings_map
-from stppo.results.figures import FIGURES
+from stppo.figures import settings_map
+from stppo.figures.figures import FIGURES
 from stppo.study import search
 from tests.synthetic_runs import Dynamics, gather, simulate
 

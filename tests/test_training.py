@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo.agent.policy import load_policy
 from stppo.files import write_atomically
-from stppo.ownership import PARENT, FolderInUse
-from stppo.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
+from stppo.policy.policy import load_policy
+from stppo.record.ownership import PARENT, FolderInUse
+from stppo.record.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
 from stppo.training.checkpoint import newest
 from stppo.training.failures import RunStopped
 from stppo.training.metrics import gpu_peak_memory_mb
@@ -508,7 +508,7 @@ def test_one_folder_takes_one_run_at_a_time(tmp_path, tiny, barely_trained):
 def test_a_run_whose_pipeline_is_gone_stops_at_its_next_checkpoint(
     tmp_path, tiny, barely_trained, monkeypatch
 ):
-    tell = "import os\nfrom stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
+    tell = "import os\nfrom stppo.record.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
     gone = subprocess.run(
         [sys.executable, "-c", tell], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from stppo import cli
 from stppo import config as configs
-from stppo.config_files import VARIABLE
-from stppo.ownership import PARENT
+from stppo.config.files import VARIABLE
+from stppo.record.ownership import PARENT
 from stppo.training import campaign, processes
 from stppo.training.warm_start import made_for, recorded_start
 from tests.conftest import TINY
@@ -194,7 +194,7 @@ def test_a_killed_process_and_a_failed_start_end_their_runs_alone(monkeypatch, c
 
 
 def test_a_worker_takes_no_further_job_when_the_campaign_is_gone():
-    announce = "import os\nfrom stppo.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
+    announce = "import os\nfrom stppo.record.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
     gone = subprocess.run([sys.executable, "-c", announce], capture_output=True, text=True, check=True)
     job = "from stppo.training.campaign import _between_jobs\n_between_jobs()\nprint('went on')"
     told = {

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo.agent.policy import load_policy
-from stppo.agent.rollout import Rollout, RolloutConfig
-from stppo.agent.rollout_torch import TorchRollout
+from stppo.policy.policy import load_policy
+from stppo.rollout.rollout import Rollout, RolloutConfig
+from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.controls import generator_for, identity
 from stppo.training.monte_carlo import TrueValues, true_values
 from stppo.training.trainer import Trainer

@@ -13,13 +13,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stppo import cli, schema
+from stppo import cli
 from stppo import config as configs
-from stppo.agent.policy import load_policy, load_tokenizer
-from stppo.agent.rollout import Rollout
-from stppo.agent.rollout_torch import TorchRollout
-from stppo.agent.tiny_model import make_tiny_model
+from stppo.policy.policy import load_policy, load_tokenizer
+from stppo.pretrained.tiny_model import make_tiny_model
+from stppo.record import schema
 from stppo.retrieval.client import RetrievalClient, RetrievalUnavailable
+from stppo.rollout.rollout import Rollout
+from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.evaluation import _unseen, evaluate_checkpoint, ratio_and_error, replies_of, summarise
 from stppo.training.metrics import evaluate, trajectory_records, write_tables
 from stppo.training.trainer import Trainer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo.agent.rollout import EngineOutOfMemory
+from stppo.rollout.rollout import EngineOutOfMemory
 from stppo.training.checkpoint import newest
 from stppo.training.failures import RunStopped, warm_start_stopped, what_stopped
 from stppo.training.trainer import Trainer, engine_rounds_adapters

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo.agent import policy as policy_module
-from stppo.agent.compute import body_of, computing, last_block, logits_of, place
-from stppo.agent.critic import Critic
-from stppo.agent.policy import PolicyConfig, build_policy, score
+from stppo.policy import policy as policy_module
+from stppo.policy.compute import body_of, computing, last_block, logits_of, place
+from stppo.policy.critic import Critic
+from stppo.policy.policy import PolicyConfig, build_policy, score
 from stppo.training.gradients import Passes, PolicyPass, WatchedNorm, join
 from stppo.training.models import Models
 from stppo.training.updates import CriticUpdates, PolicyUpdates

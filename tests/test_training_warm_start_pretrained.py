@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo.agent.compute import body_of
-from stppo.agent.policy import PolicyConfig, load_policy, load_tokenizer
-from stppo.agent.tiny_model import make_tiny_model
+from stppo.policy.compute import body_of
+from stppo.policy.policy import PolicyConfig, load_policy, load_tokenizer
+from stppo.pretrained.tiny_model import make_tiny_model
 from stppo.training import warm_start as module
 from stppo.training.warm_start import warm_start
 from stppo.world.encoding import DialogueEncoder

@@ -3,7 +3,7 @@
 import pytest
 
 from stppo import config as configs
-from stppo.agent.engines import make_rollout
+from stppo.rollout.engines import make_rollout
 from stppo.training.metrics import evaluate
 from stppo.training.warm_start import load_warm_start, warm_start
 

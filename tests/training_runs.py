@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stppo.schema import TIMING_COLUMNS
+from stppo.record.schema import TIMING_COLUMNS
 from stppo.training.checkpoint import CHECKPOINT_DIR, newest
 from stppo.training.trainer import Trainer
 

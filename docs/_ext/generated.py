@@ -31,7 +31,7 @@ LAYERS = {
 
 
 def _metrics() -> str:
-    from stppo import schema
+    from stppo.record import schema
 
     parts = [
         HEAD + "# Every metric\n\nWhat a run records, with the names that files, tables and loggers use.\n"
@@ -73,7 +73,7 @@ def _commands() -> str:
 
 def _configs() -> str:
     """Every YAML file of every group, with its comments: they are the documentation of the keys."""
-    from stppo.config_files import config_dir, groups
+    from stppo.config.files import config_dir, groups
 
     parts = [
         HEAD
@@ -91,8 +91,8 @@ def _configs() -> str:
 
 def _algorithms() -> str:
     """The names of the paper's two versions and the point that each algorithm's YAML stands for."""
-    from stppo.algorithms import PAPER, aliases
-    from stppo.axes import axes_table
+    from stppo.config.algorithms import PAPER, aliases
+    from stppo.derivations.axes import axes_table
 
     also = {name: f" (or `{alias}`)" for alias, name in aliases().items()}
     shown = ["v1", "v2", "ratio", "aggregation", "credit", "clip", "stabiliser", "source"]
@@ -105,7 +105,7 @@ def _algorithms() -> str:
 
 def _rivals() -> str:
     """Related methods: the comment of each YAML, which says what it is and what is uncertain, its knob and source."""
-    from stppo.algorithms import NO_KNOB, RIVALS, look, notes
+    from stppo.config.algorithms import NO_KNOB, RIVALS, look, notes
 
     lines = ["| `algorithm=` | what it is | its knob | source |", "| --- " * 4 + "|"]
     for name in RIVALS:
@@ -142,7 +142,7 @@ IN_HOST = {
 
 def _plug_in(host: str) -> str:
     """What a plug-in offers by name, the host's options with which it is the YAML's, and what it does not offer."""
-    from stppo.algorithms import PAPER, RIVALS, aliases, look
+    from stppo.config.algorithms import PAPER, RIVALS, aliases, look
     from stppo.plugins import methods
 
     shown = ["name", "method", "terms averaged as in the YAML", "clip range", "advantages", "its knobs"]
@@ -179,7 +179,7 @@ def _plug_in(host: str) -> str:
 
 def _leaderboard() -> str:
     """The benchmark's own page, its pictures and its table; methods not yet run at every point with their counts."""
-    from stppo.results.runs import load_metrics
+    from stppo.record.runs import load_metrics
     from stppo.study import benchmark
     from stppo.study.benchmark_figures import pictures
 

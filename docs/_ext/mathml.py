@@ -2,7 +2,7 @@
 
 from docutils import nodes
 
-from stppo.results.mathml import to_mathml
+from stppo.figures.mathml import to_mathml
 
 
 def _inline(self, node):

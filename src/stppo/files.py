@@ -1,4 +1,4 @@
-"""Where relative paths start and how files are written: what training and analysis share about folders."""
+"""Files: where relative paths start, how they are written whole, and how text that others wrote is made safe."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -84,3 +85,42 @@ def content_hash(path: str | Path) -> str:
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stppo" / "content"
+
+
+# ---- text of others: corpora, records, replies of servers, run folders --------------------------
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """The text with lone surrogates, which no encoding, tokenizer or file can hold, as U+FFFD."""
+    return text if text.isascii() else _LONE_SURROGATE.sub("\ufffd", text)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text holds, its strings clean.
+
+    json.JSONDecodeError for whatever is no JSON, too deep or a number too long; UnicodeDecodeError for bytes that are not
+    UTF-8.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8-sig")
+    try:
+        value = json.loads(text)
+        escaped = "\\ud" in text or "\\uD" in text or _LONE_SURROGATE.search(text)
+        return _clean(value) if escaped else value
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+    except ValueError as error:  # Python reads no more than some thousand digits
+        raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    if isinstance(value, dict):
+        return {clean(name): _clean(item) for name, item in value.items()}
+    return value

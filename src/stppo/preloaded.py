@@ -37,8 +37,8 @@ COMMANDS = {
 MODULES = (
     "stppo.training.trainer",
     "stppo.training.warm_start",
-    "stppo.results.live",
-    "stppo.results.trajectory_view",
+    "stppo.figures.live",
+    "stppo.figures.trajectory_view",
 )
 INLINE = "module://matplotlib_inline.backend_inline"  # what a kernel sets before matplotlib is imported
 

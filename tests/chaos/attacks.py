@@ -19,14 +19,14 @@ import yaml
 
 from stppo import cli
 from stppo import config as configs
-from stppo.agent.policy import load_policy
-from stppo.foreign import parse_json
-from stppo.results.progress import all_progress
-from stppo.results.runs import read_run
+from stppo.files import parse_json
+from stppo.policy.policy import load_policy
+from stppo.record.progress import all_progress
+from stppo.record.runs import read_run
+from stppo.record.schema import TIMING_COLUMNS
 from stppo.retrieval.bm25 import BM25Retriever
 from stppo.retrieval.client import RetrievalClient, RetrievalUnavailable
 from stppo.retrieval.documents import Document, read_corpus
-from stppo.schema import TIMING_COLUMNS
 from stppo.training.checkpoint import load_checkpoint, newest, save_checkpoint
 from stppo.world.datasets import read_records
 from stppo.world.protocol import PARSERS, Protocol, Question, neutralise_tags

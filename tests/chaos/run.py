@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from stppo.provenance import environment
+from stppo.config.provenance import environment
 from tests.chaos.attacks import ATTACKS, Stage
 
 # Share of the time, and most attacks, of each kind.

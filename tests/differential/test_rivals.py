@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from stppo import config as configs
-from stppo import config_files
+from stppo.config import files as config_files
 from tests.differential.cases import cases, referee_settings
 from tests.differential.peers import our_loss, trl_case, value_and_gradient, verl_case
 

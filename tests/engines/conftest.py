@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stppo.agent.fetch import fetch
-from stppo.agent.policy import load_policy, load_tokenizer
+from stppo.policy.policy import load_policy, load_tokenizer
+from stppo.pretrained.fetch import fetch
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import torch
 
 from stppo import config as configs
-from stppo import config_files
+from stppo.config import files as config_files
 from stppo.objectives import loss_weights
 from stppo.trajectories import Layout
 

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stppo import config as configs
-from stppo.agent.compute import body_of, head_of
-from stppo.agent.critic import Critic
-from stppo.agent.frozen import freeze_below, states_below
-from stppo.agent.policy import LoraSettings, load_policy, load_tokenizer, save_policy, score
-from stppo.agent.weights import named_weights
+from stppo.policy.compute import body_of, head_of
+from stppo.policy.critic import Critic
+from stppo.policy.frozen import freeze_below, states_below
+from stppo.policy.policy import LoraSettings, load_policy, load_tokenizer, save_policy, score
+from stppo.policy.weights import named_weights
 from stppo.training.checkpoint import newest
 from stppo.training.gradients import Passes, PolicyPass, WatchedNorm
 from stppo.training.trainer import Trainer
@@ -192,7 +192,7 @@ def test_frozen_weights_are_bfloat16_beside_float32_adapters(tiny, tmp_path, sta
 
 
 def test_target_modules_that_do_not_exist_are_named(start):
-    from stppo.agent.lora import with_lora
+    from stppo.policy.lora import with_lora
 
     with pytest.raises(ValueError, match=r"policy\.lora\.target_modules=\['nothing'\]"):
         with_lora(load_policy(start), LoraSettings(target_modules=["nothing"]))
@@ -200,7 +200,7 @@ def test_target_modules_that_do_not_exist_are_named(start):
 
 def test_adapters_are_put_on_the_upper_layers_alone(start):
     """Beside policy.trainable_layers: one pass through the frozen layers serves policy, critic and reference."""
-    from stppo.agent.lora import with_lora
+    from stppo.policy.lora import with_lora
 
     policy = load_policy(start).double()
     whole = load_policy(start).double()
@@ -250,7 +250,7 @@ def test_named_layers_alone_get_adapters(start):
 @pytest.mark.parametrize("targets", [r".*\.layers\.1\..*q_proj", ["model.layers.1.self_attn.q_proj"]])
 def test_policy_and_critic_get_adapters_on_the_same_layers(start, targets, trained):
     """A critic's body has other names: no `model.` before them, and of a divided policy the upper layers from 0."""
-    from stppo.agent.lora import with_lora
+    from stppo.policy.lora import with_lora
 
     policy, settings = load_policy(start), LoraSettings(target_modules=targets)
     if trained:

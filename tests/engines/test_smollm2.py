@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from stppo import config as configs
-from stppo.agent.fetch import answer
-from stppo.agent.known_models import KNOWN
-from stppo.agent.policy import load_policy, load_tokenizer
-from stppo.agent.rollout import Board
-from stppo.schema import COMPLETED, EVALUATION_COLUMNS
+from stppo.policy.known_models import KNOWN
+from stppo.policy.policy import load_policy, load_tokenizer
+from stppo.pretrained.fetch import answer
+from stppo.record.schema import COMPLETED, EVALUATION_COLUMNS
+from stppo.rollout.rollout import Board
 from stppo.training.warm_start import warm_start
 from tests.test_world_single_hop import made_up
 from tests.training_runs import run, tables

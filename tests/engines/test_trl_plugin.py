@@ -16,7 +16,6 @@ pytest.importorskip("trl")
 from transformers import GenerationConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from stppo.agent.policy import PolicyConfig, build_policy, score
 from stppo.objectives import (
     Clip,
     ClippingBiasNorm,
@@ -28,6 +27,7 @@ from stppo.objectives import (
     estimated_bias_norms,
 )
 from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer, search_dataset, search_reward, search_rollout
+from stppo.policy.policy import PolicyConfig, build_policy, score
 from stppo.training.warm_start import demonstration_batch
 from stppo.trajectories import Trajectories
 from stppo.world import DemonstrationNoise, DialogueEncoder, SyntheticWorld, play

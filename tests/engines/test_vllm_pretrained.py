@@ -15,10 +15,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from stppo.agent.engines import make_rollout
-from stppo.agent.policy import load_policy, load_tokenizer, score
-from stppo.agent.rollout import VLLMRolloutConfig
 from stppo.objectives import Clip, ClippingBiasNorm, GroupNormalised, Objective, Ratio
+from stppo.policy.policy import load_policy, load_tokenizer, score
+from stppo.rollout.engines import make_rollout
+from stppo.rollout.rollout import VLLMRolloutConfig
 from stppo.world import Protocol, SyntheticWorld
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]

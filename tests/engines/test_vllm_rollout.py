@@ -11,13 +11,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stppo.agent.compute import place
-from stppo.agent.engines import make_rollout
-from stppo.agent.mismatch import trainer_logprobs
-from stppo.agent.policy import PolicyConfig, build_policy, score
-from stppo.agent.rollout import EngineOutOfMemory, RolloutConfig, VLLMRolloutConfig
-from stppo.agent.rollout_torch import TorchRollout
-from stppo.agent.weights import named_weights
+from stppo.policy.compute import place
+from stppo.policy.policy import PolicyConfig, build_policy, score
+from stppo.policy.weights import named_weights
+from stppo.rollout.engines import make_rollout
+from stppo.rollout.mismatch import trainer_logprobs
+from stppo.rollout.rollout import EngineOutOfMemory, RolloutConfig, VLLMRolloutConfig
+from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.warm_start import demonstration_batch
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.knowledge import SyntheticWorld
@@ -343,7 +343,7 @@ def test_weights_left_out_of_a_hand_over_are_noticed(sampler, policy, world, mon
         return ((name, weight) for name, weight in named_weights(policy) if "lm_head" not in name)
 
     with monkeypatch.context() as patch:
-        patch.setattr("stppo.agent.vllm_engine.named_weights", forgetful)
+        patch.setattr("stppo.plugins.vllm_engine.named_weights", forgetful)
         with pytest.raises(RuntimeError, match="does not sample from the trainer's weights"):
             sampler.collect(moved(policy), world.questions("train"), generator())
 
@@ -461,7 +461,7 @@ def test_a_sleeping_engine_wakes_up_to_be_closed(world, policy, sampler, monkeyp
 
 def test_an_output_layer_tied_in_the_engine_is_noticed(world, monkeypatch, sampler):
     """The trap: the engine ties, is handed each parameter once, and goes on with a packed copy of the old ones."""
-    from stppo.agent import vllm_engine
+    from stppo.plugins import vllm_engine
 
     start = vllm_engine.LLM
 
@@ -540,7 +540,7 @@ def test_weights_that_stop_arriving_are_noticed_in_bfloat16(world, policy, sampl
     ],
 )
 def test_an_engine_that_cannot_start_names_the_key(world, monkeypatch, shape, kv_cache_bytes, error):
-    from stppo.agent.vllm_engine import Engine
+    from stppo.plugins.vllm_engine import Engine
 
     if kv_cache_bytes is not None:
         monkeypatch.setattr(Engine, "_kv_cache_bytes", lambda *_: kv_cache_bytes)

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from stppo import config as configs
-from stppo.agent.engines import make_rollout
-from stppo.agent.policy import build_policy, score
-from stppo.agent.rollout import RolloutConfig
-from stppo.schema import ENGINE_COLUMNS, UPDATES_FILE
+from stppo.policy.policy import build_policy, score
+from stppo.record.schema import ENGINE_COLUMNS, UPDATES_FILE
+from stppo.rollout.engines import make_rollout
+from stppo.rollout.rollout import RolloutConfig
 from stppo.training.metrics import evaluate
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import demonstration_batch, made_for

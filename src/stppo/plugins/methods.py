@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from stppo.config_files import lineage
+from stppo.config.files import lineage
 
 if TYPE_CHECKING:
     from stppo.objectives import Objective

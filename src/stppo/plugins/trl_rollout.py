@@ -11,8 +11,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from stppo.agent.rollout import through_first
 from stppo.plugins import require_host
+from stppo.rollout.rollout import through_first
 from stppo.world import DialogueEncoder, Episode, Question, SearchEnvironment
 from stppo.world.scripted import World
 

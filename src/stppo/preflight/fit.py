@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from stppo import config as configs
-from stppo.agent.known_models import KNOWN
-from stppo.agent.policy import LoraSettings, check_positions
+from stppo.config.settings import RunConfig
 from stppo.files import repository_path
+from stppo.policy.known_models import KNOWN
+from stppo.policy.policy import LoraSettings, check_positions
 from stppo.preflight import requirements
 from stppo.preflight.memory import (
     GIB,
@@ -31,7 +32,6 @@ from stppo.preflight.memory import (
 from stppo.preflight.requirements import Row
 from stppo.preflight.shapes import Shape, check_trained_part, policy_config, shape_of, smaller
 from stppo.preflight.speed import USUAL, Speed, estimate_speed
-from stppo.settings import RunConfig
 
 
 @dataclass(frozen=True)

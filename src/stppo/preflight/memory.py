@@ -8,8 +8,8 @@ is taken to be as long as the config allows.
 from dataclasses import dataclass
 from pathlib import Path
 
+from stppo.config.settings import RunConfig
 from stppo.preflight.shapes import Shape
-from stppo.settings import RunConfig
 from stppo.world.protocol import Protocol
 
 GIB = 2**30
@@ -32,10 +32,10 @@ QUEUE_TOKEN = 40  # host: bytes that queued batches hold for one token
 # Measured on the CPU with a vocabulary of 151,936, or counted: bytes for one logit while a piece of logits is computed.
 LOGIT_BYTES = 22
 DRAWN_BYTES = 28  # the same where a token is drawn: logits, log-probs, probs, these and their sums in float64
-LOGITS_AT_ONCE = 2**27  # of `stppo.agent.policy`
-ROWS_AT_ONCE = 16  # of `stppo.agent.mismatch`, where micro-batches have no budget
+LOGITS_AT_ONCE = 2**27  # of `stppo.policy.policy`
+ROWS_AT_ONCE = 16  # of `stppo.rollout.mismatch`, where micro-batches have no budget
 TRANSIENT = 1.5  # of one layer's activations: they and the gradients on the way back
-PREFILLED_AT_ONCE = 1 / 4  # of the lanes, in `stppo.agent.lanes`
+PREFILLED_AT_ONCE = 1 / 4  # of the lanes, in `stppo.rollout.lanes`
 
 
 @dataclass(frozen=True)

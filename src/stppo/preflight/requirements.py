@@ -18,11 +18,11 @@ import requests
 import torch
 from safetensors import safe_open
 
-from stppo.agent.known_models import KNOWN, is_fetched, located, models_folder
-from stppo.agent.policy import load_tokenizer
+from stppo.config.settings import RunConfig
+from stppo.policy.known_models import KNOWN, is_fetched, located, models_folder
+from stppo.policy.policy import load_tokenizer
 from stppo.retrieval.client import RetrievalClient
 from stppo.retrieval.documents import scan_corpus
-from stppo.settings import RunConfig
 from stppo.world.benchmark_world import CONTEXTS
 from stppo.world.datasets import Reading, hub_sets, locate, read_questions
 

@@ -9,10 +9,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 from transformers.pytorch_utils import Conv1D
 
-from stppo.agent.frozen import layers_of
-from stppo.agent.known_models import KNOWN
-from stppo.agent.policy import UNREADABLE, LoraSettings, PolicyConfig, load_shape, why
 from stppo.config import ConfigError
+from stppo.policy.frozen import layers_of
+from stppo.policy.known_models import KNOWN
+from stppo.policy.policy import UNREADABLE, LoraSettings, PolicyConfig, load_shape, why
 
 # The published configs of Qwen2.5, base and Instruct: hidden size, layers, heads, key-value heads, intermediate size,
 # vocabulary, output layer tied to the embeddings.

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from stppo.config.settings import RunConfig
 from stppo.preflight.memory import Algorithm, longest, observation_tokens, trained_layers
 from stppo.preflight.shapes import Shape
-from stppo.settings import RunConfig
 
 # Dense bfloat16 FLOP/s and bytes/s of memory: NVIDIA's data sheets. The first fragment found in a device's name counts.
 GPUS = {

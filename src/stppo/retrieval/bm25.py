@@ -14,7 +14,7 @@ from pathlib import Path
 
 import bm25s
 
-from stppo.foreign import parse_json
+from stppo.files import parse_json
 from stppo.retrieval.bm25_search import Postings, best_documents
 from stppo.retrieval.documents import Document
 

@@ -28,7 +28,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from stppo.checks import whole_number
-from stppo.foreign import parse_json
+from stppo.files import parse_json
 from stppo.retrieval.documents import Document, parse_document
 
 Ranking = tuple[tuple[Document, float], ...]

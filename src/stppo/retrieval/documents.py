@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from stppo.foreign import parse_json
+from stppo.files import parse_json
 
 _TITLE_WORDS = 8  # of a passage without a title
 UNTITLED = ("error", "first_words")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stppo.foreign import parse_json
+from stppo.files import parse_json
 from stppo.retrieval.documents import CorpusFile
 
 MANIFEST, OFFSETS = "manifest.json", "documents.npy"

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stppo.checks import whole_number
-from stppo.foreign import parse_json
+from stppo.files import parse_json
 from stppo.retrieval.documents import Document, Retriever
 
 try:

@@ -1,1 +1,1 @@
-"""This project's own runs, on top of `stppo.results`: arms, claims, verdicts."""
+"""This project's own runs, on top of `stppo.figures`: arms, claims, verdicts."""

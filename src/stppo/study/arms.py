@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stppo.algorithms import look
 from stppo.config import Config, ConfigError, arms_of, compose
+from stppo.config.algorithms import look
 
 MAIN = "OFF_POLICY"  # the regime of an arm that is named without one
 

@@ -18,15 +18,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from stppo.algorithms import in_order, look
 from stppo.config import ConfigError, PlannedRun, options
-from stppo.config_files import NO_KNOB, Prior, lineage
-from stppo.config_files import value as stated
+from stppo.config.algorithms import in_order, look
+from stppo.config.files import NO_KNOB, Prior, lineage
+from stppo.config.files import value as stated
 from stppo.files import repository_path
-from stppo.results.resampling import DRAWS as MANY
-from stppo.results.resampling import estimate, joint_level, shares_of
-from stppo.results.runs import Metrics, load_metrics
-from stppo.schema import COMPLETED, NON_FINITE, RUN_FILE
+from stppo.record.runs import Metrics, load_metrics
+from stppo.record.schema import COMPLETED, NON_FINITE, RUN_FILE
+from stppo.stats import DRAWS as MANY
+from stppo.stats import estimate, joint_level, shares_of
 
 POINTS = "results/reference/benchmark/points.csv"
 REGIME, CONFIRMATION = "BENCHMARK", "CONFIRMATION"

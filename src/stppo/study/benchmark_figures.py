@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
 
-from stppo.algorithms import in_order
-from stppo.results.curves import GREY, page, plain, source_of
-from stppo.results.findings import sentence
-from stppo.results.runs import Metrics
-from stppo.results.style import Plot, style
+from stppo.config.algorithms import in_order
+from stppo.figures.curves import GREY, page, plain, source_of
+from stppo.figures.findings import sentence
+from stppo.figures.style import Plot, style
+from stppo.record.runs import Metrics
 from stppo.study.benchmark import (
     BASELINE,
     BEST_OF,

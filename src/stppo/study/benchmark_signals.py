@@ -11,11 +11,11 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 from scipy import stats
 
-from stppo.results.beginnings import EARLY
-from stppo.results.curves import page, source_of
-from stppo.results.findings import signed
-from stppo.results.runs import Metrics
-from stppo.results.style import Plot, style
+from stppo.figures.beginnings import EARLY
+from stppo.figures.curves import page, source_of
+from stppo.figures.findings import signed
+from stppo.figures.style import Plot, style
+from stppo.record.runs import Metrics
 from stppo.study.benchmark import BASELINE, REGIME, leaderboard
 
 PUSH = "negative_advantage_gradient_share"

@@ -2,7 +2,7 @@
 
 An entry is a sentence with conditions. A condition names one number per run (`stppo.study.measures`) of arms and a
 threshold: `mean` of an arm, `difference` of two arms, or `main_effect` of a factor of a factorial group. Its interval is over
-worlds, paired (`stppo.results.resampling`). An entry is
+worlds, paired (`stppo.stats`). An entry is
 
 - *supported* if the joint interval of every condition lies wholly beyond its threshold,
 - *not supported* if that of some condition lies wholly on the other side (widened so that m chances to fail count as one),
@@ -37,10 +37,10 @@ from pydantic import (
     model_validator,
 )
 
+from stppo import stats
 from stppo.files import write_atomically
-from stppo.results import resampling
-from stppo.results.resampling import Estimate, fewest_worlds, joint_level
-from stppo.results.runs import Metrics
+from stppo.record.runs import Metrics
+from stppo.stats import Estimate, fewest_worlds, joint_level
 from stppo.study import arms
 from stppo.study.arms import MAIN, Group
 from stppo.study.measures import COLUMNS, SHARES, per_run
@@ -230,10 +230,10 @@ def _check(
     if absent := ["/".join(arm) for arm in weights if arm not in runs]:
         return Check(condition, words, None, f"no runs of {', '.join(absent)}")
     short = any(len(runs[arm]) < planned.get("/".join(arm), 0) for arm in weights)
-    values = [resampling.by_world(runs[arm], column) for arm in weights]
+    values = [stats.by_world(runs[arm], column) for arm in weights]
     try:
         bounds = (0.0, 1.0) if column in SHARES else None
-        estimate = resampling.contrast(values, list(weights.values()), bounds)
+        estimate = stats.contrast(values, list(weights.values()), bounds)
     except ValueError:
         return Check(condition, words, None, f"no world in which all have {column}", short)
     outcome, missed = _outcome(condition, estimate, level, n_conditions)

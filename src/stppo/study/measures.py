@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from stppo import schema
-from stppo.results.runs import Metrics
-from stppo.results.statistics import log_linear_trend
+from stppo.record import schema
+from stppo.record.runs import Metrics
+from stppo.stats import log_linear_trend
 
 SHARES = ("learned", "collapsed")  # 0 or 1 of a run, so a mean is a share
 NUMBERS = (

@@ -18,7 +18,7 @@ import pandas as pd
 from numpy.typing import ArrayLike
 from scipy import stats
 
-from stppo.results.resampling import fewest_worlds, mean
+from stppo.stats import fewest_worlds, mean
 
 MOST = 10_000
 

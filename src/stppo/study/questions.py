@@ -12,12 +12,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from stppo.config_files import options
-from stppo.results.curves import WIDTH, page, source_of
-from stppo.results.findings import few_words, signed
-from stppo.results.resampling import by_world, contrast, fewest_worlds, joint_level, mean
-from stppo.results.runs import Metrics
-from stppo.results.style import Plot, style
+from stppo.config.files import options
+from stppo.figures.curves import WIDTH, page, source_of
+from stppo.figures.findings import few_words, signed
+from stppo.figures.style import Plot, style
+from stppo.record.runs import Metrics
+from stppo.stats import by_world, contrast, fewest_worlds, joint_level, mean
 from stppo.study import arms
 from stppo.study.arms import MAIN, Group
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from stppo.results.curves import BASELINE
-from stppo.results.runs import Metrics
-from stppo.results.settings_map import SHOWN, cells
+from stppo.figures.curves import BASELINE
+from stppo.figures.settings_map import SHOWN, cells
+from stppo.record.runs import Metrics
 
 YARDSTICK = "ON_POLICY"
 EPOCHS, STALENESS = 8, 2  # at which the learning rate is chosen where nothing else decides

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from stppo.config import PlannedRun, warm_start_dir
 from stppo.files import repository_path
-from stppo.ownership import announce_parent, is_orphan
+from stppo.record.ownership import announce_parent, is_orphan
 from stppo.training.processes import engine_apart
 from stppo.waiting import saying
 

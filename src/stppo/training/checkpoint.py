@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stppo.foreign import parse_json
-from stppo.schema import (
+from stppo.files import parse_json
+from stppo.record.schema import (
     BY_BENCHMARK_FILE,
     CONFIG_FILE,
     EVALUATIONS_FILE,

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from stppo.config import Config, ConfigError, fingerprint, identity_section
-from stppo.files import repository_path
-from stppo.foreign import parse_json
+from stppo.config.settings import TrainingConfig
+from stppo.files import parse_json, repository_path
 from stppo.objectives import NoStabilizer, Objective
-from stppo.schema import NON_FINITE, RUN_FILE, RUNNING, UPDATES_FILE
-from stppo.settings import TrainingConfig
+from stppo.record.schema import NON_FINITE, RUN_FILE, RUNNING, UPDATES_FILE
 
 KEY = ["iteration", "epoch", "minibatch"]
 COLUMN = "stabilizer_divisor"

@@ -18,18 +18,15 @@ import yaml
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from stppo.agent.compiled import choose_kernels
-from stppo.agent.compute import place, resolve_device
-from stppo.agent.engines import make_rollout
-from stppo.agent.policy import check_vocabulary, load_policy, load_tokenizer
-from stppo.agent.rollout import Sampler
-from stppo.agent.weights import weights_of
 from stppo.config import Config, build, data_section, fingerprint, validate, world_section
-from stppo.files import write_atomically, write_json
-from stppo.foreign import parse_json
-from stppo.ownership import FolderLock
-from stppo.provenance import environment
-from stppo.schema import (
+from stppo.config.provenance import environment
+from stppo.files import parse_json, write_atomically, write_json
+from stppo.policy.compiled import choose_kernels
+from stppo.policy.compute import place, resolve_device
+from stppo.policy.policy import check_vocabulary, load_policy, load_tokenizer
+from stppo.policy.weights import weights_of
+from stppo.record.ownership import FolderLock
+from stppo.record.schema import (
     BENCHMARK_COLUMNS,
     BENCHMARKS_FILE,
     BENCHMARKS_TABLE_FILE,
@@ -39,6 +36,8 @@ from stppo.schema import (
     RUN_FILE,
     TRAJECTORIES_FILE,
 )
+from stppo.rollout.engines import make_rollout
+from stppo.rollout.rollout import Sampler
 from stppo.training.metrics import trajectory_records
 from stppo.world.benchmark_world import CONTEXTS, BenchmarkWorld
 from stppo.world.datasets import FILES

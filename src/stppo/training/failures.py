@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from stppo.agent.compute import is_out_of_memory, resolve_device
-from stppo.agent.rollout import EngineOutOfMemory
-from stppo.settings import RunConfig
+from stppo.config.settings import RunConfig
+from stppo.policy.compute import is_out_of_memory, resolve_device
+from stppo.rollout.rollout import EngineOutOfMemory
 
 
 class RunStopped(OSError):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stppo.agent.policy import Scores, rows_within, score
+from stppo.policy.policy import Scores, rows_within, score
 from stppo.trajectories import Trajectories
 
 

@@ -30,7 +30,7 @@ class Logger(ABC):
 
     @abstractmethod
     def update_row(self, row: Row) -> None:
-        """A row of `updates.parquet` (`stppo.schema.UPDATE_COLUMNS`)."""
+        """A row of `updates.parquet` (`stppo.record.schema.UPDATE_COLUMNS`)."""
 
     @abstractmethod
     def evaluation_row(self, row: Row) -> None:

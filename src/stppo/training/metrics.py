@@ -11,9 +11,8 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from stppo.agent.rollout import Rollout, Sampler
 from stppo.files import write_atomically, write_json
-from stppo.schema import (
+from stppo.record.schema import (
     BY_BENCHMARK_FILE,
     EVALUATION_COLUMNS,
     EVALUATIONS_FILE,
@@ -22,6 +21,7 @@ from stppo.schema import (
     UPDATE_COLUMNS,
     UPDATES_FILE,
 )
+from stppo.rollout.rollout import Rollout, Sampler
 from stppo.world.protocol import Question
 from stppo.world.rewards import mean_by_source, score
 
@@ -96,7 +96,7 @@ def write_tables(run_dir: Path, updates: list[dict], evaluations: list[dict]) ->
         table = pd.DataFrame(rows, columns=list(columns))
         unknown = {key for row in rows for key in row} - set(columns)
         if unknown:
-            raise KeyError(f"columns missing from stppo.schema: {sorted(unknown)}")
+            raise KeyError(f"columns missing from stppo.record.schema: {sorted(unknown)}")
         write_atomically(run_dir / name, lambda part, table=table: table.to_parquet(part, index=False))
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from stppo.agent.compiled import choose_kernels
-from stppo.agent.compute import body_of, place, resolve_device
-from stppo.agent.critic import Critic
-from stppo.agent.frozen import freeze_below, frozen_copy, is_divided, states_below
-from stppo.agent.policy import load_policy, score
-from stppo.settings import RunConfig
+from stppo.config.settings import RunConfig
+from stppo.policy.compiled import choose_kernels
+from stppo.policy.compute import body_of, place, resolve_device
+from stppo.policy.critic import Critic
+from stppo.policy.frozen import freeze_below, frozen_copy, is_divided, states_below
+from stppo.policy.policy import load_policy, score
 from stppo.training.gradients import Passes, join
 from stppo.trajectories import Trajectories
 
@@ -73,7 +73,7 @@ def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, 
     kernels = choose_kernels(policy, training.kernels if plain else "eager")
     values = Critic(policy, lora) if critic else None
     if lora is not None:
-        from stppo.agent.lora import with_lora
+        from stppo.policy.lora import with_lora
 
         policy = with_lora(policy, lora)
         return Models(policy, policy if wanted else None, values, kernels)

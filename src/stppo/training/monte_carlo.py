@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stppo.agent.rollout import Rollout, Sampler
+from stppo.rollout.rollout import Rollout, Sampler
 from stppo.trajectories import Layout, Trajectories
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from stppo.settings import OptimizerName
+from stppo.config.settings import OptimizerName
 
 
 def make_optimizer(

@@ -23,20 +23,19 @@ import yaml
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from stppo.agent.compute import device_of
-from stppo.agent.critic import explained_variance
-from stppo.agent.engines import make_rollout
-from stppo.agent.mismatch import scored_anew
-from stppo.agent.policy import check_vocabulary, load_tokenizer, save_policy
-from stppo.agent.rollout import Rollout, Sampler
-from stppo.config import Config, ConfigError, build, code_of, fingerprint, label_of, validate
-from stppo.files import write_atomically
-from stppo.foreign import parse_json
+from stppo.config import Config, ConfigError, build, code_of, fingerprint, label_of, targets, validate
+from stppo.config.provenance import environment
+from stppo.config.settings import RunConfig
+from stppo.files import parse_json, write_atomically
 from stppo.objectives import Objective
-from stppo.ownership import FolderLock, is_orphan
-from stppo.provenance import config_targets, environment
-from stppo.schema import COMPLETED, CONFIG_FILE, NON_FINITE, POLICY_DIR, RUN_FILE, RUNNING
-from stppo.settings import RunConfig
+from stppo.policy.compute import device_of
+from stppo.policy.critic import explained_variance
+from stppo.policy.policy import check_vocabulary, load_tokenizer, save_policy
+from stppo.record.ownership import FolderLock, is_orphan
+from stppo.record.schema import COMPLETED, CONFIG_FILE, NON_FINITE, POLICY_DIR, RUN_FILE, RUNNING
+from stppo.rollout.engines import make_rollout
+from stppo.rollout.mismatch import scored_anew
+from stppo.rollout.rollout import Rollout, Sampler
 from stppo.training.checkpoint import (
     CHECKPOINT_DIR,
     load_checkpoint,
@@ -185,7 +184,7 @@ class Trainer:
         self.evaluation_rows: list[dict[str, float]] = []
         self.loggers: Logger = Loggers((), self.run_dir)  # those of the settings begin with `train`
         self.seconds_before = self.cpu_before = 0.0
-        self.code_hash = code_of("stppo.training.trainer", *config_targets(config))
+        self.code_hash = code_of("stppo.training.trainer", *targets(config))
         self.identity = identity(config, self.divisors)
         self.fingerprint = fingerprint([self.identity, self.warm_start_weights, self.code_hash])
 

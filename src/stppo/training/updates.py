@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stppo.agent.compute import last_block
-from stppo.agent.critic import Critic
-from stppo.agent.policy import Scores
 from stppo.config import ConfigError
+from stppo.config.settings import TrainingConfig
 from stppo.objectives import Objective, Surrogate, estimated_bias_norms
-from stppo.settings import TrainingConfig
+from stppo.policy.compute import last_block
+from stppo.policy.critic import Critic
+from stppo.policy.policy import Scores
 from stppo.training.controls import ReplayedDivisors
 from stppo.training.gradients import Passes, PolicyPass, WatchedNorm, global_norm, join
 from stppo.trajectories import Trajectories

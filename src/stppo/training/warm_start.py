@@ -21,20 +21,6 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from stppo.agent.compiled import choose_kernels
-from stppo.agent.compute import place, resolve_device
-from stppo.agent.engines import make_rollout
-from stppo.agent.policy import (
-    build_policy,
-    check_vocabulary,
-    load_policy,
-    load_tokenizer,
-    make_folder,
-    save_policy,
-    score,
-)
-from stppo.agent.rollout import Board, Sampler
-from stppo.agent.weights import weights_of
 from stppo.config import (
     Config,
     build,
@@ -45,10 +31,23 @@ from stppo.config import (
     warm_start_dir,
     world_section,
 )
-from stppo.files import repository_path, write_json
-from stppo.foreign import parse_json
-from stppo.ownership import FolderLock
-from stppo.settings import RunConfig, WarmStartConfig
+from stppo.config.settings import RunConfig, WarmStartConfig
+from stppo.files import parse_json, repository_path, write_json
+from stppo.policy.compiled import choose_kernels
+from stppo.policy.compute import place, resolve_device
+from stppo.policy.policy import (
+    build_policy,
+    check_vocabulary,
+    load_policy,
+    load_tokenizer,
+    make_folder,
+    save_policy,
+    score,
+)
+from stppo.policy.weights import weights_of
+from stppo.record.ownership import FolderLock
+from stppo.rollout.engines import make_rollout
+from stppo.rollout.rollout import Board, Sampler
 from stppo.training.failures import warm_start_stopped
 from stppo.training.gradients import Passes
 from stppo.training.metrics import evaluate
@@ -344,11 +343,11 @@ def _with_trained(policy: PreTrainedModel, run: RunConfig) -> PreTrainedModel:
         choose_kernels(policy, run.training.kernels)
         return policy
     if run.policy.lora is None:
-        from stppo.agent.frozen import freeze_below
+        from stppo.policy.frozen import freeze_below
 
         freeze_below(policy, top)
         return policy
-    from stppo.agent.lora import with_lora
+    from stppo.policy.lora import with_lora
 
     return with_lora(policy, run.policy.lora)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stppo.checks import one_of, whole_number
-from stppo.foreign import parse_json
+from stppo.files import parse_json
 from stppo.retrieval.documents import read_jsonl
 from stppo.world.protocol import Question
 from stppo.world.records import BENCHMARKS, SCHEMAS, NoGoldAnswer, Unanswerable, context_of

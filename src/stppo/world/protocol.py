@@ -11,7 +11,7 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING, Literal
 
 from stppo.checks import one_of, whole_number
-from stppo.foreign import clean
+from stppo.files import clean
 
 if TYPE_CHECKING:
     from stppo.retrieval.documents import Document

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from stppo.foreign import parse_json
+from stppo.files import parse_json
 from stppo.world.protocol import Question
 
 Record = Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""What the derivation notebooks show and play with."""

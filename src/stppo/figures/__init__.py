@@ -1,0 +1,1 @@
+"""From recorded metrics to figures and the report; knows a run only by its files."""

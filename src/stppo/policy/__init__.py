@@ -1,0 +1,1 @@
+"""Policy and critic: loading, scoring, compiled kernels, adapters."""

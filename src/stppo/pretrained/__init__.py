@@ -1,0 +1,1 @@
+"""Pretrained models brought into the cache; nothing of the core imports it."""

@@ -1,0 +1,1 @@
+"""What a run records, and how records are read and judged."""

@@ -1,0 +1,137 @@
+"""A table of any finished runs: how each variant started, learned and ended, sampled and greedy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from stppo.files import parse_json
+from stppo.record import schema
+from stppo.record.outcomes import with_zeros
+from stppo.record.runs import recorded, stopped_at, told_apart
+from stppo.stats import area_under_curve, final_mean, with_intervals
+
+MEASURES = ("start", "final", "auc", "highest")
+KINDS = ("sampled", "greedy")
+STATISTICS = ("mean", "min", "max")
+
+
+def find_runs(folders: Iterable[str | Path]) -> list[Path]:
+    """Run and metrics folders, sorted: each given one, or else the runs below it, or else the metrics folders below it.
+
+    What a run set aside does not count. FileNotFoundError names a folder that holds none.
+    """
+    found: set[Path] = set()
+    for folder in map(Path, folders):
+        for files in (
+            [file for name in (schema.RUN_FILE, schema.RUNS_FILE) for file in folder.glob(name)],
+            folder.rglob(schema.RUN_FILE),
+            folder.rglob(schema.RUNS_FILE),
+        ):
+            here = {f.parent for f in files if not schema.is_set_aside(f, folder)}
+            if here:
+                found |= here
+                break
+        else:
+            raise FileNotFoundError(
+                f"{folder} holds no {schema.RUN_FILE} or {schema.RUNS_FILE}; give folders of runs"
+            )
+    return sorted(found)
+
+
+def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
+    """One row per regime, algorithm and variant, best final sampled success first.
+
+    Columns: `regime`, `algorithm`, `variant` (the overrides that not all runs of the regime share), `seeds`, and for
+    each of `MEASURES`, `KINDS` and `STATISTICS` over seeds one such as `final_greedy_mean`: success of the warm start;
+    mean of the last tenth of the evaluations; area under the curve over iterations, divided by their number; highest
+    evaluation. NaN where a run has no evaluation of that kind. A run that ended in a number that is not finite counts as 0
+    from there to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]`
+    names them. ValueError if no run is finished or one is given twice; other errors are those of `find_runs` and `runs.read_run`.
+    """
+    found = find_runs(folders)
+    unfinished = [folder for folder in found if _is_unfinished(folder)]
+    runs = [run for folder in found if folder not in unfinished for run in recorded(folder)]
+    if not runs:
+        raise ValueError(f"no finished run among {', '.join(map(str, unfinished))}")
+    rows, seen = [], set()
+    horizons: dict[str, int] = defaultdict(int)
+    for record, *_ in runs:
+        horizons[record["regime"]] = max(horizons[record["regime"]], record["iterations"])
+    for (record, iterations, evaluations), (algorithm, variant) in zip(
+        runs, told_apart([record for record, *_ in runs]), strict=True
+    ):
+        row = {"regime": record["regime"], "algorithm": algorithm, "variant": variant}
+        if (key := (*row.values(), record["seed"])) in seen:
+            raise ValueError(
+                f"two runs of {algorithm} in {record['regime']} have seed {record['seed']}; give one of them"
+            )
+        seen.add(key)
+        stopped, horizon = stopped_at(record, iterations), horizons[record["regime"]]
+        for kind in KINDS:
+            chosen = (evaluations["temperature"] == 0) == (kind == "greedy")
+            values = _measures(evaluations[chosen].sort_values("iteration"), stopped, horizon)
+            values["start"] = record["warm_start"][f"success_{kind}"]
+            row |= {f"{measure}_{kind}": values[measure] for measure in MEASURES}
+        rows.append(row)
+    groups = pd.DataFrame(rows).groupby(["regime", "algorithm", "variant"], sort=False)
+    columns = [f"{measure}_{kind}" for kind in KINDS for measure in MEASURES]
+    table = groups[columns].agg(list(STATISTICS))
+    table.columns = ["_".join(names) for names in table.columns]
+    table.insert(0, "seeds", groups.size())
+    table = table.reset_index().sort_values(
+        ["regime", "final_sampled_mean"], ascending=[True, False], kind="stable", ignore_index=True
+    )
+    table.attrs["unfinished"] = [str(folder) for folder in unfinished]
+    return table
+
+
+def _is_unfinished(folder: Path) -> bool:
+    try:
+        return parse_json((folder / schema.RUN_FILE).read_bytes())["status"] == schema.RUNNING
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # reading it says what is wrong
+
+
+def text(table: pd.DataFrame) -> str:
+    """The table for a terminal: mean, and where there are several seeds their range, in each cell."""
+    shown = table[["regime", "algorithm", "variant", "seeds"]].copy()
+    if not shown["variant"].any():
+        del shown["variant"]
+    for kind in KINDS:
+        for measure in MEASURES:
+            parts = table[[f"{measure}_{kind}_{statistic}" for statistic in STATISTICS]]
+            cells = [
+                "-" if pd.isna(mean) else f"{mean:.3f}" + (f" [{low:.3f}, {high:.3f}]" if n > 1 else "")
+                for (mean, low, high), n in zip(parts.itertuples(index=False), table["seeds"], strict=True)
+            ]
+            shown[f"{measure} {kind}"] = cells
+    return shown.to_string(index=False)
+
+
+def before_and_after(evaluations: pd.DataFrame) -> str | None:
+    """One line on a run's evaluations (`schema.EVALUATION_COLUMNS`): success of the first and the last, sampled and greedy,
+    each with its interval over questions. None where there are none."""
+    if evaluations.empty:
+        return None
+    parts = []
+    for kind in KINDS:
+        rows = evaluations[(evaluations["temperature"] == 0) == (kind == "greedy")].sort_values("iteration")
+        ends = with_intervals(rows.iloc[sorted({0, len(rows) - 1})] if len(rows) else rows, "success")
+        shown = [f"{end.success:.2f} [{end.low:.2f}, {end.high:.2f}]" for end in ends.itertuples()]
+        parts += [f"{kind} {' to '.join(shown)}"] if shown else []
+    return f"success on {evaluations['n_questions'].iloc[-1]} unseen questions, before and after [95 % Wilson interval]: {', '.join(parts)}"
+
+
+def _measures(rows: pd.DataFrame, stopped: float | None, horizon: int) -> dict[str, float]:
+    """Final mean, area and maximum of one run's evaluations of one kind."""
+    if rows.empty:
+        return dict.fromkeys(MEASURES, float("nan"))
+    iterations, success = rows["iteration"].to_numpy(), rows["success"].to_numpy()
+    if stopped is not None:
+        iterations, success = with_zeros(iterations, success, stopped, horizon)
+    final = final_mean(success) if stopped is None else 0.0
+    return {"final": final, "auc": area_under_curve(iterations, success), "highest": float(success.max())}

@@ -1,0 +1,192 @@
+"""How far the runs of a folder are, from what they have recorded so far: `run.json`, `evaluations.parquet`, `config.yaml`.
+
+A running run writes them at each evaluation, so this works from another terminal, and on a cluster's shared folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from stppo.files import parse_json
+from stppo.record.ownership import in_use
+from stppo.record.schema import COMPLETED, CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, RUNNING, is_set_aside
+
+MILESTONES = 4  # lines a run: at its start, then at each quarter
+_WIDTH = 20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One run as it stands on disk."""
+
+    name: str  # path below the folder that was asked about
+    algorithm: str
+    seed: int
+    status: str
+    iteration: int
+    iterations: int  # that it is to have
+    success: float | None  # newest sampled success on held-out questions
+    seconds: float | None  # an iteration, evaluations included; None before the first
+    age: float  # seconds since it was written
+    in_use: bool  # whether a living process works in its folder
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the end, at the pace so far; None before the first iteration."""
+        if self.seconds is None:
+            return None
+        return max(0.0, (self.iterations - self.iteration) * self.seconds - self.age)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it has not ended, and nobody goes on with it."""
+        return self.status == RUNNING and not self.in_use
+
+    def line(self) -> str:
+        """One line for a terminal."""
+        start = f"{self.algorithm} seed {self.seed}: "
+        at = f"iteration {self.iteration} of {self.iterations}"
+        success = "" if self.success is None else f", success {_share(self.success)}"
+        if self.status != RUNNING:
+            return f"{start}{self.status.replace('_', '-')} at {at}{success}"
+        if self.seconds is None:
+            return f"{start}started, {self.iterations} iterations{success}"
+        return f"{start}{at}{success}, {_pace(self.seconds)} an iteration, about {_duration(self.left)} left"
+
+
+def read_progress(record: Path, folder: Path) -> Progress | None:
+    """The run whose `run.json` this is; None where its files are not (yet) readable."""
+    try:
+        content: dict[str, Any] = parse_json(record.read_bytes())
+        config = yaml.safe_load((record.parent / CONFIG_FILE).read_text(encoding="utf-8"))
+        evaluations = pd.read_parquet(record.parent / EVALUATIONS_FILE)
+        sampled = evaluations[evaluations["temperature"] > 0]["success"]
+        done, iterations = content["iterations"], config["training"]["iterations"]
+        if not (isinstance(content["status"], str) and 0 <= done <= iterations and iterations > 0):
+            return None
+        return Progress(
+            name=str(record.parent.relative_to(folder)),
+            algorithm=content["algorithm"],
+            seed=content["seed"],
+            status=content["status"],
+            iteration=done,
+            iterations=iterations,
+            success=float(sampled.iloc[-1]) if len(sampled) else None,
+            seconds=content["wall_seconds"] / done if done else None,
+            age=max(0.0, time.time() - record.stat().st_mtime),
+            in_use=in_use(record.parent),
+        )
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        yaml.YAMLError,
+        RecursionError,
+    ):
+        return None
+
+
+def records(folder: Path) -> list[Path]:
+    """Every `run.json` below a folder, sorted; not those of earlier runs that were set aside."""
+    return sorted(path for path in folder.rglob(RUN_FILE) if not is_set_aside(path, folder))
+
+
+def all_progress(folder: str | Path) -> list[Progress]:
+    """Every run below a folder. Raises FileNotFoundError where there is no such folder."""
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"no folder {folder}; runs are below results/PRESET")
+    found = (read_progress(record, Path(folder)) for record in records(Path(folder)))
+    return [run for run in found if run is not None]
+
+
+def table(runs: list[Progress]) -> str:
+    """One line for each run, with a bar, and a line that counts them."""
+    if not runs:
+        return "no run has recorded anything yet"
+    width = max(len(run.name) for run in runs)
+    lines = []
+    for run in runs:
+        full = round(_WIDTH * run.iteration / run.iterations)
+        bar = "#" * full + "." * (_WIDTH - full)
+        success = "    " if run.success is None else _share(run.success)
+        lines.append(
+            f"{run.name:<{width}}  {bar}  {run.iteration:>4} of {run.iterations:<4}  success {success}  {_state(run)}"
+        )
+    ended = sum(run.status == COMPLETED for run in runs)
+    running = sum(run.status == RUNNING and not run.is_stopped for run in runs)
+    return "\n".join([*lines, f"{len(runs)} runs begun: {ended} completed, {running} running"])
+
+
+def _state(run: Progress) -> str:
+    if run.is_stopped:
+        return f"stopped {_duration(run.age)} ago: the same command goes on from its checkpoint"
+    if run.status != RUNNING:
+        return run.status.replace("_", "-")
+    if run.seconds is None:
+        return "started"
+    return f"{_pace(run.seconds)} an iteration, about {_duration(run.left)} left"
+
+
+def follow(
+    folder: str | Path,
+    say: Callable[[str], None],
+    pause: float = 5.0,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Say a line as a run below the folder starts, passes each quarter and ends, until `stop()`.
+
+    Runs that have ended before are passed over. pause: seconds between two looks.
+    """
+    lines = milestones(Path(folder))
+    while not stop():
+        for line in next(lines):
+            say(line)
+        time.sleep(pause)
+
+
+def milestones(folder: Path) -> Iterator[list[str]]:
+    """Each time it is asked, the lines that are due since the time before."""
+    reached: dict[Path, tuple[int, str]] = {}
+    read: dict[Path, int] = {}
+    first = True
+    while True:
+        lines = []
+        for record in records(folder) if folder.is_dir() else []:
+            try:
+                written = record.stat().st_mtime_ns
+            except OSError:
+                continue
+            if read.get(record) == written or (run := read_progress(record, folder)) is None:
+                continue
+            read[record] = written
+            now = (MILESTONES * run.iteration // run.iterations, run.status)
+            before, reached[record] = reached.get(record), now
+            if before != now and not (first and (run.status != RUNNING or run.is_stopped)):
+                lines.append(run.line())
+        first = False
+        yield lines
+
+
+def _share(value: float) -> str:
+    return f"{value:.2f}".removeprefix("0")
+
+
+def _pace(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
+
+
+def _duration(seconds: float | None) -> str:
+    seconds = seconds or 0.0
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

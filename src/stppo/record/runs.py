@@ -1,0 +1,480 @@
+"""From finished run folders to one metrics folder, and back into memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from stppo.config.algorithms import Algorithm, in_order, look
+from stppo.files import parse_json, repository_path, write_atomically
+from stppo.record import schema
+from stppo.record.outcomes import AFTER, Outcome, judge, with_zeros
+from stppo.stats import area_under_curve, final_mean
+
+KEYS = list(schema.KEY_COLUMNS)
+CROWD = 12  # algorithms beyond which a picture shows those with a file of their own alone
+INTEGERS = ("seed", "iteration", "n_questions")
+_MEASURED, _EVALUATED = ("gradient_norm", "clip_fraction"), ("temperature", "success")  # read of every run
+# Columns of `Metrics.summary` whose means stand in `Metrics.table`.
+TABLE_MEANS = ("start", "peak", "final", "greedy_start", "greedy_final", "gain_kept", "area")
+
+
+def make_command(target: str | Path) -> str:
+    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`; elsewhere that of a run or
+    of a metrics folder.
+
+    Runs below `results/<preset>/manual/` were started by hand, so no workflow knows them: their command
+    lacks any further override that was given then.
+    """
+    folder, parts = Path(target).parent, Path(target).parts
+    if "results" not in parts:  # no rule makes it
+        is_run = Path(target).name == schema.RUN_FILE
+        return f"stppo train OVERRIDES --out {folder}" if is_run else f"stppo collect {folder} RUN_FOLDERS"
+    below = parts[parts.index("results") + 1 :]
+    if len(below) > 2 and below[0] == "reference":
+        return f"snakemake reference --config preset={below[1]}"
+    if len(below) > 2 and below[1] == "manual":
+        return _train_command(below[0], below[2:-1], folder)
+    return f"snakemake {target}" + (f" --config preset={below[0]}" if len(below) > 1 else "")
+
+
+def _train_command(preset: str, names: Sequence[str], run_dir: Path) -> str:
+    """`names` are the folders below manual/: regime, algorithm, seed<number>-<fingerprint>."""
+    overrides = [f"preset={preset}"]
+    if len(names) == 3:
+        regime, algorithm, seed = names
+        overrides.append(f"training.regime={regime}")
+        overrides += [f"algorithm={algorithm}", f"seed={seed.removeprefix('seed').split('-')[0]}"]
+    return shlex.join(["stppo", "train", *overrides, "--out", str(run_dir)])
+
+
+def _read_json(path: Path, remedy: str) -> Any:
+    try:
+        return parse_json(path.read_bytes())
+    except FileNotFoundError:
+        where = "" if path.parent.is_dir() else f" (no folder {path.parent})"
+        raise FileNotFoundError(f"{path} is missing{where}; make it with: {remedy}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is unreadable ({error}); delete it and make it anew with: {remedy}"
+        ) from None
+
+
+def _read_parquet(path: Path, columns: Iterable[str], remedy: str) -> pd.DataFrame:
+    try:
+        frame = pq.ParquetFile(path).read().to_pandas()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing; make it with: {remedy}") from None
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{path} is unreadable ({reason}); delete it and make it anew with: {remedy}"
+        ) from None
+    if missing := [column for column in columns if column not in frame]:
+        raise ValueError(f"{path} lacks column {missing[0]}; make it anew with: {remedy}")
+    return frame.astype({c: "float64" for c in frame.select_dtypes("float32").columns})
+
+
+def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]:
+    """Record, updates and evaluations of one finished run.
+
+    FileNotFoundError or ValueError names the run and the command that makes it, if a part is missing,
+    unreadable or unfinished.
+    """
+    run_dir = Path(run_dir)
+    remedy = make_command(run_dir / schema.RUN_FILE)
+    record = _read_json(run_dir / schema.RUN_FILE, remedy)
+    check_record(record, str(run_dir / schema.RUN_FILE), remedy)
+    if record["status"] not in (schema.COMPLETED, schema.NON_FINITE):
+        raise ValueError(f"run {run_dir} is unfinished (status {record['status']}); finish it with: {remedy}")
+    updates = _read_parquet(run_dir / schema.UPDATES_FILE, ("update", "iteration", *_MEASURED), remedy)
+    evaluations = _read_parquet(run_dir / schema.EVALUATIONS_FILE, ("iteration", *_EVALUATED), remedy)
+    return record, updates, evaluations
+
+
+# What summary, pictures, `compare` and claims read of a record, with its kind; the second list may be missing or null.
+_REQUIRED = {
+    "regime": str,
+    "algorithm": str,
+    "seed": int,
+    "status": str,
+    "preset": str,
+    "world": str,
+    "world_seed": int,
+    "warm_start_seed": int,
+    "iterations": int,
+    "updates": int,
+    "warm_start": dict,
+    "wall_seconds": int | float,
+}
+_OPTIONAL = {
+    "label": str,
+    "variant": str,
+    "non_finite": dict,
+    "objective": dict,
+    "training": dict,
+    "versions": dict,
+    "hardware": dict,
+    "resumed_on": list,
+}
+
+
+def check_record(record: Any, place: str, remedy: str) -> None:
+    """ValueError of one line that names a field which is missing, or of another kind than a run writes."""
+    if not isinstance(record, dict) or (missing := [name for name in _REQUIRED if name not in record]):
+        name = missing[0] if isinstance(record, dict) else "every field"
+        raise ValueError(f"{place} lacks {name}; make it anew with: {remedy}")
+    known = {name: kind | None for name, kind in _OPTIONAL.items() if name in record}
+    for name, kind in (_REQUIRED | known).items():
+        value = record[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(
+                f"{place}: {name} = {value!r} is not what a run writes; make it anew with: {remedy}"
+            )
+    for name in ("success_sampled", "success_greedy"):
+        if not isinstance(record["warm_start"].get(name), int | float):
+            raise ValueError(f"{place}: warm_start lacks the number {name}; make it anew with: {remedy}")
+
+
+def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
+    """Mean of every update column per iteration, and `<column>_max` of the peak columns; NaN skipped."""
+    columns = [column for column in schema.UPDATE_COLUMNS if column in updates]
+    groups = updates[columns].astype("float64").groupby("iteration")
+    means = groups.mean()
+    peaks = groups[[column for column in schema.PEAK_COLUMNS if column in updates]].max()
+    return means.join(peaks.add_suffix("_max")).reset_index()
+
+
+def _write_table(frame: pd.DataFrame, path: Path) -> None:
+    """Compact and reproducible: float32, dictionary strings, zstd, no index."""
+    frame = frame.astype({c: "float32" for c in frame.select_dtypes("float").columns})
+    frame = frame.astype({c: "int64" for c in INTEGERS if c in frame})
+    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
+    write_atomically(path, lambda p: pq.write_table(table, p, compression="zstd", compression_level=9))
+
+
+def _keyed(frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
+    keys = pd.DataFrame({name: [record[name]] * len(frame) for name in KEYS}, index=frame.index)
+    return pd.concat([keys, frame.drop(columns=KEYS, errors="ignore")], axis=1)
+
+
+def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
+    """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
+
+    sources: run folders, and metrics folders that this made before. Runs of one algorithm in other settings are told
+    apart by `told_apart`. Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. A
+    record in runs.json is that of run.json and, where the run's config.yaml lies beside it, the config's `objective`
+    and `training`. Reads everything before it writes anything, so a broken run leaves an earlier collection untouched.
+    """
+    if not sources:
+        raise ValueError("no runs to collect: give at least one run folder")
+    read = [(source, *run) for source in sources for run in recorded(Path(source))]
+    names = told_apart([record for _, record, _, _ in read])
+    runs = []
+    for (source, record, iterations, evaluations), (algorithm, variant) in zip(read, names, strict=True):
+        if variant:
+            record = record | {"algorithm": f"{algorithm} ({variant})"}
+        runs.append((tuple(record[name] for name in KEYS), str(source), record, iterations, evaluations))
+    runs.sort(key=lambda run: run[:2])
+    for (key, one, *_), (other_key, other, *_) in zip(runs, runs[1:], strict=False):
+        if key == other_key:
+            raise ValueError(f"{one} and {other} are the same run {key}; collect only one of them")
+    out_dir = Path(out_dir).resolve()
+    iterations = _stack(_keyed(iterations, record) for _, _, record, iterations, _ in runs)
+    evaluations = _stack(_keyed(evaluations, record) for _, _, record, _, evaluations in runs)
+    _write_table(iterations, out_dir / schema.ITERATIONS_FILE)
+    _write_table(evaluations, out_dir / schema.COLLECTED_EVALUATIONS_FILE)
+    records = [record for _, _, record, _, _ in runs]
+    text = json.dumps(records, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    write_atomically(out_dir / schema.RUNS_FILE, lambda p: p.write_text(text, encoding="utf-8"))
+    metrics = load_metrics(out_dir)  # the summary is that of the rounded numbers, whoever computes it
+    summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
+    write_atomically(out_dir / schema.SUMMARY_FILE, lambda p: p.write_text(summary, encoding="utf-8"))
+    return metrics
+
+
+def told_apart(records: Sequence[schema.RunRecord]) -> list[tuple[str, str]]:
+    """(algorithm, variant) of each run: of its recorded overrides those that not all runs of its regime share."""
+    given = [shlex.split(record.get("variant") or "") for record in records]
+    shared: dict[str, set[str]] = {}
+    for record, overrides in zip(records, given, strict=True):
+        shared[record["regime"]] = shared.get(record["regime"], set(overrides)) & set(overrides)
+    return [
+        # a metrics folder's name may have the variant behind it already
+        (
+            record["algorithm"].partition(" (")[0],
+            shlex.join(override for override in overrides if override not in shared[record["regime"]]),
+        )
+        for record, overrides in zip(records, given, strict=True)
+    ]
+
+
+def recorded(source: Path) -> Iterator[tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]]:
+    """Record, iterations and evaluations of a run folder's run, or of each run of a metrics folder."""
+    if not (source / schema.RUNS_FILE).exists():
+        record, updates, evaluations = read_run(source)
+        yield {**record, **_config_of(source)}, per_iteration(updates), evaluations
+        return
+    metrics = load_metrics(source.resolve())
+    for record in metrics.runs:
+        yield record, metrics.select(metrics.iterations, record), metrics.select(metrics.evaluations, record)
+
+
+def _config_of(run_dir: Path) -> dict[str, Any]:
+    """What was trained, as the run's config.yaml says it: `objective` and `training`; nothing where there is no file."""
+    file = run_dir / schema.CONFIG_FILE
+    if not file.is_file():
+        return {}
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return {"objective": config["algorithm"]["objective"], "training": config["training"]}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        remedy = make_command(run_dir / schema.RUN_FILE)
+        raise ValueError(
+            f"{file} is unreadable ({reason}); delete the run and make it anew with: {remedy}"
+        ) from None
+
+
+def missing_runs(
+    metrics_dir: str | Path, planned: Iterable[tuple[str, str, int]]
+) -> list[tuple[str, str, int]]:
+    """Planned runs (regime, algorithm, seed) of which a metrics folder lacks the record or any row."""
+    metrics = load_metrics(metrics_dir)
+    recorded = {tuple(record[name] for name in KEYS) for record in metrics.runs}
+    for frame in (metrics.iterations, metrics.evaluations):
+        recorded &= set(frame[KEYS].drop_duplicates().itertuples(index=False, name=None))
+    return [run for run in planned if run not in recorded]
+
+
+def _stack(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    return pd.concat(frames, ignore_index=True)
+
+
+def load_metrics(metrics_dir: str | Path) -> Metrics:
+    """Read what `collect` wrote. FileNotFoundError or ValueError names the file, what is wrong with it and the command that
+    makes it."""
+    metrics_dir = repository_path(metrics_dir)
+    file = metrics_dir / schema.RUNS_FILE
+    remedy = make_command(file)
+    runs = _read_json(file, remedy)
+    if not isinstance(runs, list) or not runs:
+        what = "holds no runs" if runs == [] else "is no list of runs"
+        raise ValueError(f"{file} {what}; make it anew with: {remedy}")
+    for number, record in enumerate(runs, start=1):
+        check_record(record, f"{file}, run {number}", remedy)
+    rows = [*KEYS, "iteration"]
+    return Metrics(
+        runs=runs,
+        iterations=_read_parquet(metrics_dir / schema.ITERATIONS_FILE, [*rows, *_MEASURED], remedy),
+        evaluations=_read_parquet(
+            metrics_dir / schema.COLLECTED_EVALUATIONS_FILE, [*rows, *_EVALUATED], remedy
+        ),
+    )
+
+
+def clips(record: schema.RunRecord) -> bool:
+    """Whether a run's clip fraction is one: not where a weight takes the ratio's place, which differs from it everywhere."""
+    rules = record.get("objective") or {}
+    clip, surrogate = (rules.get(part) or {} for part in ("clip", "surrogate"))
+    weighs = str(surrogate.get("_target_")).endswith(("Unweighted", "GammaWeight"))
+    by_sign = str(clip.get("_target_")).endswith("TaperedClip")
+    return not (weighs or by_sign or surrogate.get("weighed") is False)
+
+
+def stopped_at(record: schema.RunRecord, iterations: pd.DataFrame) -> float | None:
+    """The iteration in which a number that is not finite ended a run, given its rows; None for any other run."""
+    if not record.get("non_finite"):
+        return None
+    last = float(iterations["iteration"].max())
+    return 0.0 if math.isnan(last) else last
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """All recorded metrics of a set of runs."""
+
+    runs: list[schema.RunRecord]
+    iterations: pd.DataFrame  # one row per run and iteration
+    evaluations: pd.DataFrame  # one row per run and evaluation
+
+    def look(self, algorithm: str) -> Algorithm:
+        """How figures and tables show an algorithm; its label is the one that its runs recorded, if they did."""
+        found = look(algorithm)
+        label = next((r["label"] for r in self.runs if r["algorithm"] == algorithm and r.get("label")), None)
+        return replace(found, label=label) if label else found
+
+    @property
+    def regimes(self) -> list[str]:
+        """Regimes present, sorted."""
+        return sorted({run["regime"] for run in self.runs})
+
+    def algorithms(self, regime: str | None = None) -> list[str]:
+        """Algorithms present (in a regime), sorted."""
+        return sorted({run["algorithm"] for run in self.runs if regime in (None, run["regime"])})
+
+    def methods(self, regime: str) -> list[str]:
+        """The algorithms of a regime that one picture shows: of more than `CROWD` those with a file of their own. A study's
+        other arms, methods with one thing changed, are in the picture of its questions (`stppo.study.questions`)."""
+        present = self.algorithms(regime)
+        own = [name for name in present if look(name).file is not None]
+        return own if len(present) > CROWD and len(own) > 1 else present
+
+    def select(self, frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
+        """Rows of one run in `iterations` or `evaluations`."""
+        by_run = self._iterations_by_run if frame is self.iterations else self._evaluations_by_run
+        return by_run.get(tuple(record[name] for name in KEYS), frame.iloc[:0])
+
+    @cached_property
+    def _iterations_by_run(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.iterations.groupby(KEYS, sort=False)))
+
+    @cached_property
+    def _evaluations_by_run(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.evaluations.groupby(KEYS, sort=False)))
+
+    def rows_of(self, regime: str, algorithm: str, evaluations: bool = False) -> pd.DataFrame:
+        """Rows of all runs of an algorithm in a regime, in `iterations` or in `evaluations`."""
+        frame = self.evaluations if evaluations else self.iterations
+        groups = self._evaluations_by_arm if evaluations else self._iterations_by_arm
+        return groups.get((regime, algorithm), frame.iloc[:0])
+
+    @cached_property
+    def _iterations_by_arm(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.iterations.groupby(["regime", "algorithm"], sort=False)))
+
+    @cached_property
+    def _evaluations_by_arm(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.evaluations.groupby(["regime", "algorithm"], sort=False)))
+
+    def success(self, record: schema.RunRecord, temperature: float = 1.0) -> pd.DataFrame:
+        """Evaluations of one run at a temperature, in order of iteration."""
+        rows = self.select(self.evaluations, record)
+        return rows[rows["temperature"] == temperature].sort_values("iteration")
+
+    def settings(self, record: schema.RunRecord) -> dict[str, float]:
+        """learning_rate, epochs and staleness (iterations) of a run: as configured or, where the record lacks the config,
+        as its rows have them; NaN where unknown (epochs of a run that ended some of its iterations early)."""
+        if training := record.get("training"):
+            keys = {"learning_rate": "learning_rate", "epochs": "epochs", "staleness": "staleness_iterations"}
+            return {name: float(training[key]) for name, key in keys.items()}
+        names = ["learning_rate", "epoch", "staleness_iterations"]
+        rows = self.select(self.iterations, record).reindex(columns=names)
+        epochs = 2 * rows["epoch"] + 1  # the mean of 0 to E - 1 is (E - 1) / 2
+        return {
+            "learning_rate": float(f"{rows['learning_rate'].max():.4g}"),  # float32 has seven digits
+            "epochs": float(epochs.iloc[0]) if epochs.nunique() == 1 else math.nan,
+            "staleness": float(rows["staleness_iterations"].max()),
+        }
+
+    def outcome(self, record: schema.RunRecord) -> Outcome:
+        """The rules of `results.outcomes` applied to one run."""
+        rows = self.success(record)
+        start = record["warm_start"]["success_sampled"]
+        stopped, horizon = self._stopped(record)
+        return judge(rows["iteration"], rows["success"], start, stopped, horizon)
+
+    def _stopped(self, record: schema.RunRecord) -> tuple[float | None, int]:
+        """Where a number that is not finite ended a run, None for any other; iterations of its regime."""
+        return stopped_at(record, self.select(self.iterations, record)), self.horizons[record["regime"]]
+
+    @cached_property
+    def horizons(self) -> dict[str, int]:
+        """Iterations of the longest run of each regime."""
+        return {name: max(r["iterations"] for r in self.runs if r["regime"] == name) for name in self.regimes}
+
+    @cached_property
+    def outcomes(self) -> dict[tuple[str, str, int], Outcome]:
+        """(regime, algorithm, seed) -> outcome."""
+        return {(r["regime"], r["algorithm"], r["seed"]): self.outcome(r) for r in self.runs}
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """One row per run with the columns `schema.SUMMARY_COLUMNS`."""
+        rows = []
+        for record in self.runs:
+            outcome = self.outcomes[tuple(record[name] for name in KEYS)]
+            iterations = self.select(self.iterations, record)
+            curve = self.success(record, temperature=0.0)
+            greedy = (curve["iteration"].to_numpy(), curve["success"].to_numpy())
+            stopped, horizon = self._stopped(record)
+            if stopped is not None:
+                greedy = with_zeros(*greedy, stopped, horizon)
+            gradient = "gradient_norm_max" if "gradient_norm_max" in iterations else "gradient_norm"
+            values = {
+                **{name: record[name] for name in [*KEYS, "world_seed", "warm_start_seed", "status"]},
+                "start": outcome.start,
+                "peak": outcome.peak,
+                "final": outcome.final,
+                "area": outcome.area,
+                **{f"after_{n}": outcome.after[n] for n in AFTER},
+                "greedy_start": record["warm_start"]["success_greedy"],
+                "greedy_final": 0.0 if outcome.non_finite else final_mean(greedy[1]),
+                "greedy_area": area_under_curve(*greedy),
+                "learned": outcome.learned,
+                "gain_kept": outcome.gain_kept,
+                "crash_iteration": math.nan if outcome.crash_iteration is None else outcome.crash_iteration,
+                "rapid_crashes": outcome.rapid_crashes,
+                "collapsed": outcome.collapsed,
+                "outcome": outcome.label,
+                "clip_fraction_mean": iterations["clip_fraction"].mean(),
+                "gradient_norm_max": iterations[gradient].max(),
+                "updates": record["updates"],
+                "wall_seconds": record["wall_seconds"],
+            }
+            rows.append({name: values[name] for name in schema.SUMMARY_COLUMNS})
+        return self._with_variants(pd.DataFrame(rows, columns=list(schema.SUMMARY_COLUMNS)))
+
+    def _with_variants(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The frame with a column `variant` behind `algorithm`, where runs are told apart by one."""
+        names = told_apart(self.runs)
+        variants = {(r["regime"], r["algorithm"]): v for r, (_, v) in zip(self.runs, names, strict=True) if v}
+        if variants:
+            keys = zip(frame["regime"], frame["algorithm"], strict=True)
+            frame.insert(
+                frame.columns.get_loc("algorithm") + 1, "variant", [variants.get(k, "") for k in keys]
+            )
+        return frame
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row per regime and algorithm, in figures' order.
+
+        Columns regime, algorithm, label, runs, worlds, learned, crashed, collapsed (numbers of runs; a collapsed run has
+        crashed too) and `TABLE_MEANS`: means over worlds of the means of a world's runs, gain_kept of those that learned.
+        """
+        rows = []
+        for regime in self.regimes:
+            for algorithm in in_order(self.algorithms(regime)):
+                runs = self.arm(regime, algorithm)
+                means = runs.groupby("world_seed")[list(TABLE_MEANS)].mean()
+                counts = {
+                    "runs": len(runs),
+                    "worlds": len(means),
+                    "learned": int(runs["learned"].sum()),
+                    "crashed": int(runs["crash_iteration"].notna().sum()),
+                    "collapsed": int(runs["collapsed"].sum()),
+                }
+                label = self.look(algorithm).label
+                key = {"regime": regime, "algorithm": algorithm, "label": label}
+                rows.append({**key, **counts, **means.mean().to_dict()})
+        return self._with_variants(pd.DataFrame(rows))
+
+    def arm(self, regime: str, algorithm: str) -> pd.DataFrame:
+        """Rows of `summary` of one algorithm in one regime."""
+        return self._summary_by_arm.get((regime, algorithm), self.summary.iloc[:0])
+
+    @cached_property
+    def _summary_by_arm(self) -> dict[tuple, pd.DataFrame]:
+        return dict(iter(self.summary.groupby(["regime", "algorithm"], sort=False)))

@@ -1,1 +1,0 @@
-"""From recorded metrics to tables, figures and the report; knows a run only by its files."""

@@ -1,0 +1,310 @@
+"""What every roll-out engine shares: its settings, where a turn ends, and the board trajectories are played on.
+
+An engine (PyTorch, vLLM) only has to emit the tokens of one turn; prompts, observations, limits and rewards
+are handled here, once.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field, replace
+from typing import Literal
+
+import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from stppo.trajectories import Trajectories
+from stppo.world.encoding import DialogueEncoder
+from stppo.world.environment import Episode, SearchEnvironment
+from stppo.world.protocol import Question
+
+
+class EngineOutOfMemory(RuntimeError):
+    """Memory ran out in an engine that samples, not in the trainer; the message says "out of memory"."""
+
+
+@plain_dataclass
+class Rollout:
+    """Sampled trajectories (B rows) and, row by row, the episodes they played.
+
+    weights: (B, T) importance weights of the surrogate's terms, where a correction asks for them. metrics:
+    what the engine has to say about itself, columns of the metrics row.
+    """
+
+    trajectories: Trajectories
+    episodes: list[Episode]
+    weights: Tensor | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(config=ConfigDict(extra="forbid"), frozen=True)
+class RolloutConfig:
+    """How trajectories are sampled in PyTorch; `temperature` also divides the logits when they are scored.
+
+    max_tokens: of a whole trajectory; one that would exceed it ends unanswered.
+    batch_size: trajectories that are sampled at once.
+    """
+
+    engine: Literal["torch"] = "torch"
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+    max_tokens: int = Field(256, gt=1)
+    batch_size: int = Field(256, gt=0)
+
+
+@dataclass(config=ConfigDict(extra="forbid"), frozen=True)
+class VLLMRolloutConfig:
+    """How trajectories are sampled by vLLM.
+
+    temperature, max_tokens: as in PyTorch.
+    max_num_seqs: trajectories that are decoded at once; the others wait.
+    dtype: the engine computes in; "policy" takes what the policy computes in. In half precision an engine rounds the
+    weights that it is handed, and small changes by adapters away.
+    gpu_memory_utilization: share of the GPU's memory for the engine (weights and KV cache). On a CPU the KV
+    cache holds `max_num_seqs` whole trajectories instead.
+    sleep_level: what the engine hands back between roll-outs: 0 nothing, 1 the KV cache (weights move to host
+    memory), 2 both. Without effect on a CPU.
+    enforce_eager: no CUDA graphs: slower decoding, quicker start, less memory.
+    sync_tolerance: largest mean |log-prob difference| (nats) to the trainer after a hand-over of weights; null takes
+    `vllm_engine.SYNC_TOLERANCE` of the coarser of both dtypes.
+    behaviour_logprobs: whose log-probs are recorded as the behaviour policy's: "trainer" scores the trajectories
+    again, so that ratios start at 1; "engine" takes what vLLM sampled from.
+    importance_correction: "truncated" multiplies each token's term by min(pi_trainer / pi_engine, importance_cap).
+    """
+
+    engine: Literal["vllm"] = "vllm"
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+    max_tokens: int = Field(256, gt=1)
+    max_num_seqs: int = Field(256, gt=0)
+    dtype: Literal["policy", "float32", "bfloat16", "float16"] = "policy"
+    gpu_memory_utilization: float = Field(0.4, gt=0, lt=1)
+    sleep_level: Literal[0, 1, 2] = 2
+    enforce_eager: bool = False
+    sync_tolerance: float | None = Field(None, gt=0)
+    behaviour_logprobs: Literal["trainer", "engine"] = "trainer"
+    importance_correction: Literal["none", "truncated"] = "none"
+    importance_cap: float = Field(2.0, ge=1, allow_inf_nan=False)
+
+    def __post_init__(self) -> None:
+        if self.importance_correction == "truncated" and self.behaviour_logprobs == "engine":
+            raise ValueError(
+                "rollout.importance_correction=truncated needs behaviour_logprobs=trainer: with the engine's log-probs "
+                "the ratio itself holds the difference"
+            )
+
+
+def at_temperature_one(config: RolloutConfig | VLLMRolloutConfig) -> RolloutConfig | VLLMRolloutConfig:
+    """The same settings for evaluation, which is always at temperature 1 (or greedy) and trains on nothing."""
+    changes: dict = {"temperature": 1.0}
+    if config.engine == "vllm":
+        changes |= {"behaviour_logprobs": "engine", "importance_correction": "none"}
+    return replace(config, **changes)
+
+
+class TurnEnd:
+    """Tells which lanes have just closed a turn: a closing tag was completed, or an end token came.
+
+    Works for any tokenizer: only where a token's text could end a tag that began before it are several decoded.
+    """
+
+    def __init__(self, encoder: DialogueEncoder) -> None:
+        self.tokenizer, self.closing_tags = encoder.tokenizer, encoder.protocol.stop_strings
+        self.end_ids = encoder.end_ids
+        texts = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
+        # The last entry stands for ids beyond the tokenizer, which padded output layers can emit.
+        self.ends = torch.tensor([*(any(tag in text for tag in self.closing_tags) for text in texts), False])
+        self.candidate = torch.tensor([*map(self._may_end_tag, texts), False]) & ~self.ends
+        self.ends[list(self.end_ids)] = True
+        self.tail = max(len(tag) for tag in self.closing_tags)
+
+    def __call__(self, tokens: Tensor, recent: Tensor, open_lanes: Tensor) -> Tensor:
+        """tokens (n,) just sampled, recent (n, m) tokens of this turn so far; returns closed (n,) bool."""
+        closed = self._of(tokens, self.ends)
+        for lane in (self._of(tokens, self.candidate) & open_lanes).nonzero().flatten().tolist():
+            closed[lane] |= self._has_tag(recent[lane])
+        return closed
+
+    def first(self, turn: list[int]) -> int | None:
+        """How many tokens lead up to the first end in a turn, that one included; None while it is open."""
+        ids = torch.tensor(turn, dtype=torch.long)
+        for i in self._of(ids, self.candidate | self.ends).nonzero().flatten().tolist():
+            if turn[i] in self.end_ids or self._has_tag(ids[: i + 1]):
+                return i + 1
+        return None
+
+    def _may_end_tag(self, text: str) -> bool:
+        beginnings = [text[:i] for i in range(1, len(text) + 1)]
+        return any(tag.endswith(part) for tag in self.closing_tags for part in beginnings)
+
+    def _of(self, tokens: Tensor, flags: Tensor) -> Tensor:
+        return flags[tokens.clamp(max=len(flags) - 1)]
+
+    def _has_tag(self, recent: Tensor) -> bool:
+        text = self.tokenizer.decode(recent[-self.tail :])
+        return any(tag in text for tag in self.closing_tags)
+
+
+class Sampler(ABC):
+    """Plays questions with a policy in an environment: `collect`.
+
+    keeps_states: whether `collect` also gives the states of the policy's frozen layers (`Trajectories.below`), where it has
+    some and the engine computes them; who trains on a roll-out asks for them.
+    """
+
+    keeps_states = False
+
+    def __init__(
+        self,
+        environment: SearchEnvironment,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig | VLLMRolloutConfig,
+    ) -> None:
+        self.environment, self.tokenizer, self.config = environment, tokenizer, config
+        self.encoder = DialogueEncoder(environment.protocol, tokenizer)
+        self.turn_end = TurnEnd(self.encoder)
+
+    @classmethod
+    def start(
+        cls,
+        environment: SearchEnvironment,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig | VLLMRolloutConfig,
+        policy: PreTrainedModel,
+        score_tokens: int | None,
+    ) -> "Sampler":
+        """A sampler for this policy; see `engines.make_rollout`."""
+        return cls(environment, tokenizer, config)
+
+    def encode(self, text: str) -> list[int]:
+        """What the environment says as token ids; it is tokenised once and never merged with agent tokens."""
+        return self.encoder.observation(text)
+
+    @abstractmethod
+    def collect(
+        self,
+        policy: PreTrainedModel,
+        questions: list[Question],
+        generator: torch.Generator,
+        group_ids: list[int] | None = None,
+        greedy: bool = False,
+        policy_updates: int = 0,
+        forced: list[list[int]] | None = None,
+    ) -> Rollout:
+        """Play each question once (repeat a question, with its group id, to sample a group).
+
+        Behaviour log-probs are those of the distribution sampled from: at `temperature`, full vocabulary.
+        Under `greedy` the argmax is taken and log-probs are those of temperature 1.
+        forced: for each question the first agent tokens of its trajectory, turn after turn; they are taken
+        instead of sampled ones while they last (and recorded like them), which continues a trajectory.
+        """
+
+    def for_evaluation(self) -> "Sampler":
+        """The same sampler with the settings of `at_temperature_one`; an engine is shared."""
+        other = copy.copy(self)
+        other.config = at_temperature_one(self.config)
+        return other
+
+    def close(self) -> None:  # noqa: B027 (PyTorch holds nothing)
+        """Give back what an engine holds; the sampler cannot be used afterwards."""
+
+
+class Board:
+    """Trajectories while they are played, one lane (row) each, on the CPU.
+
+    tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths: (n,); episodes: n; below: (n, max_tokens, H)
+    states of frozen layers, or None. Raises ValueError where the room is too
+    small for the longest prompt and a turn.
+    """
+
+    def __init__(self, sampler: Sampler, questions: list[Question]) -> None:
+        self.sampler, n, limit = sampler, len(questions), sampler.config.max_tokens
+        self.max_turn = sampler.environment.protocol.max_turn_tokens
+        self.episodes = [sampler.environment.start(question) for question in questions]
+        prompts = sampler.encoder.prompts([episode.prompt for episode in self.episodes])
+        longest = max(map(len, prompts))
+        if longest + self.max_turn > limit:
+            raise ValueError(
+                f"rollout.max_tokens={limit} leaves no room for a turn after the longest prompt "
+                f"({longest} tokens); raise it"
+            )
+        self.tokens = torch.full((n, limit), sampler.tokenizer.pad_token_id or 0)
+        self.agent_mask = torch.zeros(n, limit, dtype=torch.bool)
+        self.sentence_ends = torch.zeros_like(self.agent_mask)
+        self.logprobs = torch.zeros(n, limit)
+        self.below: Tensor | None = None
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts])
+        for lane, prompt in enumerate(prompts):
+            self.tokens[lane, : len(prompt)] = torch.tensor(prompt)
+
+    def emit(self, lanes: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        """Append one agent token (n,) to each of the lanes (n,)."""
+        columns = self.lengths[lanes]
+        self.tokens[lanes, columns] = tokens
+        self.logprobs[lanes, columns] = logprobs
+        self.agent_mask[lanes, columns] = True
+        self.lengths[lanes] += 1
+
+    def emit_turn(self, lane: int, tokens: Tensor, logprobs: Tensor) -> None:
+        """Append a whole turn (m,) to one lane."""
+        begin, end = int(self.lengths[lane]), int(self.lengths[lane]) + len(tokens)
+        self.tokens[lane, begin:end], self.logprobs[lane, begin:end] = tokens, logprobs
+        self.agent_mask[lane, begin:end] = True
+        self.lengths[lane] = end
+
+    def environment_turn(self, lanes: Tensor, start: Tensor) -> Tensor:
+        """Let the environment answer the turns that began at `start` (n,) in `lanes` (n,).
+
+        Returns which of `lanes` go on, as indices into it.
+        """
+        environment, encoder = self.sampler.environment, self.sampler.encoder
+        stops = environment.protocol.stop_strings
+        ids = lanes.tolist()
+        turns = [
+            self.tokens[lane, begin : self.lengths[lane]]
+            for lane, begin in zip(ids, start.tolist(), strict=True)
+        ]
+        for lane, begin, turn in zip(ids, start.tolist(), turns, strict=True):
+            ends = encoder.sentence_ends(turn.tolist())
+            self.sentence_ends[lane, begin : begin + len(ends)] = torch.tensor(ends)
+        texts = [through_first(encoder.turn(turn), stops) for turn in turns]
+        observations = environment.step([self.episodes[lane] for lane in ids], texts)
+        encoded = iter(encoder.observations([text for text in observations if text is not None]))
+        keep = []
+        for row, (lane, observation) in enumerate(zip(ids, observations, strict=True)):
+            if observation is None:
+                continue
+            observed = next(encoded)
+            begin, end = int(self.lengths[lane]), int(self.lengths[lane]) + len(observed)
+            if end + self.max_turn > self.tokens.shape[1]:
+                continue  # out of room: the trajectory ends unanswered, with no reward
+            self.tokens[lane, begin:end] = torch.tensor(observed)
+            self.lengths[lane] = end
+            keep.append(row)
+        return torch.tensor(keep, dtype=torch.long)
+
+    def finish(self, group_ids: list[int], policy_updates: int) -> Trajectories:
+        """The trajectories, each with its reward on its last agent token."""
+        n, width = len(self.episodes), int(self.lengths.max())
+        rewards = torch.zeros_like(self.logprobs)
+        last = torch.where(self.agent_mask, torch.arange(self.agent_mask.shape[1]), 0).argmax(1)
+        rewards[torch.arange(n), last] = torch.tensor([float(e.reward) for e in self.episodes])
+        return Trajectories(
+            tokens=self.tokens[:, :width],
+            lengths=self.lengths,
+            agent_mask=self.agent_mask[:, :width],
+            behaviour_logprobs=self.logprobs[:, :width],
+            rewards=rewards[:, :width],
+            group_ids=torch.tensor(group_ids),
+            policy_updates=torch.full((n,), policy_updates),
+            sentence_ends=self.sentence_ends[:, :width],
+            below=None if self.below is None else self.below[:, :width],
+        )
+
+
+def through_first(text: str, stops: tuple[str, ...]) -> str:
+    """The text up to the end of the first stop string: what shares a token with a closing tag and follows it was
+    sampled, and stays in the token ids, but is no part of the action."""
+    ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text
