@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from stppo import config as configs
 from stppo.config import files as config_files
 from stppo.config.algorithms import PAPER, RIVALS
+from stppo.config.loading import build
 from stppo.objectives import GroupCentred, Weight
 from stppo.objectives.rivals import (
     BalancedClip,
@@ -39,7 +39,7 @@ ALL = [name for name, content in FILES.items() if "objective" in content]
 
 
 def load(name):
-    return configs.build(FILES[name]["objective"], "algorithm.objective")
+    return build(FILES[name]["objective"], "algorithm.objective")
 
 
 def advantages_of(objective, batch):
@@ -131,7 +131,7 @@ def test_knob_is_declared_and_both_ends_of_its_prior_build(name):
             section, field = key.split(".")
             assert field in objective[section], key
             objective = objective | {section: objective[section] | {field: float(value)}}
-        built.add(configs.build(objective, "algorithm.objective"))
+        built.add(build(objective, "algorithm.objective"))
     assert len(built) == 3
     published = [config_files.value(FILES[name], key.split(".")) for key in prior.keys]
     assert all(prior.low <= value <= prior.high for value in published), "the published value lies outside"
@@ -411,7 +411,7 @@ def gradients(*names, spread=1.2, change=None):
 
 def with_rule(name, part, **options):
     section = FILES[name]["objective"]
-    return configs.build(section | {part: section[part] | options}, "algorithm.objective")
+    return build(section | {part: section[part] | options}, "algorithm.objective")
 
 
 @pytest.mark.parametrize(
@@ -438,9 +438,7 @@ def test_limits_of_a_knob_are_other_methods(name, changed, other, what):
         section = section | {"loss_aggregation": left.loss_aggregation}
     elif option:
         section = section | {option[0]: section[option[0]] | option[1]}
-    ours, theirs = gradients(
-        name, right, change={name: left, right: configs.build(section, "algorithm.objective")}
-    )
+    ours, theirs = gradients(name, right, change={name: left, right: build(section, "algorithm.objective")})
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12, msg=lambda text: f"{what}: {text}")
     if name in ("sspo", "sequence_mask"):  # at their published values the two agree on so small a batch
         return
@@ -460,7 +458,7 @@ def test_one_ratio_weighs_and_another_decides(weight, decides, options):
     at a value where the options say so."""
     rule = {"_target_": "stppo.objectives.rivals.DecidedBy", "granularity": decides, **options}
     section = FILES["token_ppo"]["objective"] | {"surrogate": rule}
-    objective = configs.build(section | {"ratio": section["ratio"] | {"granularity": weight}}, "objective")
+    objective = build(section | {"ratio": section["ratio"] | {"granularity": weight}}, "objective")
     policy, batch = TabularPolicy(), mixed_batch()
     batch = off_policy(batch, policy, spread=1.2)
     advantages = normal(batch.rewards, 5) * batch.agent_mask

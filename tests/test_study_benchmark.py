@@ -9,8 +9,7 @@ import pytest
 from scipy import stats
 
 from stppo import cli
-from stppo.config import ConfigError
-from stppo.config.files import VARIABLE
+from stppo.config.files import VARIABLE, ConfigError
 from stppo.record.runs import Metrics
 from stppo.stats import mean
 from stppo.study import benchmark, benchmark_figures, benchmark_signals

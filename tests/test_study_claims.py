@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stppo.cli import app
-from stppo.config import planned_runs
+from stppo.config.planned import planned_runs
 from stppo.record import schema
 from stppo.record.runs import Metrics
 from stppo.stats import fewest_worlds

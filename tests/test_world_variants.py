@@ -5,7 +5,9 @@ from statistics import fmean
 
 import pytest
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.files import options
+from stppo.config.loading import build
 from stppo.retrieval.bm25 import BM25Retriever
 from stppo.retrieval.documents import Document
 from stppo.world.environment import SearchEnvironment
@@ -18,7 +20,7 @@ SEEDS = (0, 11, 12, 13, 21)
 
 
 def world_of(name, *overrides):
-    return configs.build(configs.compose([f"world={name}", *overrides])["world"], "world")
+    return build(compose([f"world={name}", *overrides])["world"], "world")
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +169,8 @@ def test_long_horizon_has_many_more_turns_and_tokens(long_horizon):
 def test_long_horizon_fits_the_positions_of_every_policy(long_horizon):
     noisy = play(long_horizon, long_horizon.questions("train"), random.Random(0), NOISE)
     longest = max(len(words(episode)) for episode in noisy)
-    for name in configs.options("policy"):
-        assert longest <= configs.compose([f"policy={name}"])["policy"]["max_positions"]
+    for name in options("policy"):
+        assert longest <= compose([f"policy={name}"])["policy"]["max_positions"]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -184,5 +186,5 @@ def test_the_usual_world_of_any_seed_is_as_hard(seed):
     world = world_of("synthetic", f"world.seed={seed}")
     questions = world.questions("train")[:2000]
     assert score(play(world, questions, random.Random(0))) > 0.98
-    noise = DemonstrationNoise(**configs.compose([])["warm_start"]["noise"])
+    noise = DemonstrationNoise(**compose([])["warm_start"]["noise"])
     assert score(play(world, questions, random.Random(0), noise)) == pytest.approx(0.33, abs=0.04)

@@ -10,8 +10,10 @@ from typing import Any
 import pandas as pd
 import torch
 
-from stppo import config
 from stppo.config import algorithms as registry
+from stppo.config.composition import compose
+from stppo.config.files import Config
+from stppo.config.loading import build
 from stppo.figures import schematic
 from stppo.figures.style import Plot
 from stppo.objectives import (
@@ -82,7 +84,7 @@ def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
     given = order if algorithms is None else set(algorithms)
     rows = {}
     for name in sorted(given, key=lambda name: (order.index(name) if name in order else len(order), name)):
-        point = _point(_objective(config.compose([f"algorithm={name}"])["algorithm"]))
+        point = _point(_objective(compose([f"algorithm={name}"])["algorithm"]))
         its = registry.look(name)
         rows[name] = {"label": its.label, "v1": its.v1, "v2": its.v2, **point, "source": its.source}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("algorithm")
@@ -110,7 +112,7 @@ def worked_example(algorithm: str) -> pd.DataFrame:
     maximise, by the token's log-probability, times |y|), `divisor` (of the gradient, from the norm that the stabiliser
     reads, over log-probabilities of this one trajectory; the same in every row) and `step` = gradient / divisor.
     """
-    objective = _objective(config.compose([f"algorithm={algorithm}"])["algorithm"])
+    objective = _objective(compose([f"algorithm={algorithm}"])["algorithm"])
     agent = torch.tensor([[ratio is not None for ratio in TOKEN_RATIOS]])
     layout = Layout.of(agent)
     ratios = torch.tensor([ratio for ratio in TOKEN_RATIOS if ratio is not None], dtype=torch.float64)
@@ -144,8 +146,8 @@ def worked_example(algorithm: str) -> pd.DataFrame:
     return frame
 
 
-def _objective(composed: config.Config) -> Objective:
-    return config.build(composed["objective"], "algorithm.objective")
+def _objective(composed: Config) -> Objective:
+    return build(composed["objective"], "algorithm.objective")
 
 
 def _point(objective: Objective) -> dict[str, str]:

@@ -162,7 +162,7 @@ def objective(
 
 @lru_cache
 def _built(name: str, given: str, option: str) -> Objective:
-    from stppo.config import build  # brings Hydra: not for those who look names up
+    from stppo.config.loading import build  # brings Hydra: not for those who look names up
 
     section = _section(name)
     for part, keys in json.loads(given).items():

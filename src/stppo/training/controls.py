@@ -10,7 +10,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from stppo.config import Config, ConfigError, fingerprint, identity_section
+from stppo.config.files import Config, ConfigError
+from stppo.config.identity import fingerprint, identity_section
 from stppo.config.settings import TrainingConfig
 from stppo.files import parse_json, repository_path
 from stppo.objectives import NoStabilizer, Objective

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stppo.config import ConfigError
+from stppo.config.files import ConfigError
 from stppo.config.settings import TrainingConfig
 from stppo.objectives import Objective, Surrogate, estimated_bias_norms
 from stppo.policy.compute import last_block
