@@ -54,7 +54,6 @@ def test_a_retriever_that_is_gone_stops_the_run_which_goes_on_bit_for_bit(
     done = trainer.iteration
     assert len(tables(tmp_path)[0]) == 4 * done, "all updates of the iterations that were done"
     again_run = Run(load(config), tmp_path, barely_trained, progress=False)
-    again = again_run.trainer
     seen = []
     again_run.on_iteration = lambda t: seen.append(t.iteration)
     assert again_run.train()["status"] == "completed"
@@ -68,7 +67,6 @@ def out_of_memory(*_, **__):
 
 def test_out_of_memory_in_an_update_names_the_knobs_and_keeps_the_checkpoint(tmp_path, tiny, barely_trained):
     its_run = Run(load(tiny()), tmp_path, barely_trained, progress=False)
-    trainer = its_run.trainer
     its_run.on_iteration = lambda t: (
         setattr(t.policy_updates, "step", out_of_memory) if t.iteration == 3 else None
     )
