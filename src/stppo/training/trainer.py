@@ -24,6 +24,7 @@ from stppo.config.loading import LoadedRun
 from stppo.objectives.advantages import Credit
 from stppo.policy.critic import explained_variance
 from stppo.policy.policy import check_vocabulary, load_tokenizer
+from stppo.record.schema import UPDATE_COLUMNS, Row
 from stppo.rollout.engines import make_rollout
 from stppo.rollout.mismatch import scored_anew
 from stppo.rollout.rollout import Rollout, Sampler
@@ -179,7 +180,8 @@ class Trainer:
         }
         self.iteration += 1
         for epoch, minibatch, rows, turn in self._minibatches(batch, credit.kept):
-            row = shared | {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
+            row = Row(UPDATE_COLUMNS, shared)
+            row |= {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
             self.update_rows.append(row)
             weights = None if queued.weights is None else queued.weights[rows]
             if turn is not None:
