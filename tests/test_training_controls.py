@@ -420,7 +420,7 @@ def test_the_critic_is_measured_on_the_batch_and_policy_it_is_used_for(tmp_path,
     (_, first), (queued, values) = seen
     assert (first == 0).all() and (values[queued.trajectories.agent_mask] != 0).all()
     start = load_policy(f1_start)
-    asked = {q.text: q for q in trainer.train_questions}
+    asked = {q.text: q for q in trainer.batches.questions}
     prompts = [
         trainer.world.tokenizer.decode(row[: int(mask.nonzero()[0])])
         for row, mask in zip(queued.trajectories.tokens, queued.trajectories.agent_mask, strict=True)

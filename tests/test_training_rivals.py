@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stppo.training.trainer import Trainer
+from stppo.training.batches import Batches
 from stppo.training.updates import PolicyUpdates
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
@@ -106,17 +106,17 @@ def test_gradient_clip_is_the_trainers_own(tiny, barely_trained, tmp_path):
 @pytest.fixture
 def far_off(monkeypatch):
     """Batches whose trajectories the policy has become so much likelier to sample that float32 has no number for it."""
-    collect = Trainer._collect
+    collect = Batches.collect
 
-    def changed(self):
-        rollout = collect(self)
+    def changed(self, update):
+        rollout = collect(self, update)
         batch = rollout.trajectories
         behaviour = torch.where(batch.agent_mask, -60.0, batch.behaviour_logprobs)
         return dataclasses.replace(
             rollout, trajectories=dataclasses.replace(batch, behaviour_logprobs=behaviour)
         )
 
-    monkeypatch.setattr(Trainer, "_collect", changed)
+    monkeypatch.setattr(Batches, "collect", changed)
 
 
 @pytest.mark.parametrize("algorithm", ["topr", "vcpo", "vespo", "successes_only"])
