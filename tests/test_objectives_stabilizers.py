@@ -13,6 +13,7 @@ from tests.objectives_cases import mixed_batch, normal
         ("max", [(0.0, 1.0), (0.1, 1.0), (0.05, 1.0), (0.4, 4.0)]),
         ("one_plus", [(0.0, 1.0), (0.1, 2.0), (0.4, 5.0)]),
         ("floor", [(0.0, 0.1), (0.05, 0.1), (0.4, 0.4)]),
+        ("bare", [(0.0, 1.0), (0.05, 0.05), (0.4, 0.4)]),
     ],
 )
 def test_divisors_by_hand(form, pairs):
@@ -21,7 +22,7 @@ def test_divisors_by_hand(form, pairs):
         assert rule.divisor(norm) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("form", ["max", "one_plus", "floor"])
+@pytest.mark.parametrize("form", ["max", "one_plus", "floor", "bare"])
 def test_divisors_never_hide_a_broken_norm(form):
     assert math.isnan(ClippingBiasNorm(form=form).divisor(math.nan))
     assert ClippingBiasNorm(form=form).divisor(math.inf) == math.inf

@@ -24,6 +24,8 @@ class Stabilizer:
     estimator: ClassVar[str | None] = None
     # "gradient": it is divided; "step": the learning rate of this update is, which Adam does not undo.
     divides: ClassVar[str] = "gradient"
+    # True: training divides by the divisor over the median of the run's divisors up to this update, so by about 1.
+    over_median: ClassVar[bool] = False
 
     def divisor(self, value: float) -> float:
         """What to divide the (already norm-clipped) gradient by."""
@@ -43,7 +45,8 @@ class Divisor(Stabilizer, ABC):
     """Base of stabilisers that divide the gradient: write `divisor` and name what it reads.
 
     estimator: exact, last_block, logprob or logit, for that norm of the clipping bias, gradient_norm (before it is divided), or a
-    key of the surrogate's diagnostics, such as effective_sample_size. divides: "gradient" or "step", see `Stabilizer`.
+    key of the surrogate's diagnostics, such as effective_sample_size. divides: "gradient" or "step"; over_median; see
+    `Stabilizer`.
     """
 
     estimator: ClassVar[str | None] = "exact"
@@ -87,6 +90,8 @@ class ClippingBiasNorm(Divisor):
         max      max(1, n / c0)   an update whose bias is below c0 is left alone
         one_plus 1 + n / c0       its smooth form
         floor    max(n, c0)       the bare norm with a floor: `max` times the constant c0
+        bare     n                the words as they stand, without c0: it enlarges the gradient where n < 1. Where nothing
+                                  is clipped n = 0, the quotient is undefined and there is nothing to correct: 1
 
     The sources say "divided by the norm" and give neither floor nor constant; `max` with c0 = 0.1 was fixed
     beforehand. A minibatch norm is biased upward, so a c0 belongs to a batch size. Apply the divisor after
@@ -96,16 +101,22 @@ class ClippingBiasNorm(Divisor):
 
     estimator: exact, over all parameters; last_block, over those of the last transformer block, whose backward pass ends
     there; logprob and logit, estimates without one (`estimated_bias_norms`). Each has a scale, and so a c0, of its own.
+    divides: "gradient", or "step", the learning rate of the update, which Adam does not undo. over_median: by the divisor over
+    the running median of its own run, so that half of the steps are longer than without it.
     """
 
     c0: float = 0.1
     form: str = "max"
-    estimator: str = "exact"  # an option here, a constant elsewhere
+    # options here, constants elsewhere
+    estimator: str = "exact"
+    divides: str = "gradient"
+    over_median: bool = False
 
     def __post_init__(self) -> None:
         in_range(self, "c0", 0.0, low_open=True)
-        one_of(self, "form", ("max", "one_plus", "floor"))
+        one_of(self, "form", ("max", "one_plus", "floor", "bare"))
         one_of(self, "estimator", ("exact", "last_block", "logprob", "logit"))
+        one_of(self, "divides", ("gradient", "step"))
 
     def divisor(self, value: float) -> float:
         if math.isnan(value):
@@ -114,6 +125,8 @@ class ClippingBiasNorm(Divisor):
             return max(1.0, value / self.c0)
         if self.form == "one_plus":
             return 1.0 + value / self.c0
+        if self.form == "bare":
+            return value or 1.0
         return max(value, self.c0)
 
 

@@ -354,6 +354,10 @@ def _check_estimator(objective: Objective, known: tuple[str, ...]) -> None:
             f"{type(stabilizer).__name__}.estimator={stabilizer.estimator!r}: the oracle divides here by functions of "
             f"{', '.join(known)} alone"
         )
+    if stabilizer.over_median:
+        raise ValueError(
+            f"{type(stabilizer).__name__}.over_median=True: a run's median, which the oracle has none of"
+        )
 
 
 def _check_batch_size(batch_size: int) -> None:

@@ -629,6 +629,7 @@ class Trainer:
             for t, metrics, iteration, truth, weights in state["queue"]
         )
         self.update_rows, self.evaluation_rows = state["update_rows"], state["evaluation_rows"]
+        self.policy_updates.remember(self.update_rows)
         self.started, self.seconds_before = state["started"], state["seconds"]
         self.cpu_before = state["cpu_seconds"]
         if self.iteration < self.settings.training.iterations:
