@@ -173,6 +173,7 @@ UPDATE_COLUMNS: dict[str, str] = {
     "clipping_bias_norm_logprob": "estimate of clipping_bias_norm in log-probability space, no second backward pass",
     "clipping_bias_norm_logit": "estimate of the same in logit space, no second backward pass",
     "stabilizer_divisor": "number the gradient was divided by; 1 where nothing divides it",
+    "sample_divisor": "number a token's term was divided by, mean over agent tokens; NaN where samples are not weighed",
     "update_norm": "L2 norm of the parameter change that the optimiser made",
     "clip_low": "lower clip bound of the ratio that was used, mean over agent tokens",
     "clip_high": "upper clip bound of the ratio that was used, mean over agent tokens",

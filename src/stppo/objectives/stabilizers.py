@@ -7,18 +7,20 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from stppo.checks import in_range, one_of
 from stppo.objectives.clipping import Bounds
 from stppo.objectives.ratios import kl_behaviour_to_policy, kl_policy_to_behaviour
+from stppo.objectives.surrogates import Terms
 from stppo.objectives.tokens import Tokens
 
 
 @dataclass(frozen=True)
 class Stabilizer:
-    """A divisor of the gradient and a penalty added to the loss; this one does neither. To write one, start from
-    `Divisor` or `Penalty`."""
+    """A divisor of the gradient, a penalty added to the loss, or a weight of each token; this one is none of them. To write
+    one, start from `Divisor`, `Penalty` or `SampleWeight`."""
 
     # The number of an update that `divisor` wants, see `Divisor`; None where it wants none.
     estimator: ClassVar[str | None] = None
@@ -33,6 +35,10 @@ class Stabilizer:
 
     def penalty(self, tokens: Tokens, bounds: Bounds) -> Tensor | None:
         """Scalar added to the loss, with graph."""
+        return None
+
+    def weights(self, tokens: Tokens, terms: Terms) -> Tensor | None:
+        """(N,) what each term, and its part of the clipping bias, is multiplied by, without graph."""
         return None
 
     def ends_iteration(self, row: dict[str, float]) -> bool:
@@ -76,6 +82,15 @@ class TokenPenalty(Penalty):
 
     def penalty(self, tokens: Tokens, bounds: Bounds) -> Tensor:
         return self.costs(tokens, bounds).mean()
+
+
+@dataclass(frozen=True)
+class SampleWeight(Stabilizer, ABC):
+    """Base of stabilisers that weigh each sample: write `weights`."""
+
+    @abstractmethod
+    def weights(self, tokens: Tokens, terms: Terms) -> Tensor:
+        """(N,) what each term, and its part of the clipping bias, is multiplied by, without graph; positive."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,39 @@ class ClippingBiasNorm(Divisor):
         if self.form == "bare":
             return value or 1.0
         return max(value, self.c0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnClippingBias(SampleWeight):
+    """Divide each sample's term by a function of its own clipping, not the gradient by one of the minibatch's: a reading of
+    ours of "downweighting unreliable, highly off-policy samples". A sample is a trajectory or a turn (`sample`).
+
+        norm   max(1, n_i / c0)   n_i = ||C_i||, C_i the clipping bias of the mean over the sample's tokens of their terms
+        share  1 + s_i            s_i the share of the sample's tokens that are clipped
+
+    n_i exactly would take a backward pass for each sample. It is estimated in log-probability space, the norm of C_i with
+    respect to its tokens' log-probabilities, as `logprob` is for the minibatch: it needs no pass, and grows with how far the
+    clipped ratios and their advantages reach. A ratio of a whole trajectory mixes its turns: with sample = "turn" what
+    falls on a turn's tokens then counts as its own.
+    """
+
+    form: str = "norm"
+    sample: str = "sequence"
+    c0: float = 0.01
+
+    def __post_init__(self) -> None:
+        one_of(self, "form", ("norm", "share"))
+        one_of(self, "sample", ("sequence", "turn"))
+        in_range(self, "c0", 0.0, low_open=True)
+
+    def weights(self, tokens: Tokens, terms: Terms) -> Tensor:
+        samples = tokens.layout.segments(self.sample)
+        if self.form == "share":
+            return samples.share(1 / (1 + samples.mean(terms.clipped.to(tokens.ratio.dtype))))
+        removed = (terms.unrestricted - terms.terms) / samples.share(samples.lengths)
+        (bias,) = torch.autograd.grad(removed.sum(), tokens.log_ratio, retain_graph=True)
+        norm = samples.sum(bias.square()).sqrt()
+        return samples.share(1 / (norm / self.c0).clamp_min(1))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from stppo.objectives import (
     MinClip,
     Objective,
     Penalty,
+    SampleWeight,
     Terms,
     TokenPenalty,
     Tokens,
@@ -358,6 +359,8 @@ def _check_estimator(objective: Objective, known: tuple[str, ...]) -> None:
         raise ValueError(
             f"{type(stabilizer).__name__}.over_median=True: a run's median, which the oracle has none of"
         )
+    if isinstance(stabilizer, SampleWeight):
+        raise ValueError(f"{type(stabilizer).__name__}: the oracle weighs no samples")
 
 
 def _check_batch_size(batch_size: int) -> None:
