@@ -293,3 +293,4 @@ class Trainer:
         self.generator.set_state(state["generator"])
         self.batches.take_up(state)
         self.update_rows, self.evaluation_rows = state["update_rows"], state["evaluation_rows"]
+        self.policy_updates.remember(self.update_rows)
