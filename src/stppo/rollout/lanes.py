@@ -1,8 +1,8 @@
 """Keys and values of many trajectories (lanes) that are decoded side by side by a transformers model.
 
-A lane's tokens lie in the columns of their positions, without holes, and the lanes that are fed lie in the first rows. So a
-step computes no lane that has closed its turn, copies no cache to append to it, and in decoding repeats no grouped key.
-"""
+A lane's tokens lie in the columns of their positions, without holes, and the lanes that are fed lie in the
+first rows. So a step computes no lane that has closed its turn, copies no cache to append to it, and in
+decoding repeats no grouped key."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +30,8 @@ def _attend(
     scaling: float | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """Attention of one new token (n, heads, 1, d) to keys and values (n, kv_heads, S, d), each group of heads at once; of
-    several tokens as `sdpa` does it. attention_mask: (n, 1, m, S) bool."""
+    """Attention of one new token (n, heads, 1, d) to keys and values (n, kv_heads, S, d), each group of heads
+    at once; of several tokens as `sdpa` does it. attention_mask: (n, 1, m, S) bool."""
     n, heads, m, width = query.shape
     if m > 1 or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
@@ -45,8 +45,8 @@ AttentionInterface.register(_ATTENTION, _attend)
 
 
 class Lanes:
-    """n lanes of at most `limit` tokens, numbered from 0. below: (n, limit, H), filled with the states that a divided
-    body's frozen layers give, or None.
+    """n lanes of at most `limit` tokens, numbered from 0. below: (n, limit, H), filled with the states that a
+    divided body's frozen layers give, or None.
 
     It is its own transformers cache: `update` is what an attention layer calls.
     """
@@ -61,9 +61,10 @@ class Lanes:
         self.keeps_states = keeps_states and is_divided(body)
 
     def feed(self, ids: Tensor, chunk: Tensor, mask: Tensor) -> Tensor:
-        """Append to each of the lanes `ids` (a,) the tokens (a, m) that the mask (a, m) leaves, its first ones; returns the
-        state (a, H) of each lane's last one, of lanes without one a state without meaning. All on the CPU; the states
-        stay where the body computes. Many chunks are fed a quarter at a time, those of like length together."""
+        """Append to each of the lanes `ids` (a,) the tokens (a, m) that the mask (a, m) leaves, its first
+        ones; returns the state (a, H) of each lane's last one, of lanes without one a state without meaning.
+        All on the CPU; the states stay where the body computes. Many chunks are fed a quarter at a time,
+        those of like length together."""
         counts = mask.sum(1)
         if chunk.shape[1] == 1 or len(ids) < _MANY:
             return self._feed(ids, chunk, mask, counts)
@@ -118,7 +119,8 @@ class Lanes:
                 store[:] = [part[:a].clone() for part in store]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """Called by the attention of a layer with what is new, (a, kv_heads, m, d); returns what it attends to."""
+        """Called by the attention of a layer with what is new, (a, kv_heads, m, d); returns what it attends
+        to."""
         row, column, position = self.new
         if layer not in self.stores:
             shape = (len(self.ids), keys.shape[1], self.room, keys.shape[3])

@@ -1,4 +1,5 @@
-"""What every roll-out engine shares: its settings, where a turn ends, and the board trajectories are played on.
+"""What every roll-out engine shares: its settings, where a turn ends, and the board trajectories are played
+on.
 
 An engine (PyTorch, vLLM) only has to emit the tokens of one turn; prompts, observations, limits and rewards
 are handled here, once.
@@ -60,19 +61,19 @@ class VLLMRolloutConfig:
 
     temperature, max_tokens: as in PyTorch.
     max_num_seqs: trajectories that are decoded at once; the others wait.
-    dtype: the engine computes in; "policy" takes what the policy computes in. In half precision an engine rounds the
-    weights that it is handed, and small changes by adapters away.
+    dtype: the engine computes in; "policy" takes what the policy computes in. In half precision an engine
+    rounds the weights that it is handed, and small changes by adapters away.
     gpu_memory_utilization: share of the GPU's memory for the engine (weights and KV cache). On a CPU the KV
     cache holds `max_num_seqs` whole trajectories instead.
     sleep_level: what the engine hands back between roll-outs: 0 nothing, 1 the KV cache (weights move to host
     memory), 2 both. Without effect on a CPU.
     enforce_eager: no CUDA graphs: slower decoding, quicker start, less memory.
-    sync_tolerance: largest mean |log-prob difference| (nats) to the trainer after a hand-over of weights; null takes
-    `vllm_engine.SYNC_TOLERANCE` of the coarser of both dtypes.
-    behaviour_logprobs: whose log-probs are recorded as the behaviour policy's: "trainer" scores the trajectories
-    again, so that ratios start at 1; "engine" takes what vLLM sampled from.
-    importance_correction: "truncated" multiplies each token's term by min(pi_trainer / pi_engine, importance_cap).
-    """
+    sync_tolerance: largest mean |log-prob difference| (nats) to the trainer after a hand-over of weights;
+    null takes `vllm_engine.SYNC_TOLERANCE` of the coarser of both dtypes.
+    behaviour_logprobs: whose log-probs are recorded as the behaviour policy's: "trainer" scores the
+    trajectories again, so that ratios start at 1; "engine" takes what vLLM sampled from.
+    importance_correction: "truncated" multiplies each token's term by min(pi_trainer / pi_engine,
+    importance_cap)."""
 
     engine: Literal["vllm"] = "vllm"
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
@@ -90,13 +91,15 @@ class VLLMRolloutConfig:
     def __post_init__(self) -> None:
         if self.importance_correction == "truncated" and self.behaviour_logprobs == "engine":
             raise ValueError(
-                "rollout.importance_correction=truncated needs behaviour_logprobs=trainer: with the engine's log-probs "
+                "rollout.importance_correction=truncated needs behaviour_logprobs=trainer: with the "
+                "engine's log-probs "
                 "the ratio itself holds the difference"
             )
 
 
 def at_temperature_one(config: RolloutConfig | VLLMRolloutConfig) -> RolloutConfig | VLLMRolloutConfig:
-    """The same settings for evaluation, which is always at temperature 1 (or greedy) and trains on nothing."""
+    """The same settings for evaluation, which is always at temperature 1 (or greedy) and trains on
+    nothing."""
     changes: dict = {"temperature": 1.0}
     if config.engine == "vllm":
         changes |= {"behaviour_logprobs": "engine", "importance_correction": "none"}
@@ -106,8 +109,8 @@ def at_temperature_one(config: RolloutConfig | VLLMRolloutConfig) -> RolloutConf
 class TurnEnd:
     """Tells which lanes have just closed a turn: a closing tag was completed, or an end token came.
 
-    Works for any tokenizer: only where a token's text could end a tag that began before it are several decoded.
-    """
+    Works for any tokenizer: only where a token's text could end a tag that began before it are several
+    decoded."""
 
     def __init__(self, encoder: DialogueEncoder) -> None:
         self.tokenizer, self.closing_tags = encoder.tokenizer, encoder.protocol.stop_strings
@@ -149,9 +152,9 @@ class TurnEnd:
 class Sampler(ABC):
     """Plays questions with a policy in an environment: `collect`.
 
-    keeps_states: whether `collect` also gives the states of the policy's frozen layers (`Trajectories.below`), where it has
-    some and the engine computes them; who trains on a roll-out asks for them.
-    """
+    keeps_states: whether `collect` also gives the states of the policy's frozen layers
+    (`Trajectories.below`), where it has some and the engine computes them; who trains on a roll-out asks for
+    them."""
 
     keeps_states = False
 
@@ -213,10 +216,9 @@ class Sampler(ABC):
 class Board:
     """Trajectories while they are played, one lane (row) each, on the CPU.
 
-    tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths: (n,); episodes: n; below: (n, max_tokens, H)
-    states of frozen layers, or None. Raises ValueError where the room is too
-    small for the longest prompt and a turn.
-    """
+    tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths: (n,); episodes: n; below: (n,
+    max_tokens, H) states of frozen layers, or None. Raises ValueError where the room is too small for the
+    longest prompt and a turn."""
 
     def __init__(self, sampler: Sampler, questions: list[Question]) -> None:
         self.sampler, n, limit = sampler, len(questions), sampler.config.max_tokens
@@ -304,7 +306,7 @@ class Board:
 
 
 def through_first(text: str, stops: tuple[str, ...]) -> str:
-    """The text up to the end of the first stop string: what shares a token with a closing tag and follows it was
-    sampled, and stays in the token ids, but is no part of the action."""
+    """The text up to the end of the first stop string: what shares a token with a closing tag and follows it
+    was sampled, and stays in the token ids, but is no part of the action."""
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     return text[: min(ends)] if ends else text

@@ -1,11 +1,10 @@
 """Multi-turn roll-out in PyTorch: one KV cache lives through all turns of a trajectory.
 
-Each round prefills what the environment said (never regenerated) and decodes one turn for every
-unfinished trajectory. Position ids count real tokens only. That makes the recorded log-probs equal to a later scoring
-pass. A trajectory whose turn is closed is not computed until the next round, one that is done leaves for good; random
-numbers are drawn for every trajectory of a round until its last turn is closed, so a sample does not hang on what else
-is computed.
-"""
+Each round prefills what the environment said (never regenerated) and decodes one turn for every unfinished
+trajectory. Position ids count real tokens only. That makes the recorded log-probs equal to a later scoring
+pass. A trajectory whose turn is closed is not computed until the next round, one that is done leaves for
+good; random numbers are drawn for every trajectory of a round until its last turn is closed, so a sample does
+not hang on what else is computed."""
 
 import torch
 from torch import Tensor
@@ -96,8 +95,8 @@ class TorchRollout(Sampler):
     def _sample(
         self, logits: Tensor, rows: Tensor, generator: torch.Generator, greedy: bool, given: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Next tokens (n,) and their log-probs, of logits (a, V) for `rows` (a,) of these n, 0 elsewhere; `given` (n,)
-        overrides what is drawn where it is not -1."""
+        """Next tokens (n,) and their log-probs, of logits (a, V) for `rows` (a,) of these n, 0 elsewhere;
+        `given` (n,) overrides what is drawn where it is not -1."""
         log_probs = torch.log_softmax(logits.float().cpu() / (1.0 if greedy else self.config.temperature), -1)
         if not torch.isfinite(log_probs).any(1).all():
             raise FloatingPointError("non-finite logits in a roll-out")
@@ -110,12 +109,12 @@ class TorchRollout(Sampler):
 
 
 def draw(probs: Tensor, rows: Tensor, n: int, generator: torch.Generator) -> Tensor:
-    """A token (a,) from each distribution (a, V), those of the `rows` (a,) of n. The random numbers are those of n rows, so
-    a draw does not hang on which of them are computed.
+    """A token (a,) from each distribution (a, V), those of the `rows` (a,) of n. The random numbers are those
+    of n rows, so a draw does not hang on which of them are computed.
 
-    `torch.multinomial` takes a random number for each row and token. With a large vocabulary that costs as much as a small
-    model's layers; there the inverse of the distribution function takes one number for each row.
-    """
+    `torch.multinomial` takes a random number for each row and token. With a large vocabulary that costs as
+    much as a small model's layers; there the inverse of the distribution function takes one number for each
+    row."""
     if probs.shape[1] > _SMALL_VOCABULARY:
         uniform = torch.rand(n, 1, dtype=torch.float64, generator=generator)[rows]
         below = probs.double().cumsum(-1)
@@ -143,8 +142,9 @@ class _LaneCache:
         return getattr(self.lanes, "below", None)
 
     def feed(self, ids: Tensor, chunk: Tensor, mask: Tensor) -> Tensor:
-        """Append tokens (a, m), real where mask (a, m) holds, to the lanes `ids` (a,), in compiled code all; returns the
-        logits (a, V) after each lane's last real token of the chunk (rows without one are to be ignored)."""
+        """Append tokens (a, m), real where mask (a, m) holds, to the lanes `ids` (a,), in compiled code all;
+        returns the logits (a, V) after each lane's last real token of the chunk (rows without one are to be
+        ignored)."""
         states = self.lanes.feed(chunk, mask) if self.compiled else self.lanes.feed(ids, chunk, mask)
         with computing(body_of(self.policy)):
             return logits_of(self.policy, states)

@@ -14,12 +14,13 @@ class RunStopped(OSError):
 def what_stopped(error: Exception, settings: RunConfig, run_dir: Path, iteration: int) -> RunStopped | None:
     """The one-line form of an error that is not the run's own; None for any other.
 
-    iteration: iterations done. The knobs are named in the order in which they cost least, those of the roll-out first
-    where memory ran out in its engine; a run goes on from its checkpoint under those that change no result.
-    """
+    iteration: iterations done. The knobs are named in the order in which they cost least, those of the
+    roll-out first where memory ran out in its engine; a run goes on from its checkpoint under those that
+    change no result."""
     if isinstance(error, ConnectionError | TimeoutError):
         return RunStopped(
-            f"stopped after iteration {iteration}, which is kept: {_reason(error)}; run the same command again to go on"
+            f"stopped after iteration {iteration}, which is kept: {_reason(error)}; run the same command "
+            "again to go on"
         )
     if not is_out_of_memory(error):
         return None
@@ -48,7 +49,8 @@ def warm_start_stopped(error: Exception, settings: RunConfig) -> RunStopped | No
 
 
 def _lanes(settings: RunConfig) -> list[str]:
-    """Fewer trajectories at once, in PyTorch; a checkpoint does not go on under it, for other samples are drawn."""
+    """Fewer trajectories at once, in PyTorch; a checkpoint does not go on under it, for other samples are
+    drawn."""
     rollout = settings.rollout
     return [f"lower rollout.batch_size (now {rollout.batch_size})"] if rollout.engine == "torch" else []
 
