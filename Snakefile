@@ -361,7 +361,7 @@ if CLAIMS:  # a preset with a section `study`
             CLAIMS,
         params:
             code=code_hash("stppo.study.claims"),
-            ledger=content_of("src/stppo/study/claims.yaml"),
+            ledger=content_of("src/stppo/study/claims.yaml", "src/stppo/study/claims_divisor.yaml"),
             groups=fingerprint([COMPOSED["study"], PIPELINE.get("arms")]),  # read from the preset's YAML
             planned=json.dumps(Counter(f"{run.regime}/{run.algorithm}" for run in RUNS.values()), indent=1),
         log:

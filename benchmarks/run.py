@@ -264,7 +264,7 @@ def main() -> None:
         show("Seconds per iteration", iterations(trainers, repeats))
         show("Cost against size, CPU seconds", growth(overrides, start, Path(folder), repeats))
         show("Cost against length", lengths(trainers["token_ppo"], many))
-        sampler, asked = trainers["st_ppo"].sampler, trainers["st_ppo"].train_questions[:128]
+        sampler, asked = trainers["st_ppo"].sampler, trainers["st_ppo"].batches.questions[:128]
         show("Roll-out against transformers.generate", rollouts(sampler, start, asked, repeats))
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
             peak = fresh.submit(peak_memory, overrides, start, Path(folder)).result()

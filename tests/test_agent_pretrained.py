@@ -320,7 +320,7 @@ def test_roll_outs_in_bfloat16_are_scored_anew_so_that_ratios_start_at_one(tmp_p
 def test_seconds_of_scoring_are_no_seconds_of_sampling(tiny, barely_trained, tmp_path):
     its_run = Run(load(tiny("training.iterations=1")), tmp_path, barely_trained, progress=False)
     trainer = its_run.trainer
-    rollout = trainer._collect()
+    rollout = trainer.batches.collect(0)
     rollout.metrics["seconds_scoring"] = 3.0
     found = rollout_metrics(rollout, 5.0)
     assert found["seconds_rollout"] == 2 and found["seconds_scoring"] == 3

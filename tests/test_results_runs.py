@@ -345,7 +345,7 @@ def changed(run, tmp_path):
         (lambda runs: [run | {"iterations": "many"} for run in runs], "run 1: iterations = 'many' is not what"),
         (lambda runs: [run | {"updates": None} for run in runs], "run 1: updates = None is not what"),
         (lambda runs: [run | {"variant": 3} for run in runs], "run 1: variant = 3 is not what"),
-        (lambda runs: [run | {"warm_start": {}} for run in runs], "run 1: warm_start lacks the number"),
+        (lambda runs: [run | {"warm_start": {}} for run in runs], ", run 1 lacks warm_start.success_sampled"),
     ],
 )  # fmt: skip
 def test_records_that_no_collection_writes_are_named_in_one_line(changed, by, said):

@@ -20,6 +20,7 @@ from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.controls import generator_for, identity
 from stppo.training.monte_carlo import TrueValues, true_values
 from stppo.training.run import Run
+from stppo.training.trainer import Trainer
 from stppo.training.warm_start import WARM_START_FILE, made_for
 from stppo.trajectories import Layout
 from tests.conftest import TINY
@@ -81,6 +82,26 @@ def test_shuffled_divisors_stay_within_their_iteration(tmp_path, tiny, barely_tr
     assert not np.array_equal(shuffled[0], shuffled[1]), "each seed has an order of its own"
     places = (shuffled[0][:, :, None] == source[:, None, :]).argmax(2)
     assert len({tuple(order) for order in places}) > 1, "and each iteration"
+
+
+def test_a_constant_shortens_plain_gradient_descent_as_much_on_average(tmp_path, tiny, barely_trained):
+    source = source_run(tmp_path / "source")["stabilizer_divisor"]
+    config = tiny(*PLAIN, f"{PLACEBO}={tmp_path}/source", "+training.divisors.constant=true")
+    table = Trainer(load(config), barely_trained).divisors.table
+    assert len(table.unique()) == 1 and float(1 / table[0, 0, 0]) == pytest.approx((1 / source).mean())
+    for wrong in (["training.divisors.shuffle=true"], ["training.divisors.from_run=null"]):
+        with pytest.raises(ConfigError, match="constant=true divides by one number"):
+            load(tiny(*PLAIN, f"{PLACEBO}={tmp_path}/source", "+training.divisors.constant=true", *wrong))
+
+
+def test_replayed_divisors_of_the_step_are_not_undone_by_adam(tmp_path, tiny, barely_trained):
+    source_run(tmp_path / "source", 4.0)
+    once = ["algorithm=token_ppo", "training.iterations=5"]
+    run(tiny(*once), tmp_path / "plain", barely_trained)
+    config = tiny(*once, f"{PLACEBO}={tmp_path}/source", "+training.divisors.divides=step")
+    run(config, tmp_path / "step", barely_trained)
+    first = [tables(tmp_path / name)[0]["update_norm"].iloc[0] for name in ("plain", "step")]
+    assert first[1] == pytest.approx(first[0] / 4, rel=1e-4)
 
 
 def test_placebo_draws_nothing_from_the_training_stream(plain, tmp_path, tiny, barely_trained):
@@ -420,7 +441,7 @@ def test_the_critic_is_measured_on_the_batch_and_policy_it_is_used_for(tmp_path,
     (_, first), (queued, values) = seen
     assert (first == 0).all() and (values[queued.trajectories.agent_mask] != 0).all()
     start = load_policy(f1_start)
-    asked = {q.text: q for q in trainer.train_questions}
+    asked = {q.text: q for q in trainer.batches.questions}
     prompts = [
         trainer.world.tokenizer.decode(row[: int(mask.nonzero()[0])])
         for row, mask in zip(queued.trajectories.tokens, queued.trajectories.agent_mask, strict=True)

@@ -110,7 +110,8 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
     A regime has `algorithms`, `seeds` and, optionally, `training`, `overrides` and the `regime` to record where
     several entries make up one. An algorithm is a file of `configs/algorithm` or an `Arm` of `pipeline.arms`.
     `pipeline.replicates` maps a seed to further overrides (its world, its warm start), so that one number tells
-    a replicate. In overrides {seed} stands for the run's seed and {next_seed} for the one after it, cyclically.
+    a replicate. In overrides {seed} stands for the run's seed, {next_seed} for the one after it,
+    cyclically, and {regime} for the regime that it is recorded in.
     Extra overrides apply to all runs. Raises ConfigError for an unknown preset, for an override of what tells
     the runs apart, for a run that is planned twice, and where there is none.
     """
@@ -147,6 +148,7 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
                 *shared,
             ]
             named = {"{seed}": str(seed), "{next_seed}": str(seeds[(place + 1) % len(seeds)])}
+            named["{regime}"] = regime
             for name, value in named.items():
                 chosen = [override.replace(name, value) for override in chosen]
             run = PlannedRun(regime, algorithm, seed, tuple(chosen))

@@ -200,8 +200,11 @@ def _stabiliser(stabilizer: Stabilizer) -> str:
     if isinstance(stabilizer, ClippingBiasNorm):
         c0 = f"{stabilizer.c0:g}"
         forms = {"max": f"max(1, ‖C‖/{c0})", "one_plus": f"(1 + ‖C‖/{c0})", "floor": f"max(‖C‖, {c0})"}
+        forms["bare"] = "‖C‖"
         estimate = "" if stabilizer.estimator == "exact" else f", {stabilizer.estimator} estimate"
-        return f"÷ {forms[stabilizer.form]}{estimate}"
+        of_step = ", of the step" if stabilizer.divides == "step" else ""
+        over = " over its running median" if stabilizer.over_median else ""
+        return f"÷ {forms[stabilizer.form]}{over}{estimate}{of_step}"
     if isinstance(stabilizer, CtnKL):
         pair = "π‖π_old" if stabilizer.kl == "policy_to_behaviour" else "π_old‖π"
         product = "E[share · KL" if stabilizer.formula == "inside" else "E[share] · E[KL"

@@ -86,7 +86,7 @@ def _read_parquet(path: Path, columns: Iterable[str], remedy: str) -> pd.DataFra
     return frame.astype({c: "float64" for c in frame.select_dtypes("float32").columns})
 
 
-def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]:
+def read_run(run_dir: str | Path) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]:
     """Record, updates and evaluations of one finished run.
 
     FileNotFoundError or ValueError names the run and the command that makes it, if a part is missing,
@@ -95,56 +95,12 @@ def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.Da
     run_dir = Path(run_dir)
     remedy = make_command(run_dir / schema.RUN_FILE)
     record = _read_json(run_dir / schema.RUN_FILE, remedy)
-    check_record(record, str(run_dir / schema.RUN_FILE), remedy)
+    schema.check_record(record, str(run_dir / schema.RUN_FILE), remedy)
     if record["status"] not in (schema.COMPLETED, schema.NON_FINITE):
         raise ValueError(f"run {run_dir} is unfinished (status {record['status']}); finish it with: {remedy}")
     updates = _read_parquet(run_dir / schema.UPDATES_FILE, ("update", "iteration", *_MEASURED), remedy)
     evaluations = _read_parquet(run_dir / schema.EVALUATIONS_FILE, ("iteration", *_EVALUATED), remedy)
     return record, updates, evaluations
-
-
-# What summary, pictures, `compare` and claims read of a record, with its kind; the second list may be missing or null.
-_REQUIRED = {
-    "regime": str,
-    "algorithm": str,
-    "seed": int,
-    "status": str,
-    "preset": str,
-    "world": str,
-    "world_seed": int,
-    "warm_start_seed": int,
-    "iterations": int,
-    "updates": int,
-    "warm_start": dict,
-    "wall_seconds": int | float,
-}
-_OPTIONAL = {
-    "label": str,
-    "variant": str,
-    "non_finite": dict,
-    "objective": dict,
-    "training": dict,
-    "versions": dict,
-    "hardware": dict,
-    "resumed_on": list,
-}
-
-
-def check_record(record: Any, place: str, remedy: str) -> None:
-    """ValueError of one line that names a field which is missing, or of another kind than a run writes."""
-    if not isinstance(record, dict) or (missing := [name for name in _REQUIRED if name not in record]):
-        name = missing[0] if isinstance(record, dict) else "every field"
-        raise ValueError(f"{place} lacks {name}; make it anew with: {remedy}")
-    known = {name: kind | None for name, kind in _OPTIONAL.items() if name in record}
-    for name, kind in (_REQUIRED | known).items():
-        value = record[name]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(
-                f"{place}: {name} = {value!r} is not what a run writes; make it anew with: {remedy}"
-            )
-    for name in ("success_sampled", "success_greedy"):
-        if not isinstance(record["warm_start"].get(name), int | float):
-            raise ValueError(f"{place}: warm_start lacks the number {name}; make it anew with: {remedy}")
 
 
 def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
@@ -164,7 +120,7 @@ def _write_table(frame: pd.DataFrame, path: Path) -> None:
     write_atomically(path, lambda p: pq.write_table(table, p, compression="zstd", compression_level=9))
 
 
-def _keyed(frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
+def _keyed(frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
     keys = pd.DataFrame({name: [record[name]] * len(frame) for name in KEYS}, index=frame.index)
     return pd.concat([keys, frame.drop(columns=KEYS, errors="ignore")], axis=1)
 
@@ -204,7 +160,7 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     return metrics
 
 
-def told_apart(records: Sequence[schema.RunRecord]) -> list[tuple[str, str]]:
+def told_apart(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """(algorithm, variant) of each run: of its recorded overrides those that not all runs of its regime share."""
     given = [shlex.split(record.get("variant") or "") for record in records]
     shared: dict[str, set[str]] = {}
@@ -220,7 +176,7 @@ def told_apart(records: Sequence[schema.RunRecord]) -> list[tuple[str, str]]:
     ]
 
 
-def recorded(source: Path) -> Iterator[tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]]:
+def recorded(source: Path) -> Iterator[tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]]:
     """Record, iterations and evaluations of a run folder's run, or of each run of a metrics folder."""
     if not (source / schema.RUNS_FILE).exists():
         record, updates, evaluations = read_run(source)
@@ -273,7 +229,7 @@ def load_metrics(metrics_dir: str | Path) -> Metrics:
         what = "holds no runs" if runs == [] else "is no list of runs"
         raise ValueError(f"{file} {what}; make it anew with: {remedy}")
     for number, record in enumerate(runs, start=1):
-        check_record(record, f"{file}, run {number}", remedy)
+        schema.check_record(record, f"{file}, run {number}", remedy)
     rows = [*KEYS, "iteration"]
     return Metrics(
         runs=runs,
@@ -284,7 +240,7 @@ def load_metrics(metrics_dir: str | Path) -> Metrics:
     )
 
 
-def clips(record: schema.RunRecord) -> bool:
+def clips(record: dict[str, Any]) -> bool:
     """Whether a run's clip fraction is one: not where a weight takes the ratio's place, which differs from it everywhere."""
     rules = record.get("objective") or {}
     clip, surrogate = (rules.get(part) or {} for part in ("clip", "surrogate"))
@@ -293,7 +249,7 @@ def clips(record: schema.RunRecord) -> bool:
     return not (weighs or by_sign or surrogate.get("weighed") is False)
 
 
-def stopped_at(record: schema.RunRecord, iterations: pd.DataFrame) -> float | None:
+def stopped_at(record: dict[str, Any], iterations: pd.DataFrame) -> float | None:
     """The iteration in which a number that is not finite ended a run, given its rows; None for any other run."""
     if not record.get("non_finite"):
         return None
@@ -305,7 +261,7 @@ def stopped_at(record: schema.RunRecord, iterations: pd.DataFrame) -> float | No
 class Metrics:
     """All recorded metrics of a set of runs."""
 
-    runs: list[schema.RunRecord]
+    runs: list[dict[str, Any]]
     iterations: pd.DataFrame  # one row per run and iteration
     evaluations: pd.DataFrame  # one row per run and evaluation
 
@@ -331,7 +287,7 @@ class Metrics:
         own = [name for name in present if look(name).file is not None]
         return own if len(present) > CROWD and len(own) > 1 else present
 
-    def select(self, frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
+    def select(self, frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
         """Rows of one run in `iterations` or `evaluations`."""
         by_run = self._iterations_by_run if frame is self.iterations else self._evaluations_by_run
         return by_run.get(tuple(record[name] for name in KEYS), frame.iloc[:0])
@@ -358,12 +314,12 @@ class Metrics:
     def _evaluations_by_arm(self) -> dict[tuple, pd.DataFrame]:
         return dict(iter(self.evaluations.groupby(["regime", "algorithm"], sort=False)))
 
-    def success(self, record: schema.RunRecord, temperature: float = 1.0) -> pd.DataFrame:
+    def success(self, record: dict[str, Any], temperature: float = 1.0) -> pd.DataFrame:
         """Evaluations of one run at a temperature, in order of iteration."""
         rows = self.select(self.evaluations, record)
         return rows[rows["temperature"] == temperature].sort_values("iteration")
 
-    def settings(self, record: schema.RunRecord) -> dict[str, float]:
+    def settings(self, record: dict[str, Any]) -> dict[str, float]:
         """learning_rate, epochs and staleness (iterations) of a run: as configured or, where the record lacks the config,
         as its rows have them; NaN where unknown (epochs of a run that ended some of its iterations early)."""
         if training := record.get("training"):
@@ -378,14 +334,14 @@ class Metrics:
             "staleness": float(rows["staleness_iterations"].max()),
         }
 
-    def outcome(self, record: schema.RunRecord) -> Outcome:
+    def outcome(self, record: dict[str, Any]) -> Outcome:
         """The rules of `results.outcomes` applied to one run."""
         rows = self.success(record)
         start = record["warm_start"]["success_sampled"]
         stopped, horizon = self._stopped(record)
         return judge(rows["iteration"], rows["success"], start, stopped, horizon)
 
-    def _stopped(self, record: schema.RunRecord) -> tuple[float | None, int]:
+    def _stopped(self, record: dict[str, Any]) -> tuple[float | None, int]:
         """Where a number that is not finite ended a run, None for any other; iterations of its regime."""
         return stopped_at(record, self.select(self.iterations, record)), self.horizons[record["regime"]]
 

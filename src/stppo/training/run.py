@@ -16,11 +16,20 @@ from stppo.config.loading import LoadedRun
 from stppo.config.planned import label_of
 from stppo.config.provenance import environment
 from stppo.config.settings import RunConfig
-from stppo.files import parse_json, write_atomically
+from stppo.files import parse_json, write_atomically, write_json
 from stppo.policy.compute import device_of
 from stppo.policy.policy import save_policy
 from stppo.record.ownership import FolderLock, is_orphan
-from stppo.record.schema import COMPLETED, CONFIG_FILE, NON_FINITE, POLICY_DIR, RUN_FILE, RUNNING
+from stppo.record.schema import (
+    COMPLETED,
+    CONFIG_FILE,
+    NON_FINITE,
+    POLICY_DIR,
+    RUN_FILE,
+    RUNNING,
+    WarmStart,
+    check_record,
+)
 from stppo.training.checkpoint import CHECKPOINT_DIR, load_checkpoint, save_checkpoint, set_aside
 from stppo.training.controls import identity
 from stppo.training.failures import RunStopped, what_stopped
@@ -30,7 +39,6 @@ from stppo.training.metrics import (
     gpu_peak_memory_mb,
     peak_memory_mb,
     read_tables,
-    write_record,
     write_sample,
     write_tables,
 )
@@ -206,12 +214,11 @@ class Run:
             "gpu_peak_memory_mb": gpu_peak_memory_mb(device_of(self.trainer.policy)),
             "iterations": self.trainer.iteration,
             "updates": self.trainer.update,
-            "warm_start": {
-                k: self.trainer.warm_start[k] for k in ("success_sampled", "success_greedy", "n_sampled")
-            },
+            "warm_start": {name: self.trainer.warm_start[name] for name in WarmStart.model_fields},
             "non_finite": non_finite,
         }
-        write_record(self.folder, record)
+        check_record(record, str(self.folder), "a fix of this code")
+        write_json(self.folder / RUN_FILE, record)
         return record
 
     def _make_loggers(self) -> Logger:

@@ -10,47 +10,32 @@ Batches, credit and objective live on the CPU; the models compute on `training.d
 import functools
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stppo.config.files import ConfigError
 from stppo.config.loading import LoadedRun
 from stppo.objectives.advantages import Credit
 from stppo.policy.critic import explained_variance
 from stppo.policy.policy import check_vocabulary, load_tokenizer
+from stppo.record.schema import UPDATE_COLUMNS, Row
 from stppo.rollout.engines import make_rollout
-from stppo.rollout.mismatch import scored_anew
-from stppo.rollout.rollout import Rollout, Sampler
+from stppo.rollout.rollout import Sampler
+from stppo.training.batches import Batches, QueuedBatch, check_values
 from stppo.training.checkpoint import restore, restore_optimizer, trained
-from stppo.training.controls import ReplayedDivisors, generator_for
+from stppo.training.controls import ReplayedDivisors
 from stppo.training.gradients import Passes
 from stppo.training.loggers import Logger, Loggers
-from stppo.training.metrics import evaluate, rollout_metrics
+from stppo.training.metrics import evaluate
 from stppo.training.models import make_models
-from stppo.training.monte_carlo import TrueValues, true_values
 from stppo.training.optimizers import make_optimizer
 from stppo.training.updates import CriticUpdates, PolicyUpdates
 from stppo.training.warm_start import evaluation_questions, load_warm_start, made_for
 from stppo.trajectories import Trajectories
 from stppo.waiting import saying
-from stppo.world.protocol import Question
-
-
-@dataclass
-class QueuedBatch:
-    """A sampled batch waiting to be trained on, with the metrics of its roll-out."""
-
-    trajectories: Trajectories
-    metrics: dict[str, float]
-    iteration: int  # iterations done when it was sampled
-    truth: TrueValues | None  # values of the policy that sampled it, where they are asked for
-    weights: Tensor | None  # (B, T) of the surrogate's terms, where the roll-out corrects for its engine
 
 
 class Trainer:
@@ -71,9 +56,8 @@ class Trainer:
         training, self.divisors = self.settings.training, None
         if training.divisors.from_run is not None:
             self.divisors = ReplayedDivisors(training, self.objective, self.settings.seed)
-        self._check_values()
+        check_values(self.settings, self.objective)
         with saying("reading the world's questions"):
-            self.train_questions = self.world.questions("train")
             self.evaluation_questions = evaluation_questions(self.world, self.settings.evaluation.questions)
 
         torch.manual_seed(self.settings.seed)
@@ -117,8 +101,10 @@ class Trainer:
 
         self.iteration = self.update = 0
         self.is_whole = True  # between iterations, or after all updates of one
-        self.queue: deque[QueuedBatch] = deque()
-        self.question_order = torch.empty(0, dtype=torch.long)
+        self.batches = Batches(
+            run, self.policy, self.generator, lambda: self.sampler, self.critic is not None
+        )
+        self.queue = self.batches.queue
         self.update_rows: list[dict[str, float]] = []
         self.evaluation_rows: list[dict[str, float]] = []
         self.loggers: Logger = Loggers((), Path())  # until the run that this is part of has its own
@@ -179,7 +165,8 @@ class Trainer:
         }
         self.iteration += 1
         for epoch, minibatch, rows, turn in self._minibatches(batch, credit.kept):
-            row = shared | {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
+            row = Row(UPDATE_COLUMNS, shared)
+            row |= {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
             self.update_rows.append(row)
             weights = None if queued.weights is None else queued.weights[rows]
             if turn is not None:
@@ -248,73 +235,7 @@ class Trainer:
 
     def sample(self) -> QueuedBatch:
         """Roll out one batch with the current policy. A roll-out that fails leaves the random stream as it was."""
-        before = self.generator.get_state(), self.question_order
-        began = time.perf_counter()
-        try:
-            rollout = self._collect()
-            metrics = rollout_metrics(rollout, time.perf_counter() - began)
-            began = time.perf_counter()
-            truth = self._true_values(rollout)
-        except Exception:
-            self.generator.set_state(before[0])
-            self.question_order = before[1]
-            raise
-        metrics["seconds_scoring"] = metrics.get("seconds_scoring", 0.0) + time.perf_counter() - began
-        return QueuedBatch(rollout.trajectories, metrics, self.iteration, truth, rollout.weights)
-
-    def _collect(self) -> Rollout:
-        """A roll-out that will be trained on."""
-        self.sampler.keeps_states = True  # of frozen layers: they are needed again
-        try:
-            rollout = self.sampler.collect(self.policy, *self._draw_questions(), policy_updates=self.update)
-        finally:
-            self.sampler.keeps_states = False
-        settings = self.settings
-        if settings.rollout.engine == "torch" and settings.scores_anew:  # vLLM's roll-out has done it
-            budget = settings.training.micro_batch_tokens
-            return scored_anew(self.policy, rollout, settings.rollout.temperature, budget)
-        return rollout
-
-    def _draw_questions(self) -> tuple[list[Question], torch.Generator, list[int]]:
-        """Questions of a batch, drawn without replacement, epoch-wise, and their group ids."""
-        group = self.objective.credit.group_size
-        n_groups = self.settings.training.trajectories_per_iteration // group
-        while len(self.question_order) < n_groups:
-            shuffled = torch.randperm(len(self.train_questions), generator=self.generator)
-            self.question_order = torch.cat([self.question_order, shuffled])
-        drawn, self.question_order = self.question_order[:n_groups], self.question_order[n_groups:]
-        questions = [self.train_questions[i] for i in drawn.tolist() for _ in range(group)]
-        return questions, self.generator, [g for g in range(n_groups) for _ in range(group)]
-
-    # ---- values ---------------------------------------------------------------------------------
-
-    def _check_values(self) -> None:
-        """Raise ConfigError where Monte-Carlo values would not be the values that the credit means."""
-        credit, training = self.objective.credit, self.settings.training
-        if training.values == "monte_carlo" and not credit.needs_critic:
-            raise ConfigError(
-                f"training.values = 'monte_carlo': the credit {type(credit).__name__} reads no values; use 'critic'"
-            )
-        measured = training.values == "monte_carlo" or self.settings.evaluation.value_error_every
-        if measured and getattr(credit, "gamma", 1.0) != 1.0:
-            raise ConfigError(
-                f"algorithm.objective.credit.gamma = {credit.gamma}: Monte-Carlo values are undiscounted; set gamma "
-                "to 1, or training.values to critic and evaluation.value_error_every to 0"
-            )
-
-    def _true_values(self, rollout: Rollout) -> TrueValues | None:
-        """Monte-Carlo values of the current policy on a batch that it has just sampled, from a generator of their
-        own: at all starts of turns as the credit's values, or at some of them to measure the critic by."""
-        training, evaluation = self.settings.training, self.settings.evaluation
-        iteration = self.iteration + len(self.queue) + 1  # that will train on this batch
-        n, n_turns = training.monte_carlo_continuations, None
-        if training.values == "critic":
-            every = evaluation.value_error_every
-            if self.critic is None or not every or iteration % every:
-                return None
-            n, n_turns = evaluation.value_continuations, evaluation.value_states
-        generator = generator_for("true values", self.settings.seed, iteration)
-        return true_values(self.sampler, self.policy, rollout, n, generator, n_turns)
+        return self.batches.sample(self.iteration, self.update)
 
     def _values(self, queued: QueuedBatch, batch: Trajectories) -> Tensor | None:
         """(B, T) values that the credit reads, of the queued batch as it is trained on; None where it reads none."""
@@ -356,11 +277,7 @@ class Trainer:
             "critic": self.critic and trained(self.critic),
             "critic_optimizer": self.critic and self.critic_optimizer.state_dict(),
             "generator": self.generator.get_state(),
-            "question_order": self.question_order,
-            "queue": [
-                (q.trajectories.state_dict(), q.metrics, q.iteration, q.truth and vars(q.truth), q.weights)
-                for q in self.queue
-            ],
+            **self.batches.state(),
             "update_rows": self.update_rows,
             "evaluation_rows": self.evaluation_rows,
         }
@@ -374,11 +291,6 @@ class Trainer:
             restore(self.critic, state["critic"])
             restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
         self.generator.set_state(state["generator"])
-        self.question_order = state["question_order"]
-        self.queue = deque(
-            QueuedBatch(
-                Trajectories.from_state_dict(t), metrics, iteration, truth and TrueValues(**truth), weights
-            )
-            for t, metrics, iteration, truth, weights in state["queue"]
-        )
+        self.batches.take_up(state)
         self.update_rows, self.evaluation_rows = state["update_rows"], state["evaluation_rows"]
+        self.policy_updates.remember(self.update_rows)
