@@ -3,17 +3,20 @@
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import typer
-import yaml
 
 from stppo.cli import app
-from stppo.study import pages, values
+from stppo.record.runs import load_metrics
+from stppo.study import claims, pages, values
 
 ROOT = Path(__file__).parents[1]
 RECORDED = [ROOT / "README.md", *sorted((ROOT / "results/reference").glob("*/README.md"))]
 MARKED = pages.marked(ROOT)
-OTHER = [ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "results/reference/README.md")]
+OTHER = [
+    ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "results/reference/README.md")
+]
 
 
 def name(page: Path) -> str:
@@ -60,7 +63,7 @@ def test_an_edited_sentence_is_free_and_a_wrong_number_is_not():
     assert pages.fill("So .18<!-- study.arm.final --> now", of) == "So .17<!-- study.arm.final --> now"
     assert pages.fill("less by .05<!-- -study.arm.low -->", of) == "less by .05<!-- -study.arm.low -->"
     assert pages.fill(table.replace(".30", ".31"), of) == table
-    assert pages.unnamed(f"{right} {table}") == [] and pages.unnamed("It ended at .17.") == [".17"]
+    assert pages.unnamed(f"{right}\n\n{table}") == [] and pages.unnamed("It ended at .17.") == [".17"]
     with pytest.raises(KeyError, match="study.arm.end is not in"):
         pages.fill("1<!-- study.arm.end -->", of)
     with pytest.raises(ValueError, match="has not 2 numbers"):
@@ -77,7 +80,9 @@ def test_links_lead_somewhere(page):
 def test_commands_in_pages_exist():
     targets = {*re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()}
     known = {*typer.main.get_command(app).commands}
-    told = "\n".join(page.read_text(encoding="utf-8") for page in {*MARKED, *(p for p in OTHER if p.is_file())})
+    told = "\n".join(
+        page.read_text(encoding="utf-8") for page in {*MARKED, *(p for p in OTHER if p.is_file())}
+    )
     code = re.findall(r"^```bash\n(.*?)^```", told, re.M | re.S) + re.findall(r"`([^`\n]+)`", told)
     lines = [line.strip() for block in code for line in block.split("\n")]
     assert {line.split()[1] for line in lines if re.match(r"make [a-z]", line)} <= targets
@@ -88,3 +93,10 @@ def test_commands_in_pages_exist():
 def test_the_readme_is_short():
     text = re.sub(r"<!--.*?-->|^```bibtex.*?^```", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
     assert len(text.split()) <= 650
+
+
+@pytest.mark.slow
+def test_verdicts_are_those_of_the_records():
+    folder = ROOT / "results/reference/study"
+    found = claims.table(claims.evaluate(load_metrics(folder / "metrics"))).set_index("id")["verdict"]
+    assert found.equals(pd.read_csv(folder / "claims/claims.csv").set_index("id")["verdict"])

@@ -31,7 +31,11 @@ UNNAMED = re.compile(r"(?<![\w.])[−+]?\.\d+\b(?! ?%?<!-- )")
 
 def marked(root: Path) -> list[Path]:
     """Pages that may name numbers."""
-    found = [root / "README.md", *(root / "results/reference").glob("**/README.md"), *root.glob("docs/**/*.md")]
+    found = [
+        root / "README.md",
+        *(root / "results/reference").glob("**/README.md"),
+        *root.glob("docs/**/*.md"),
+    ]
     return sorted(page for page in found if not {"generated", "_build", "notebooks"} & {*page.parts})
 
 

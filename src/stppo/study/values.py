@@ -30,6 +30,7 @@ REFERENCE, FILE = Path("results/reference"), "values.yaml"
 LEVEL = 0.95
 FELL = ("crashed and recovered", "collapsed")
 LOST = ("did not learn", "lost its start")
+NINE = ("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo_ctn", "grpo", "so_grpo", "so_grpo_ctn", "gspo")
 OFF, ONCE, TWICE = "OFF_POLICY", "FRESH_SAME_TRAJECTORIES", "ON_POLICY"
 # Comparisons of the study: regime, arm, the arm or arms that it is compared with.
 PAIRS = (
@@ -429,9 +430,7 @@ def _writes(numbers: dict[str, Any]) -> dict[str, Any]:
     one_hop = pd.DataFrame(numbers["one hop"]).set_index(["benchmark", "agent"])
     right = one_hop["em"] * one_hop["n_questions"]
     asked = one_hop["n_questions"].groupby(level="agent").sum()
-    found["all"] = [
-        right.xs(when, level="agent").sum() / asked[when].item() for when in ("before", "after")
-    ]
+    found["all"] = [right.xs(when, level="agent").sum() / asked[when].item() for when in ("before", "after")]
     found["out_of_range"] = [numbers[f"{what} out of range"] for what in ("tokens", "turns")]
     return found
 
@@ -461,15 +460,31 @@ def speed(folder: Path) -> dict[str, Any]:
 def first_study(folder: Path) -> dict[str, Any]:
     """What the first study counted by its own rules, per regime and arm, from the table that it left."""
     table = pd.read_csv(folder / "metrics/summary.csv")
-    found: dict[str, Any] = {"runs": len(table), "hours": table["wall_seconds"].sum() / 3600}
+    keys = ["regime", "algorithm", "seed"]
+    rows = pd.read_parquet(folder / "metrics/evaluations.parquet").query("temperature == 0")
+    greedy = rows.sort_values("iteration").groupby(keys)["success"].agg(["first", "last"])
+    table = table.join(greedy, on=keys)
+    fallen = table[table["collapsed"]]
+    nine = table[(table["regime"] == "MAIN") & table["algorithm"].isin(NINE)]
+    found: dict[str, Any] = {
+        "runs": len(table),
+        "hours": table["wall_seconds"].sum() / 3600,
+        "collapsed": len(fallen),
+        "risen_before": int((fallen["success_max"] >= fallen["success_start"] + 0.05).sum()),
+        "greedy_start": nine["first"].mean(),
+        "start": nine["success_start"].mean(),
+    }
     for (regime, arm), runs in table.groupby(["regime", "algorithm"]):
         found.setdefault(key(regime), {})[key(arm)] = {
             "runs": len(runs),
             "collapsed": int(runs["collapsed"].sum()),
             "final": runs["success_final"].mean(),
             "clip": runs["clip_fraction_mean"].mean(),
+            "greedy": runs["last"].mean(),
         }
-    return found
+    claims = pd.read_csv(folder / "claims/claims.csv")
+    counts = claims[claims["kind"] == "primary"]["verdict"].value_counts()
+    return found | {"verdicts": {key(name): int(n) for name, n in counts.items()}}
 
 
 PARTS = {
@@ -494,9 +509,7 @@ def compute(parts: Iterable[str] = PARTS, reference: str | Path = REFERENCE) -> 
 def recorded(folder: Path) -> dict[str, int]:
     """Runs of each folder."""
     files = sorted([*folder.glob("*/metrics/runs.json")])
-    return {
-        key(file.parent.parent.name): len(json.loads(file.read_text(encoding="utf-8"))) for file in files
-    }
+    return {key(file.parent.parent.name): len(json.loads(file.read_text(encoding="utf-8"))) for file in files}
 
 
 def _plain(value: Any) -> Any:
