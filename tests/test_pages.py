@@ -90,11 +90,6 @@ def test_commands_in_pages_exist():
     assert {found[1] for found in commands if found} <= known
 
 
-def test_the_readme_is_short():
-    text = re.sub(r"<!--.*?-->|^```bibtex.*?^```", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
-    assert len(text.split()) <= 650
-
-
 @pytest.mark.slow
 def test_verdicts_are_those_of_the_records():
     folder = ROOT / "results/reference/study"
