@@ -369,6 +369,8 @@ FORMULAS = {
     "sapo": sapo,
     "gmpo": gmpo,
     "llds": llds,
+    "token_ppo_fixed": ppo(),
+    "turn_ppo_fixed": ppo(geometric("turn")),
     "grad_clip": ppo(),
     "kl_stop": ppo(),
     "successes_only": weighted(lambda s: np.where(s.a > 0, 1.0, 0.0)),

@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
@@ -24,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stppo.config import files as config_files
 from stppo.config.files import Config, ConfigError, Presentation, options
-from stppo.config.loading import class_of, fields_of
+from stppo.config.loading import build, class_of, fields_of
 
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # what goes wrong is raised, not printed as well
 
@@ -133,6 +134,17 @@ def _known_keys(node: Config, key: str) -> Iterable[str]:
     if "_target_" in node:
         return inspect.signature(class_of(node["_target_"], key)).parameters
     return fields_of(RunConfig, tuple(key.split(".")))
+
+
+def objective_of(algorithm: str | Path) -> Any:
+    """See `stppo.load`."""
+    if str(algorithm).endswith(".yaml"):
+        file = Path(algorithm).resolve()
+        if file.parent.name != "algorithm" or not file.is_file():
+            raise ConfigError(f"{algorithm}: must be a file FOLDER/algorithm/NAME.yaml")
+        config_files.use_config_dir(file.parent.parent)
+        algorithm = file.stem
+    return build(compose([f"algorithm={algorithm}"])["algorithm"]["objective"], "algorithm.objective")
 
 
 MOST_RUNS = 10_000  # of one sweep

@@ -32,6 +32,7 @@ from stppo.objectives.advantages import (
     TurnReturnMinusValue,
 )
 from stppo.objectives.clipping import Bounds, Clip, ClipRule
+from stppo.objectives.gradient import backward
 from stppo.objectives.objective import Objective, Surrogate, estimated_bias_norms, loss_weights
 from stppo.objectives.ratios import Ratio, RatioRule, kl_behaviour_to_policy, kl_policy_to_behaviour
 from stppo.objectives.stabilizers import (
@@ -83,6 +84,7 @@ __all__ = [
     "TurnGAE",
     "TurnReturnMinusValue",
     "Weight",
+    "backward",
     "estimated_bias_norms",
     "kl_behaviour_to_policy",
     "kl_policy_to_behaviour",

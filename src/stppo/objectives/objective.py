@@ -38,6 +38,7 @@ class Surrogate:
     bias_surrogate: Tensor
     any_clipped: bool
     diagnostics: dict[str, float]
+    penalty: Tensor | None = None  # the stabiliser's, None where it has none
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,32 @@ class Objective:
         known = {"behaviour_logprobs": behaviour, "entropy": entropy}
         return self.evaluate(log_ratio, layout.gather(advantages), layout, weights, **known)
 
+    def loss(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        agent_mask: Tensor,
+        entropy: Tensor | None = None,
+    ) -> Surrogate:
+        """Surrogate of a minibatch, for a loop of your own: minimise `Surrogate.loss`, or hand it to `backward`.
+
+        All are (B, T): log-probs in nats of the tokens under the policy (with graph) and under the one that sampled them;
+        advantages; agent_mask bool, true where the policy emitted the token. Turns are its runs of ones. entropy: as in
+        `__call__`. ValueError for shapes that differ and for a row without agent tokens.
+        """
+        given = {"old_logprobs": old_logprobs, "advantages": advantages, "agent_mask": agent_mask}
+        for name, value in given.items():
+            if value.shape != logprobs.shape:
+                raise ValueError(
+                    f"{name}: must have the shape of logprobs, {tuple(logprobs.shape)}, got {tuple(value.shape)}"
+                )
+        layout = Layout.of(agent_mask.bool())
+        behaviour = _single(layout.gather(old_logprobs))
+        log_ratio = _single(layout.gather(logprobs)) - behaviour
+        entropy = None if entropy is None else layout.gather(entropy.detach())
+        return self.evaluate(log_ratio, layout.gather(advantages), layout, None, behaviour, entropy)
+
     def evaluate(
         self,
         log_ratio: Tensor,
@@ -98,12 +125,16 @@ class Objective:
         factors: Tensor | None = None,
         behaviour_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Surrogate:
-        """The same from (N,) token log-ratios (with graph), advantages and weights, for callers with a mask alone."""
+        """The same from (N,) token log-ratios (with graph), advantages and factors of the terms, for callers with a mask
+        alone. weights (N,): of the terms, in place of those of `loss_aggregation`, where a host aggregates in its own way.
+        """
         log_ratio = _single(log_ratio)
         if not log_ratio.requires_grad:  # the diagnostics look at a gradient
             log_ratio = log_ratio.detach().requires_grad_()
-        weights = _weights(layout, self.loss_aggregation, log_ratio.dtype)
+        if weights is None:
+            weights = _weights(layout, self.loss_aggregation, log_ratio.dtype)
         if factors is not None:
             weights = weights * factors.detach().to(log_ratio.dtype)
         with torch.enable_grad():
@@ -134,6 +165,7 @@ class Objective:
             bias_surrogate=bias_surrogate,
             any_clipped=any_clipped,
             diagnostics=diagnostics,
+            penalty=penalty,
         )
 
     def tokens(

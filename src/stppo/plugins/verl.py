@@ -101,7 +101,6 @@ from stppo.objectives import (
     TokenPenalty,
     loss_weights,
 )
-from stppo.objectives.diagnostics import diagnose
 from stppo.objectives.rivals import KeepLikelihood, StandardisedByTurn
 from stppo.plugins import VERL_LOSSES, methods, require_host
 from stppo.trajectories import Layout
@@ -264,33 +263,25 @@ def policy_loss(
     weights = layout.gather(_weights(mask, loss_agg_mode, info, log_prob.dtype)) * factor
     behaviour = layout.gather(old_log_prob)
     log_ratio = layout.gather(log_prob) - behaviour
-    if not log_ratio.requires_grad:  # the metrics look at gradients
+    if not log_ratio.requires_grad:  # the norm below looks at a gradient
         log_ratio = log_ratio.detach().requires_grad_()
-    with torch.enable_grad():
-        tokens = objective.tokens(log_ratio, layout.gather(advantages), layout, behaviour)
-        terms, bounds = objective.terms(tokens)
-        loss = agg_loss(-layout.scatter(terms.terms * factor), mask, loss_agg_mode, **info)
-        lost = (weights * (terms.unrestricted - terms.terms)).sum()
-        gradient, bias = (torch.autograd.grad(of, log_ratio, retain_graph=True)[0] for of in (loss, lost))
-        penalty = objective.stabilizer.penalty(tokens, bounds)
+    found = objective.evaluate(log_ratio, layout.gather(advantages), layout, None, behaviour, weights=weights)
+    (bias,) = torch.autograd.grad(found.bias_surrogate, log_ratio, retain_graph=True)
     norm = float(bias.norm()) / info.get("dp_size", 1)  # the ranks' gradients are averaged
     norm *= math.sqrt(_micro_batches(loss_agg_mode, info, n_rows, len(layout.rows)))
     divisor = objective.stabilizer.divisor(norm)
-    loss = loss / divisor
-
+    loss, penalty = found.ppo_loss / divisor, found.penalty
     if penalty is not None:  # a mean over tokens, or made of trajectories' means, whatever the mode
         each, counted, mode = penalty.expand(len(mask), 1), mask.any(1, keepdim=True), "seq-mean-token-sum"
         if isinstance(objective.stabilizer, TokenPenalty):
             each, counted, mode = penalty.expand(mask.shape), mask, "token-mean"
         loss = loss + agg_loss(each, counted, mode, **info)
 
-    found = diagnose(tokens, bounds, terms, gradient)
-    values = torch.stack([found[source].to(torch.float64) for source in _METRICS.values()]).tolist()
-    metrics = dict(zip(_METRICS, values, strict=True))
+    metrics = {name: found.diagnostics[source] for name, source in _METRICS.items()}
     metrics["actor/turns_per_trajectory"] = len(layout.turn_lengths) / len(mask)
     metrics["actor/clipping_bias_norm_logprob"] = norm
     metrics["actor/stabilizer_divisor"] = divisor
-    metrics["actor/ctn_penalty"] = 0.0 if penalty is None else float(penalty.detach())
+    metrics["actor/ctn_penalty"] = found.diagnostics["ctn_penalty"]
     return loss, metrics
 
 
