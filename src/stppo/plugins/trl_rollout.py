@@ -240,8 +240,8 @@ class _TurnEnd(StoppingCriteria):
         newest = input_ids[:, -1]
         self.logprobs.append(self.recorder.log_probs.gather(1, newest[:, None]).squeeze(1))
         self.lengths += ~self.done
-        for lane in (~self.done).nonzero().flatten().tolist():
-            self.done[lane] = int(newest[lane]) in self.eos or self._closes(input_ids[lane, self.width :])
+        for slot in (~self.done).nonzero().flatten().tolist():
+            self.done[slot] = int(newest[slot]) in self.eos or self._closes(input_ids[slot, self.width :])
         return self.done
 
     def _closes(self, turn: Tensor) -> bool:

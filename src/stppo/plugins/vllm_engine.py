@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.plugins.shared_folder import SharedFolder
-from stppo.plugins.vllm_weights import HandOver
+from stppo.plugins.vllm_weights import WeightSync
 from stppo.policy.compute import float32_in_full, is_out_of_memory
 from stppo.policy.weights import named_weights, without_adapters
 from stppo.rollout.generators import generators_kept
@@ -82,7 +82,7 @@ class Engine:
         self.tolerance = config.sync_tolerance or max(
             SYNC_TOLERANCE[dtype] for dtype in (computes, self.dtype)
         )
-        self.handover, self.last_answers = HandOver(self.dtype), None
+        self.handover, self.last_answers = WeightSync(self.dtype), None
         on_cpu = current_platform.is_cpu()
         if Engine._open is not None and not on_cpu:
             Engine._open.close()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.plugins.vllm_engine import Answer, Engine
 from stppo.rollout.mismatch import mismatch, trainer_logprobs, truncated_weights
-from stppo.rollout.rollout import Board, Rollout, Sampler, VLLMRolloutConfig
+from stppo.rollout.rollout import Rollout, RolloutBuffer, Sampler, VLLMRolloutConfig
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import Question
 
@@ -66,18 +66,18 @@ class VLLMRollout(Sampler):
 
         Fills `metrics` and, where the config asks for them, `weights`.
         """
-        board = Board(self, questions)
+        buffer = RolloutBuffer(self, questions)
         queues = [list(ids) for ids in forced] if forced else [[] for _ in questions]
         temperature = 0.0 if greedy else self.config.temperature
         began = time.perf_counter()
         try:
             self.engine.sync(policy)
             seconds = time.perf_counter() - began
-            unsampled, hit_rate = self._play(board, queues, generator, temperature)
+            unsampled, hit_rate = self._play(buffer, queues, generator, temperature)
         finally:
             self.engine.sleep()
-        batch = board.finish(list(range(len(questions))) if group_ids is None else group_ids, policy_updates)
-        rollout = Rollout(batch, board.episodes)
+        batch = buffer.finish(list(range(len(questions))) if group_ids is None else group_ids, policy_updates)
+        rollout = Rollout(batch, buffer.episodes)
         rollout.metrics |= {"seconds_sync": seconds, "prefix_cache_hit_rate": hit_rate}
         if forced or self.config.behaviour_logprobs == "trainer":
             unsampled = unsampled[:, : batch.tokens.shape[1]]
@@ -85,19 +85,19 @@ class VLLMRollout(Sampler):
         return rollout
 
     def _play(
-        self, board: Board, queues: list[list[int]], generator: torch.Generator, temperature: float
+        self, buffer: RolloutBuffer, queues: list[list[int]], generator: torch.Generator, temperature: float
     ) -> tuple[Tensor, float]:
         """Play to the end; returns which tokens (n, max_tokens) were forced and the share of cached prompt
         tokens."""
         protocol = self.environment.protocol
-        unsampled = torch.zeros_like(board.agent_mask)
-        lanes, cached, prompted = torch.arange(len(board.episodes)), 0, 0
-        while len(lanes):
-            start = board.lengths[lanes]
-            turns = {lane: self._forced_turn(queues[lane]) for lane in lanes.tolist()}
+        unsampled = torch.zeros_like(buffer.agent_mask)
+        slots, cached, prompted = torch.arange(len(buffer.episodes)), 0, 0
+        while len(slots):
+            start = buffer.lengths[slots]
+            turns = {slot: self._forced_turn(queues[slot]) for slot in slots.tolist()}
             asked = {
-                lane: [*board.tokens[lane, : board.lengths[lane]].tolist(), *forced]
-                for lane, (forced, closed) in turns.items()
+                slot: [*buffer.tokens[slot, : buffer.lengths[slot]].tolist(), *forced]
+                for slot, (forced, closed) in turns.items()
                 if not closed
             }
             seeds = torch.randint(2**62, (len(asked),), generator=generator).tolist()
@@ -105,24 +105,24 @@ class VLLMRollout(Sampler):
                 self.engine.sampling(
                     temperature,
                     seed,
-                    board.max_turn - len(turns[lane][0]),
+                    buffer.max_turn - len(turns[slot][0]),
                     protocol.stop_strings,
                     self.turn_end.end_ids,
                 )
-                for lane, seed in zip(asked, seeds, strict=True)
+                for slot, seed in zip(asked, seeds, strict=True)
             ]
             answers = dict(zip(asked, self.engine.generate(list(asked.values()), params), strict=True))
-            for lane, (forced, _) in turns.items():
-                sampled = answers.get(lane, Answer([], [], 0))
+            for slot, (forced, _) in turns.items():
+                sampled = answers.get(slot, Answer([], [], 0))
                 turn = [*forced, *sampled.tokens]
                 # vLLM does not see a tag that forced tokens begin.
                 turn = turn[: self.turn_end.first(turn)]
                 logprobs = [*[0.0] * len(forced), *sampled.logprobs][: len(turn)]
-                unsampled[lane, board.lengths[lane] : board.lengths[lane] + len(forced)] = True
-                board.emit_turn(lane, torch.tensor(turn), torch.tensor(logprobs))
+                unsampled[slot, buffer.lengths[slot] : buffer.lengths[slot] + len(forced)] = True
+                buffer.emit_turn(slot, torch.tensor(turn), torch.tensor(logprobs))
             prompted += sum(map(len, asked.values()))
             cached += sum(answer.cached for answer in answers.values())
-            lanes = lanes[board.environment_turn(lanes, start)]
+            slots = slots[buffer.environment_turn(slots, start)]
         return unsampled, cached / max(prompted, 1)
 
     def _forced_turn(self, queue: list[int]) -> tuple[list[int], bool]:

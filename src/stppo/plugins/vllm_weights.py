@@ -21,7 +21,7 @@ _PACKED = {
 }
 
 
-class HandOver:
+class WeightSync:
     """The weights of one hand-over after another, as an engine of this dtype rounds them.
 
     Which of them can be found in the engine's model (some are transposed or packed by other rules) is found

@@ -272,8 +272,8 @@ class _Scores(torch.autograd.Function):
 # ---- decoding -------------------------------------------------------------------------------------
 
 
-class CompiledLanes:
-    """Keys and values of n lanes of at most `room` tokens, and the states of what is appended to them. While
+class CompiledKVCache:
+    """Keys and values of n slots of at most `room` tokens, and the states of what is appended to them. While
     it lives the weights must not change."""
 
     def __init__(self, body: nn.Module, n: int, room: int) -> None:
@@ -283,15 +283,15 @@ class CompiledLanes:
         padded = -(-shape.head_size // LANES) * LANES
         self.size = 2 * shape.layers * shape.kv_heads * padded * self.room
         self.memory = _Memory(n * self.size)
-        self.lanes, self.past = torch.arange(n), torch.zeros(n, dtype=torch.long)
+        self.slots, self.past = torch.arange(n), torch.zeros(n, dtype=torch.long)
 
     def feed(self, chunk: Tensor, mask: Tensor) -> Tensor:
-        """Append to each lane the tokens (n, m) that the mask (n, m) leaves, its first ones; returns the
-        state (n, H) of each lane's last one, 0 where there is none."""
+        """Append to each slot the tokens (n, m) that the mask (n, m) leaves, its first ones; returns the
+        state (n, H) of each slot's last one, 0 where there is none."""
         n, counts = len(chunk), mask.sum(1)
         if int((self.past + counts).max()) > self.room:
-            raise ValueError(f"a lane holds more than {self.room} tokens")
-        caches = self.memory.floats.data_ptr() + self.lanes * (4 * self.size)
+            raise ValueError(f"a slot holds more than {self.room} tokens")
+        caches = self.memory.floats.data_ptr() + self.slots * (4 * self.size)
         out = torch.zeros(n, self.body.shape.hidden)
         chunk = chunk.contiguous()
         sizes = ctypes.c_int64(self.room), ctypes.c_int64(n)
@@ -301,5 +301,5 @@ class CompiledLanes:
         return out
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all lanes but these."""
-        self.lanes, self.past = self.lanes[rows], self.past[rows]
+        """Drop all slots but these."""
+        self.slots, self.past = self.slots[rows], self.past[rows]

@@ -41,7 +41,7 @@ from stppo.policy.policy import (
 from stppo.policy.weights import weights_of
 from stppo.record.ownership import FolderLock
 from stppo.rollout.engines import make_rollout
-from stppo.rollout.rollout import Board, Sampler
+from stppo.rollout.rollout import RolloutBuffer, Sampler
 from stppo.training.failures import warm_start_stopped
 from stppo.training.gradients import Passes
 from stppo.training.metrics import evaluate
@@ -179,12 +179,12 @@ def _warm_start(loaded: LoadedRun, out_dir: Path, progress: bool) -> dict:
         # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for
         # them.
         evaluated = evaluation_questions(world, run.evaluation.questions)
-        Board(sampler, evaluated)  # whether they fit shows before anything is trained
+        RolloutBuffer(sampler, evaluated)  # whether they fit shows before anything is trained
         if world.tokenizer is None:  # real questions are of any length
             asked = world.questions("train")
             with saying(f"looking whether {len(asked)} training questions fit into a trajectory"):
                 for start in range(0, len(asked), 1024):
-                    Board(sampler, asked[start : start + 1024])
+                    RolloutBuffer(sampler, asked[start : start + 1024])
         if data is not None and _reading_steps(run, world):
             history += _read(policy, world, encoder, run, progress)
         if data is not None:
