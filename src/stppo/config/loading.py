@@ -3,12 +3,14 @@ once."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
@@ -61,7 +63,7 @@ def load_all(configs: Iterable[Config]) -> list[LoadedRun]:
     worlds: dict[str, World] = {}
     runs = []
     for config in configs:
-        settings = _settings(config)
+        settings = settings_of(config)
         objective = _objective(config, settings)
         section = fingerprint(config["world"])
         if section not in worlds:
@@ -71,19 +73,23 @@ def load_all(configs: Iterable[Config]) -> list[LoadedRun]:
     return runs
 
 
-def _settings(config: Config) -> RunConfig:
+def settings_of(config: Config) -> RunConfig:
+    """The typed sections of a config, nothing built; ConfigError names every offending key."""
     from pydantic import ValidationError
 
     from stppo.config.settings import RunConfig
 
     try:
-        return RunConfig.model_validate(
+        settings = RunConfig.model_validate(
             run_section(config)
             | {"algorithm": config.get("algorithm"), "evaluation": config.get("evaluation")}
             | {"loggers": config.get("loggers", [])}
         )
     except ValidationError as error:
         raise ConfigError("; ".join(_problem(RunConfig, item) for item in error.errors())) from error
+    for name in ("policy", "rollout"):  # dataclasses, which pydantic converts
+        _check_values(config[name], type(getattr(settings, name)), name)
+    return settings
 
 
 def _objective(config: Config, settings: RunConfig) -> Objective:
@@ -205,7 +211,8 @@ def _check_target(node: Config, key: str) -> None:
         unknown := set(given) - set(parameters)
     ):
         raise UnknownKeyError(key, [name for name in given if name in unknown], parameters)
-    kinds = get_type_hints(target)
+    _check_values(given, target, key)
+    kinds = _annotations(target)
     for name, value in given.items():
         kind = kinds.get(name)
         nested = isinstance(value, dict) and "_target_" in value
@@ -218,6 +225,45 @@ def _check_target(node: Config, key: str) -> None:
                 f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is "
                 f"needed{_how_to_write(kind)}"
             )
+
+
+_PLAIN = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    type(None): "null",
+}
+
+
+def _annotations(target: type) -> dict[str, Any]:
+    """What a class's parameters are annotated with; {} where it says nothing that can be read."""
+    found = {}
+    for of in (target, target.__init__):
+        with contextlib.suppress(NameError, TypeError, AttributeError):
+            found |= get_type_hints(of)
+    return found
+
+
+def _check_values(given: Config, target: type, key: str) -> None:
+    """Raise ConfigError for a value of another plain type than its parameter is annotated with."""
+    kinds = _annotations(target)
+    for name, value in given.items():
+        if said := _misfit(value, kinds.get(name)):
+            raise ConfigError(f"{key}.{name} = {value!r}: {said}")
+
+
+def _misfit(value: Any, kind: Any) -> str:
+    """What a parameter must be that is annotated with plain types alone, where the value is not of them; "" where it is.
+
+    A text that YAML does not take for a switch or a number (`off`, `None`, `08`) is true, or fails later, elsewhere.
+    """
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if not all(isinstance(one, type) and one in _PLAIN for one in kinds):
+        return ""
+    if type(value) in kinds or (type(value) is int and float in kinds):
+        return ""
+    return f"must be {' or '.join(_PLAIN[one] for one in kinds)}"
 
 
 def class_of(target: str, key: str) -> type:

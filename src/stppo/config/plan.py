@@ -60,11 +60,15 @@ def seconds(config: Config) -> float:
 
 
 def plan(preset: str, overrides: list[str] | None = None) -> list[PlannedGroup]:
-    """The runs of a preset's pipeline by regime and arm, in planned order; ConfigError as in
-    `planned_runs`."""
+    """The runs of a preset's pipeline by regime and arm, in planned order; ConfigError as in `planned_runs`,
+    and for overrides that training would refuse."""
     groups: dict[tuple[str, str], list[float]] = {}
     for run in planned_runs(preset, overrides):
         cost = groups.setdefault((run.regime, run.algorithm), [])
+        if overrides and not cost:
+            from stppo.config.loading import settings_of  # it takes the seconds of torch
+
+            settings_of(run.config)
         # A replicate is another seed of the same work: compose the first alone.
         cost.append(cost[0] if cost else seconds(run.config))
     return [PlannedGroup(*name, len(cost), sum(cost) / 3600) for name, cost in groups.items()]
