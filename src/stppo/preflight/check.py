@@ -21,10 +21,10 @@ LOWER = {
     "training.gradient_checkpointing=true": ("activations",),
     "rollout.batch_size=FEWER": ("KV cache",),
     "rollout.gpu_memory_utilization=LESS": ("vLLM",),
-    "training.optimizer=adam8bit (on a GPU)": ("adam",),
+    "training.optimizer=adam8bit (on a GPU)": ("adam", "checkpoint"),
     "training.kl_coefficient=0": ("reference",),
     "policy.trainable_layers=N (pretrained)": ("adam", "gradients", "activations"),
-    "'policy.lora={rank: 16}'": ("adam", "gradients", "policy", "reference"),
+    "'policy.lora={rank: 16}'": ("adam", "gradients", "policy", "reference", "checkpoint"),
     "algorithm=grpo (no critic)": ("critic",),
 }
 

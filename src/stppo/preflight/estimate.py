@@ -157,7 +157,7 @@ def estimate(run: RunConfig, models: Models, gpu: float | None) -> Estimate:
     disk = {"two checkpoints": 2 * checkpoint, "warm start, trained policy": 8.0 * size}
     if not gpu:
         return Estimate(phases, {}, disk, None)
-    host["a checkpoint while it is read"] = max(checkpoint, 4.0 * size)
+    host["checkpoint"] = max(checkpoint, 4.0 * size)  # it is read before it moves to the GPU
     if not vllm:
         return Estimate(phases, host, disk, None)
     weights, trajectory = _engine(run, models)
