@@ -132,7 +132,7 @@ def test_a_model_that_is_not_here_says_how_to_get_it(load, monkeypatch):
 
 
 def planned(pretrained):
-    return load(compose(["preset=smoke", f"policy.pretrained={pretrained}"])).settings
+    return load(compose(["preset=smoke", f"policy.pretrained={pretrained}"]))
 
 
 @pytest.mark.parametrize("name", ["/no/such", "smollm3", "a/b/c"])
@@ -141,7 +141,7 @@ def test_the_hub_is_no_remedy_for_what_is_no_name_of_it(name, monkeypatch):
     for read in (
         load_policy,
         load_tokenizer,
-        lambda name: models_of(planned(name), critic=False),
+        lambda name: models_of(planned(name)),
     ):
         with pytest.raises(FileNotFoundError, match=r"no such folder, and the short names are smollm2$"):
             read(name)
@@ -234,7 +234,7 @@ def test_a_folder_brings_in_no_code_kernel_or_pickle(tmp_path, barely_trained, m
     }
     folder = changed(tmp_path / "start", barely_trained, **foreign)
     assert load_policy(folder).config._attn_implementation == "sdpa"
-    models_of(planned(folder), critic=False)
+    models_of(planned(folder))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="cannot be loaded"):

@@ -1,4 +1,4 @@
-"""`stppo preflight`: what it says where something is missing, broken or too small, and how near its estimate is."""
+"""`stppo preflight`: what it says where something is missing or too small, and how near its estimate is."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from stppo import cli
 from stppo.config.composition import compose
 from stppo.config.files import ConfigError
 from stppo.config.identity import run_section
-from stppo.config.loading import build, load
+from stppo.config.loading import LoadedRun, build, load
 from stppo.config.settings import RunConfig
 from stppo.files import repository_path
 from stppo.preflight import check, requirements
@@ -43,7 +43,7 @@ def total(parts):
 
 
 def settings(*overrides):
-    return load(compose(list(overrides))).settings
+    return load(compose(list(overrides)))
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_models_that_are_not_here_say_how_to_get_them(monkeypatch, tmp_path):
     with pytest.raises(FileNotFoundError, match="run `stppo fetch smollm2` once"):
         preflight(["preset=laptop", "policy=smollm2"])
     with pytest.raises(FileNotFoundError, match="hf download someone/private-model"):
-        models_of(settings("preset=laptop", "policy.pretrained=someone/private-model"), critic=False)
+        models_of(settings("preset=laptop", "policy.pretrained=someone/private-model"))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_what_is_to_be_trained_and_is_not_there_is_named(override, message, weig
         pytest.importorskip("peft")
     run = settings("preset=laptop", f"policy.pretrained={weights}", override)
     with pytest.raises(ConfigError, match=message):
-        models_of(run, critic=True)
+        models_of(run)
 
 
 # ---- requirements -------------------------------------------------------------------------------
@@ -138,24 +138,26 @@ def test_what_is_to_be_trained_and_is_not_there_is_named(override, message, weig
 
 def test_truncated_weights_are_found(weights):
     run = settings("preset=laptop", f"policy.pretrained={weights}")
-    assert row(requirements.model(run), "weights").ok
+    assert row(requirements.model(run.settings), "weights").ok
     file = weights / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    found = row(requirements.model(run), "weights")
+    found = row(requirements.model(run.settings), "weights")
     assert found.ok is False and "model.safetensors" in found.found and "again" in found.remedy
 
 
 def test_what_is_not_installed_is_told_with_what_to_do_without_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = settings("preset=qwen", "policy.lora={rank: 16}", "training.device=cuda")
-    rows = {row.what: row for row in requirements.software(run, given=False)}
+    rows = {row.what: row for row in requirements.software(run.settings, given=False)}
     assert rows["GPU"].ok is False and "training.device=cpu" in rows["GPU"].remedy
     assert rows["optimizer"].ok is False and "adam" in rows["optimizer"].remedy
     assert rows["vLLM"].ok or "rollout=torch" in rows["vLLM"].remedy
     assert rows["peft"].ok or "stppo[lora]" in rows["peft"].remedy
-    of_another_machine = {row.what: row.ok for row in requirements.software(run, given=True)}
+    of_another_machine = {row.what: row.ok for row in requirements.software(run.settings, given=True)}
     assert of_another_machine["GPU"] is None
-    plain = {row.what: row.ok for row in requirements.software(settings("preset=laptop"), given=False)}
+    plain = {
+        row.what: row.ok for row in requirements.software(settings("preset=laptop").settings, given=False)
+    }
     assert plain["GPU"] and plain["optimizer"]
 
 
@@ -247,12 +249,12 @@ def test_room_that_is_short_is_told(monkeypatch, part):
 def test_a_gpu_that_is_not_to_be_used_is_not_planned_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 2 * GIB))
-    assert check.gpu_memory(settings("preset=laptop", "training.device=auto")) == (2 * GIB, GIB)
-    assert check.gpu_memory(settings("preset=laptop", "training.device=cpu"))[0] is None
+    assert check.gpu_memory(settings("preset=laptop", "training.device=auto").settings) == (2 * GIB, GIB)
+    assert check.gpu_memory(settings("preset=laptop", "training.device=cpu").settings)[0] is None
 
 
 def test_shortage_is_one_line_with_what_would_help(monkeypatch):
-    run = load(compose(LARGE))
+    run = settings(*LARGE)
     needed = max(map(total, preflight(LARGE).estimate.phases.values()))
     monkeypatch.setattr(check, "host_memory", lambda *_: needed + 1)
     assert shortage(run) is None
@@ -283,8 +285,7 @@ def test_every_setting_that_is_advised_lowers_what_it_is_advised_for(advice, qwe
 
     def largest(*more):
         run = settings(*base, *more)
-        critic = not any("grpo" in override for override in more)
-        return {k: total(v) for k, v in estimate(run, models_of(run, critic), 80 * GIB).phases.items()}
+        return {k: total(v) for k, v in estimate(run.settings, models_of(run), 80 * GIB).phases.items()}
 
     before, after = largest(), largest(ADVISED[advice])
     assert any(after[phase] < before[phase] - 0.1 * GIB for phase in before)
@@ -306,10 +307,9 @@ def test_weights_optimizers_and_checkpoint_are_those_of_a_trained_run(tiny, bare
         held["policy: adam"] = moments(trainer.optimizer)
         held["critic: adam"] = moments(trainer.critic_optimizer)
 
-    loaded = load(config)
-    Run(loaded, tmp_path, barely_trained, on_iteration=measure, progress=False).train()
-    run = loaded.settings
-    made = estimate(run, models_of(run, True, build(run.world, "world").tokenizer), None)
+    Run(load(config), tmp_path, barely_trained, on_iteration=measure, progress=False).train()
+    run = load(config)
+    made = estimate(run.settings, models_of(run), None)
     assert held == {name: made.phases["update"][name] for name in held}
     written = newest(tmp_path / CHECKPOINT_DIR)
     tensors = sum(file.stat().st_size for file in written.glob("*.safetensors"))
@@ -328,6 +328,7 @@ def test_peaks_of_recorded_runs_are_near_the_estimate(folder, tmp_path):
         overrides += [f"world.records={__file__}", f"policy.pretrained={tmp_path}"]
         config = compose(["preset=smollm", *overrides])
         run = RunConfig.model_validate(run_section(config) | {"loggers": []})
-        phases = estimate(run, models_of(run, critic=True), None).phases
+        objective = build(config["algorithm"]["objective"], "algorithm.objective")
+        phases = estimate(run, models_of(LoadedRun(config, run, objective, None)), None).phases
         needed = max(map(total, phases.values())) / 2**20
         assert 0.8 < needed / record["peak_memory_mb"] < 1.25, record["algorithm"]

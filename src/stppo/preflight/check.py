@@ -21,10 +21,10 @@ LOWER = {
     "training.gradient_checkpointing=true": ("activations",),
     "rollout.batch_size=FEWER": ("KV cache",),
     "rollout.gpu_memory_utilization=LESS": ("vLLM",),
-    "training.optimizer=adam8bit (on a GPU)": ("adam",),
+    "training.optimizer=adam8bit (on a GPU)": ("adam", "checkpoint"),
     "training.kl_coefficient=0": ("reference",),
     "policy.trainable_layers=N (pretrained)": ("adam", "gradients", "activations"),
-    "'policy.lora={rank: 16}'": ("adam", "gradients", "policy", "reference"),
+    "'policy.lora={rank: 16}'": ("adam", "gradients", "policy", "reference", "checkpoint"),
     "algorithm=grpo (no critic)": ("critic",),
 }
 
@@ -58,17 +58,15 @@ def preflight(
     Raises ConfigError where the config itself is wrong, FileNotFoundError where the policy's sizes are
     neither here nor on the hub.
     """
-    config = compose(overrides)
-    loaded = load(config)
-    run, world = loaded.settings, loaded.world
-    folder = out or repository_path("results") / config["preset"]
+    loaded = load(compose(overrides))
+    run, folder = loaded.settings, out or repository_path("results") / loaded.config["preset"]
     gpu, free = gpu_memory(run) if gpu_gib is None else (gpu_gib * GIB, gpu_gib * GIB)
-    models = models_of(run, _has_critic(loaded), world.tokenizer, local=False)
+    models = models_of(loaded, local=False)
     made = estimate(run, models, gpu)
     rows = [
         *requirements.software(run, gpu_gib is not None),
         *requirements.model(run),
-        *requirements.data(world, config["world"]),
+        *requirements.data(loaded.world, run.world),
         requirements.writable(folder),
     ]
     kind, there = ("GPU", free) if gpu else ("host", host_memory())
@@ -90,10 +88,9 @@ def shortage(loaded: LoadedRun) -> str | None:
     Raises as `models_of`.
     """
     run = loaded.settings
-    tokenizer = None if run.policy.pretrained else loaded.world.tokenizer
     gpu, free = gpu_memory(run)
     free = free if gpu else host_memory("MemAvailable")
-    phases = estimate(run, models_of(run, _has_critic(loaded), tokenizer), gpu).phases
+    phases = estimate(run, models_of(loaded), gpu).phases
     phase, parts = max(phases.items(), key=lambda item: sum(item[1].values()))
     if (needed := sum(parts.values())) <= free:
         return None
@@ -119,10 +116,6 @@ def host_memory(entry: str = "MemTotal") -> float:
         return 1024.0 * int(found.split()[0])
     except (OSError, ValueError, IndexError):
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _has_critic(loaded: LoadedRun) -> bool:
-    return loaded.objective.credit.needs_critic and loaded.settings.training.values == "critic"
 
 
 def _row(what: str, there: float, parts: dict[str, float], remedy: str = "") -> Row:

@@ -7,12 +7,12 @@ follows from the settings by the table below. Of the recorded peaks of runs on C
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stppo.config.files import ConfigError
+from stppo.config.loading import LoadedRun
 from stppo.config.settings import RunConfig
 from stppo.policy.critic import Critic
 from stppo.policy.frozen import freeze_below
@@ -52,21 +52,23 @@ class Models:
     cached: int
 
 
-def models_of(run: RunConfig, critic: bool, tokenizer: Any = None, local: bool = True) -> Models:
-    """The models of a run. tokenizer: the world's, for a policy from scratch. local: do not ask the hub.
+def models_of(loaded: LoadedRun, local: bool = True) -> Models:
+    """The models of a run. local: do not ask the hub for their sizes.
 
     Raises ConfigError where the policy lacks layers that are to be trained, or positions for a trajectory,
     FileNotFoundError where its config is not found.
     """
+    run = loaded.settings
     lora, top, half = run.policy.lora, run.policy.trainable_layers, run.training.precision == "bfloat16"
     with torch.device("meta"):
         if run.policy.pretrained is None:
-            policy = build_policy(run.policy, tokenizer)
+            policy = build_policy(run.policy, loaded.world.tokenizer)
         else:
             policy = _pretrained(run.policy.pretrained, local)
         config, size = policy.config, policy.num_parameters()
         check_positions(config.max_position_embeddings, run.rollout.max_tokens)
         try:
+            critic = loaded.objective.credit.needs_critic and run.training.values == "critic"
             made = _made(policy, run, critic)
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -155,7 +157,7 @@ def estimate(run: RunConfig, models: Models, gpu: float | None) -> Estimate:
     disk = {"two checkpoints": 2 * checkpoint, "warm start, trained policy": 8.0 * size}
     if not gpu:
         return Estimate(phases, {}, disk, None)
-    host["a checkpoint while it is read"] = max(checkpoint, 4.0 * size)
+    host["checkpoint"] = max(checkpoint, 4.0 * size)  # it is read before it moves to the GPU
     if not vllm:
         return Estimate(phases, host, disk, None)
     weights, trajectory = _engine(run, models)
