@@ -1,6 +1,8 @@
 """Losses in a loop of one's own: by name, from log-probs and a mask, with the divisor between backward and step."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,3 +94,23 @@ def test_what_cannot_be_is_said_in_one_line(moved):
     with pytest.raises(AttributeError, match="has no attribute"):
         _ = stppo.nothing
     assert stppo.__version__.count(".") == 2
+
+
+def test_the_readmes_example_runs(moved, capsys):
+    logprobs, old, advantages, mask, parameters = moved
+    model = torch.nn.Module()
+    model.weights = torch.nn.Parameter(parameters.detach().clone())
+    features = (logprobs().detach() - old) / 0.3
+    names = {
+        "logprobs": old + features * model.weights.mean(),
+        "old_logprobs": old,
+        "advantages": advantages,
+        "agent_mask": mask,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    before = model.weights.detach().clone()
+    (block,) = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(encoding="utf-8"), re.S)
+    exec(block, names)
+    clipped, divisor = map(float, capsys.readouterr().out.split())
+    assert clipped > 0 and divisor >= 1 and not torch.equal(before, model.weights)

@@ -129,11 +129,13 @@ def test_the_leaderboard_pairs_methods_by_point():
     rng = np.random.default_rng(1)
     base = rng.uniform(0.2, 0.5, 40)
     higher = np.where(np.arange(40) < 30, base + 0.3, base - 0.15)
-    board = benchmark.leaderboard(runs({BASELINE: base, "turn_ppo": higher})).set_index("method")
-    assert board.index[0] == "turn_ppo"
-    assert board.loc["turn_ppo", "above_token_ppo"] == pytest.approx(0.75, abs=0.05)
-    assert board.loc["turn_ppo", "above_token_ppo_low"] < 0.75 < board.loc["turn_ppo", "above_token_ppo_high"]
-    assert np.isnan(board.loc[BASELINE, "above_token_ppo"])
+    buffer = benchmark.leaderboard(runs({BASELINE: base, "turn_ppo": higher})).set_index("method")
+    assert buffer.index[0] == "turn_ppo"
+    assert buffer.loc["turn_ppo", "above_token_ppo"] == pytest.approx(0.75, abs=0.05)
+    assert (
+        buffer.loc["turn_ppo", "above_token_ppo_low"] < 0.75 < buffer.loc["turn_ppo", "above_token_ppo_high"]
+    )
+    assert np.isnan(buffer.loc[BASELINE, "above_token_ppo"])
 
 
 def test_a_run_elsewhere_than_at_its_point_is_refused():
@@ -165,18 +167,18 @@ def test_confirmation_waits_for_all_points():
 
 
 def test_nulls_are_those_whose_yaml_says_so():
-    board = benchmark.leaderboard(runs({BASELINE: 0.4, "kl_stop": 0.6, "turn_ppo": 0.7})).set_index("method")
-    assert board["null"].to_dict() == {BASELINE: False, "kl_stop": True, "turn_ppo": False}
-    assert board.loc["turn_ppo", "above_null"] > 0.9
+    buffer = benchmark.leaderboard(runs({BASELINE: 0.4, "kl_stop": 0.6, "turn_ppo": 0.7})).set_index("method")
+    assert buffer["null"].to_dict() == {BASELINE: False, "kl_stop": True, "turn_ppo": False}
+    assert buffer.loc["turn_ppo", "above_null"] > 0.9
     one = runs({"grad_clip": 0.95}, numbers=[0])
-    board = benchmark.leaderboard(both(runs({"kl_stop": 0.6, "turn_ppo": 0.7}), one)).set_index("method")
-    assert board.loc["turn_ppo", "above_null"] > 0.9, "a null at one point is not the one to beat"
+    buffer = benchmark.leaderboard(both(runs({"kl_stop": 0.6, "turn_ppo": 0.7}), one)).set_index("method")
+    assert buffer.loc["turn_ppo", "above_null"] > 0.9, "a null at one point is not the one to beat"
 
 
 def test_a_method_without_all_points_comes_last():
     whole, part = runs({BASELINE: 0.3}), runs({"turn_ppo": 0.9}, numbers=range(39))
-    board = benchmark.leaderboard(both(whole, part))
-    assert list(board["method"]) == [BASELINE, "turn_ppo"] and list(board["complete"]) == [True, False]
+    buffer = benchmark.leaderboard(both(whole, part))
+    assert list(buffer["method"]) == [BASELINE, "turn_ppo"] and list(buffer["complete"]) == [True, False]
 
 
 def test_the_difference_of_two_methods_is_paired_by_point():
@@ -200,9 +202,9 @@ def test_intervals_are_as_wide_as_those_of_the_study():
 def test_a_share_that_is_0_or_1_in_every_world_has_an_interval_with_a_width():
     """Of 20 worlds: Jeffreys' Beta(1/2, 20.5), whose 97.5th percentile is .117."""
     levels = {BASELINE: 0.5, "turn_ppo": 0.7, "grpo": 0.3}
-    board = benchmark.leaderboard(runs(levels)).set_index("method")
+    buffer = benchmark.leaderboard(runs(levels)).set_index("method")
     below, above = (
-        [board.loc[m, f"above_token_ppo_{end}"] for end in ("low", "high")] for m in ("grpo", "turn_ppo")
+        [buffer.loc[m, f"above_token_ppo_{end}"] for end in ("low", "high")] for m in ("grpo", "turn_ppo")
     )
     most = stats.beta.ppf(0.975, 0.5, 20.5)
     assert below == pytest.approx([0, most], abs=0.015) and above == pytest.approx([1 - most, 1], abs=0.015)
@@ -259,10 +261,10 @@ def test_a_run_that_differs_is_named_on_the_same_processor_alone():
 # ---- pictures -------------------------------------------------------------------------------------
 def test_every_method_is_in_every_picture():
     metrics = runs({BASELINE: 0.4, "turn_ppo": 0.7, "grpo": 0.3}, numbers=range(12))
-    board, curves, failures = pictures(metrics)
-    for named in (board.data["method"], curves.data["algorithm"], failures.data["algorithm"]):
+    buffer, curves, failures = pictures(metrics)
+    for named in (buffer.data["method"], curves.data["algorithm"], failures.data["algorithm"]):
         assert set(named) == {BASELINE, "turn_ppo", "grpo"}
-    assert "Turn-PPO" in board.title and "token PPO" in board.title
+    assert "Turn-PPO" in buffer.title and "token PPO" in buffer.title
 
 
 def test_an_ingredient_is_shown_where_both_methods_are_whole():
@@ -344,8 +346,8 @@ def test_the_picture_of_signals_counts_who_pushes_little_and_ends_high():
 
 def test_a_method_without_all_points_says_so_and_takes_no_title():
     part = both(runs({BASELINE: 0.4}), runs({"turn_ppo": 0.9}, numbers=range(2)))
-    board, curves = pictures(part)[:2]
-    labels = [tick.get_text() for tick in board.figure.axes[0].get_yticklabels()]
+    buffer, curves = pictures(part)[:2]
+    labels = [tick.get_text() for tick in buffer.figure.axes[0].get_yticklabels()]
     assert labels == ["token PPO", "Turn-PPO (2 of 40)"]
     assert curves.title.startswith("Over the last fifth of the axis token PPO's curve is highest")
     assert curves.figure.axes[1].get_title(loc="left") == "Turn-PPO (2 of 40)"

@@ -1,8 +1,7 @@
 """The one composer of configs: Hydra groups in `configs/`, composed and resolved.
 
-The command line, the notebooks and the Snakefile all come through here. Nothing heavy is imported at module level, so
-that a Snakefile parses fast.
-"""
+The command line, the notebooks and the Snakefile all come through here. Nothing heavy is imported at module
+level, so that a Snakefile parses fast."""
 
 from __future__ import annotations
 
@@ -33,9 +32,8 @@ logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # what goes wrong i
 def compose(overrides: list[str] | None = None) -> Config:
     """Compose `configs/config.yaml` with Hydra overrides into a plain, resolved dict.
 
-    Groups also have the options of your own folder (`config_files.own_config_dir`). Raises ConfigError for an unknown
-    group option, key or malformed override, and for a YAML file that cannot be read.
-    """
+    Groups also have the options of your own folder (`config_files.own_config_dir`). Raises ConfigError for an
+    unknown group option, key or malformed override, and for a YAML file that cannot be read."""
     overrides, own = list(overrides or []), config_files.own_config_dir()
     for override in overrides:
         group, _, value = override.partition("=")
@@ -64,7 +62,8 @@ def compose(overrides: list[str] | None = None) -> Config:
 
 
 def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None) -> None:
-    """Raise ConfigError where an own algorithm's file would be recorded under a name that is not the file's."""
+    """Raise ConfigError where an own algorithm's file would be recorded under a name that is not the
+    file's."""
     given = dict(override.partition("=")[::2] for override in overrides)
     chosen, name = given.get("algorithm"), (config.get("algorithm") or {}).get("name")
     if own is None or not chosen or "algorithm.name" in given or name in (None, chosen):
@@ -74,8 +73,8 @@ def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None)
 
 
 def _forget_other_engines(config: Config, overrides: list[str]) -> None:
-    """Drop from the roll-out what a preset or a world sets for another engine than the one that was chosen; what was
-    typed stays, and is refused by name later."""
+    """Drop from the roll-out what a preset or a world sets for another engine than the one that was chosen;
+    what was typed stays, and is refused by name later."""
     rollout = config.get("rollout")
     if not isinstance(rollout, dict):
         return
@@ -173,7 +172,8 @@ def expand_sweep(overrides: list[str]) -> list[list[str]]:
 
 
 def variant(overrides: Iterable[str]) -> str:
-    """The overrides that tell a run from others of its algorithm and seed, as one text that `shlex.split` takes apart.
+    """The overrides that tell a run from others of its algorithm and seed, as one text that `shlex.split`
+    takes apart.
 
     Not among them: `loggers`, which see what is recorded and change nothing.
     """

@@ -1,4 +1,5 @@
-"""From a composed config to what a run needs: typed settings, objective and world, each checked and built once."""
+"""From a composed config to what a run needs: typed settings, objective and world, each checked and built
+once."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ class UnknownKeyError(ConfigError):
 class LoadedRun:
     """One composed config and what it describes, each built once.
 
-    config: the plain dict, for fingerprints and records; settings: its typed sections; objective: credit, ratio, clip,
-    stabiliser and loss aggregation; world: questions, environment and, where it has one of its own, the tokenizer.
-    """
+    config: the plain dict, for fingerprints and records; settings: its typed sections; objective: credit,
+    ratio, clip, stabiliser and loss aggregation; world: questions, environment and, where it has one of its
+    own, the tokenizer."""
 
     config: Config
     settings: RunConfig
@@ -47,7 +48,8 @@ class LoadedRun:
 
 
 def load(config: Config) -> LoadedRun:
-    """Check types, ranges and combinations, and build what the config names; ConfigError names every offending key."""
+    """Check types, ranges and combinations, and build what the config names; ConfigError names every
+    offending key."""
     return load_all([config])[0]
 
 
@@ -124,7 +126,8 @@ def _check_prior(algorithm: Config, prior: Prior) -> None:
 
 
 def _origin(algorithm: str, keys: list[str]) -> str:
-    """Which file an unfitting key of an algorithm is inherited from, and how to be rid of it; "" where it is not."""
+    """Which file an unfitting key of an algorithm is inherited from, and how to be rid of it; "" where it is
+    not."""
     chain = config_files.lineage("algorithm", algorithm)
     file = config_files.origin("algorithm", algorithm, keys[0].split(".")[1:])
     if file is None or file == chain[0][0]:
@@ -132,7 +135,8 @@ def _origin(algorithm: str, keys: list[str]) -> str:
     drop = " ".join(f"'~{key}'" for key in keys)
     them = "it" if len(keys) == 1 else "them"
     return (
-        f"; inherited from {file.name} through the defaults of {chain[0][0].name}: write the section out there without "
+        f"; inherited from {file.name} through the defaults of {chain[0][0].name}: write the section out "
+        "there without "
         f"these defaults, or drop {them} with the {'override' if len(keys) == 1 else 'overrides'} {drop}"
     )
 
@@ -174,7 +178,8 @@ def _has_fields(form: Any) -> bool:
 
 
 def build(node: Config, key: str) -> Any:
-    """`hydra.utils.instantiate` a `_target_` section; raises ConfigError that names the key and what is allowed."""
+    """`hydra.utils.instantiate` a `_target_` section; raises ConfigError that names the key and what is
+    allowed."""
     _check_target(node, key)
     try:
         return instantiate(node, _convert_="object")
@@ -185,7 +190,8 @@ def build(node: Config, key: str) -> Any:
 
 
 def _check_target(node: Config, key: str) -> None:
-    """Raise ConfigError for a missing or unknown `_target_`, an unknown key, or a section of the wrong class."""
+    """Raise ConfigError for a missing or unknown `_target_`, an unknown key, or a section of the wrong
+    class."""
     if not isinstance(node, dict) or "_target_" not in node:
         raise ConfigError(f"{key}: a mapping with _target_ is needed, got {node!r}")
     target = class_of(node["_target_"], key)
@@ -209,12 +215,14 @@ def _check_target(node: Config, key: str) -> None:
         if rule and not (nested and issubclass(get_class(value["_target_"]), kind)):
             given_class = value["_target_"] if nested else repr(value)
             raise ConfigError(
-                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is needed{_how_to_write(kind)}"
+                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is "
+                f"needed{_how_to_write(kind)}"
             )
 
 
 def class_of(target: str, key: str) -> type:
-    """The class that a `_target_` names. ModuleNotFoundError where a library that its module imports is missing."""
+    """The class that a `_target_` names. ModuleNotFoundError where a library that its module imports is
+    missing."""
     try:
         return get_class(target)
     except Exception as error:  # whatever importing it raised
@@ -229,7 +237,8 @@ def class_of(target: str, key: str) -> type:
 
 
 def _how_to_write(kind: type) -> str:
-    """What to subclass for a rule of one's own, and the method to write; "" for sections that are no rules."""
+    """What to subclass for a rule of one's own, and the method to write; "" for sections that are no
+    rules."""
     bases = [base for base in (kind, *kind.__subclasses__()) if inspect.isabstract(base)]
     ways = [
         f"{base.__module__}.{base.__name__} and write its {', '.join(sorted(base.__abstractmethods__))}"

@@ -1,7 +1,7 @@
 """Policy-gradient objectives for multi-turn agents; needs torch and `stppo.trajectories` only.
 
-An `Objective` is credit x ratio x clip x surrogate x stabiliser x loss aggregation. Each part is a rule: a class with
-one method to write, in any module, named by `_target_` in an algorithm's YAML.
+An `Objective` is credit x ratio x clip x surrogate x stabiliser x loss aggregation. Each part is a rule: a
+class with one method to write, in any module, named by `_target_` in an algorithm's YAML.
 
 | part | base | method | shipped |
 | --- | --- | --- | --- |

@@ -17,8 +17,8 @@ def backward(
     parameters: Iterable[Tensor],
     max_grad_norm: float | None = None,
 ) -> dict[str, float]:
-    """Put the gradient of `surrogate.loss` into `parameters`, clipped, then divided as the objective's stabiliser says
-    (v1 Eq. 7 and 8): step the optimiser afterwards.
+    """Put the gradient of `surrogate.loss` into `parameters`, clipped, then divided as the objective's
+    stabiliser says (v1 Eq. 7 and 8): step the optimiser afterwards.
 
     ||C|| is exact: it takes a second backward pass, left out where nothing was clipped. max_grad_norm: None does not clip.
     Returns gradient_norm (before the clip), clipping_bias_norm (0 where no stabiliser reads it) and stabilizer_divisor.

@@ -189,16 +189,16 @@ def _passes(run: RunConfig, models: Models, rows: int, depth: int) -> dict[str, 
 
 
 def _sampling(run: RunConfig, models: Models, gpu: float | None, asked: int) -> dict[str, float]:
-    """vLLM takes its share; PyTorch what its lanes need, where so many trajectories are asked for."""
+    """vLLM takes its share; PyTorch what its slots need, where so many trajectories are asked for."""
     rollout = run.rollout
     if rollout.engine == "vllm":
         weights, trajectory = _engine(run, models)
         need = weights + rollout.max_num_seqs * trajectory
         return {"vLLM": rollout.gpu_memory_utilization * gpu if gpu else need}
-    lanes, size = min(rollout.batch_size, asked), 3 if run.training.precision == "bfloat16" else 4
+    slots, size = min(rollout.batch_size, asked), 3 if run.training.precision == "bfloat16" else 4
     return {
-        "KV cache": size * models.cached * lanes * rollout.max_tokens,
-        "logits": DRAWN * lanes * models.config.vocab_size,
+        "KV cache": size * models.cached * slots * rollout.max_tokens,
+        "logits": DRAWN * slots * models.config.vocab_size,
         "bfloat16 copies of weights": models.copies,
     }
 

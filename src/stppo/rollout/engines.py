@@ -20,8 +20,8 @@ def make_rollout(
     """The sampler that `config.engine` names; an engine with weights of its own is started for this policy.
 
     score_tokens: most padded tokens that are scored at once, where the trainer scores what an engine sampled.
-    ValueError where the policy has too few positions, which the settings cannot see of weights that come from the hub.
-    """
+    ValueError where the policy has too few positions, which the settings cannot see of weights that come from
+    the hub."""
     shape = without_adapters(policy).config
     check_positions(getattr(shape, "max_position_embeddings", None), config.max_tokens)
     return get_class(ENGINES[config.engine]).start(environment, tokenizer, config, policy, score_tokens)
