@@ -75,7 +75,7 @@ BENCHMARK_PAIRS = (
 
 def key(name: str) -> str:
     """A recorded name as part of a path."""
-    return re.sub(r"\W+", "_", name.replace("SMOLLM_", "")).lower()
+    return re.sub(r"\W+", "_", name).lower()
 
 
 def _estimate(found: Any) -> dict[str, float]:
