@@ -104,7 +104,7 @@ class StandardisedByTurn(RatioRule):
         centred = values - mean[place]
         square = values.new_zeros(len(count)).index_add(0, place, centred.square()) / count
         scale = (centred.square().mean().sqrt() + self.floor) / (square.sqrt() + self.floor)
-        return ((log_ratio - mean[place]) * scale[place]).exp()
+        return safe_exp((log_ratio - mean[place]) * scale[place])
 
 
 @dataclass(frozen=True)
