@@ -95,7 +95,7 @@ def test_allowed_layers_have_no_cycle():
         ("stppo.figures.figures", "def f():\n    import stppo.policy.policy"),
         ("stppo.figures.figures", "from ..world import protocol"),
         ("stppo.figures.figures", "from stppo.study import arms"),
-        ("stppo.objectives.ratios", "from stppo import schema"),
+        ("stppo.objectives.ratios", "from stppo.record import schema"),
         ("stppo.training.trainer", "from stppo.figures.live import run_figure"),
         ("stppo.world.protocol", "from stppo.trajectories import Trajectories"),
         ("stppo.retrieval.server", "from stppo.world import protocol"),

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from stppo.figures.figures import FIGURES
 from stppo.figures.report import provenance, render_report
@@ -44,8 +45,12 @@ class Page(HTMLParser):
 def draw(folder, *names):
     folder.mkdir(parents=True)
     for i, name in enumerate(names):
-        Image.new("RGB", (40, 20), (i, len(folder.parent.name), 0)).save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text(f"Caption of {name}, with {HOSTILE}.")
+        words = PngInfo()
+        words.add_itxt("Title", f"{name} found {HOSTILE}")
+        picture = Image.new("RGB", (40, 20), (i, len(folder.parent.name), 0))
+        picture.save(folder / f"{name}.png", pnginfo=words)
+        if folder.parent.name == "mine":  # the committed reference has no vector files
+            (folder / f"{name}.svg").touch()
 
 
 def relabel(run, **fields):
@@ -143,9 +148,13 @@ def test_page_loads_nothing(page):
 
 def test_links_lead_to_files_beside_the_page(page):
     links = [a["href"] for tag, a in page.tags if tag == "a"]
-    assert {"20-what-happened.html", "figures/learning.svg", "../reference/figures/learning.csv"} <= set(
-        links
-    )
+    figures = {
+        "figures/learning.svg",
+        "../reference/figures/learning.png",
+        "../reference/figures/learning.csv",
+    }
+    assert {"20-what-happened.html", *figures} <= set(links)
+    assert "learning found &lt;script&gt;" in page.text
 
 
 def test_reference_stands_beside_the_same_regime_and_algorithm(page):

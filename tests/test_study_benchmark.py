@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from rliable.metrics import aggregate_iqm
 from scipy import stats
 
 from stppo import cli
@@ -13,9 +14,9 @@ from stppo.config import ConfigError
 from stppo.config.files import VARIABLE
 from stppo.record.runs import Metrics
 from stppo.stats import mean
-from stppo.study import benchmark, benchmark_figures, benchmark_signals
+from stppo.study import benchmark
 from stppo.study.benchmark import BASELINE, REGIME, best_of
-from stppo.study.benchmark_figures import pictures
+from stppo.study.benchmark_figures import PUSH, pictures, signals_of_methods
 from stppo.training.campaign import Done
 from tests.synthetic_runs import Dynamics, gather, simulate
 
@@ -120,9 +121,9 @@ def test_best_of_k_is_the_mean_of_the_best_of_random_draws():
     assert best_of(values, 1, [0.5, 0, 0, 0.5, 0]) == pytest.approx(0.5)
 
 
-def test_the_interquartile_mean_is_that_of_the_middle_half():
+def test_the_interquartile_mean_is_rliables():
     values = np.random.default_rng(3).normal(size=40)
-    assert benchmark.interquartile_mean(values) == pytest.approx(stats.trim_mean(values, 0.25))
+    assert benchmark.interquartile_mean(values) == pytest.approx(aggregate_iqm(values[:, None]))
     assert benchmark.interquartile_mean([1.0, 5.0, 9.0], [0.2, 0.7, 0.1]) == pytest.approx(5)
 
 
@@ -258,21 +259,32 @@ def test_a_run_that_differs_is_named_on_the_same_processor_alone():
 
 
 # ---- pictures -------------------------------------------------------------------------------------
-def test_every_method_is_in_every_picture():
-    metrics = runs({BASELINE: 0.4, "turn_ppo": 0.7, "grpo": 0.3}, numbers=range(12))
-    board, curves, failures = pictures(metrics)
-    for named in (board.data["method"], curves.data["algorithm"], failures.data["algorithm"]):
-        assert set(named) == {BASELINE, "turn_ppo", "grpo"}
-    assert "Turn-PPO" in board.title and "token PPO" in board.title
+def drawn(metrics):
+    return {plot.name: plot for plot in pictures(metrics)}
+
+
+def test_every_method_is_in_every_picture_also_one_without_all_points():
+    part = both(runs({BASELINE: 0.4, "turn_ppo": 0.7}), runs({"mine": 0.9}, numbers=range(2)))
+    plots = drawn(part)
+    for name, column in (
+        ("leaderboard", "method"),
+        ("benchmark_tolerance", "algorithm"),
+        ("benchmark_failures", "algorithm"),
+    ):
+        assert set(plots[name].data[column]) == {BASELINE, "turn_ppo", "mine"}, name
+    labels = [tick.get_text() for tick in plots["leaderboard"].figure.axes[0].get_yticklabels()]
+    assert labels == ["Turn-PPO", "token PPO", "mine (2 of 40)"]
+    assert "Turn-PPO ends highest" in plots["benchmark_tolerance"].title, "one at two points takes no title"
+    curve = plots["benchmark_tolerance"].data.query("algorithm == 'mine'")["x"]
+    own = benchmark.intensity().loc[[0, 1]]
+    assert own.min() * 0.99 < curve.min() and curve.max() < own.max() * 1.01, "over its own range"
 
 
 def test_an_ingredient_is_shown_where_both_methods_are_whole():
-    metrics = runs({BASELINE: 0.4, "turn_ppo": 0.7})
-    part = both(metrics, runs({"s_ppo": 0.6}, numbers=range(39)))
-    plot = pictures(part)[-1]
-    assert plot.name == "benchmark_ingredients" and list(plot.data["with"]) == ["turn_ppo"]
-    assert "turn ratio, to token PPO, +0.3" in plot.title
-    assert plot.title.startswith("1 of 1 ingredients")
+    part = both(runs({BASELINE: 0.4, "turn_ppo": 0.7}), runs({"s_ppo": 0.6}, numbers=range(39)))
+    plot = drawn(part)["benchmark_ingredients"]
+    assert list(plot.data["with"]) == ["turn_ppo"] and plot.title.startswith("1 of 1 ingredients")
+    assert "benchmark_ingredients" not in drawn(runs({BASELINE: 0.4}, numbers=range(12)))
 
 
 def test_the_title_counts_ingredients_by_intervals_that_hold_at_once():
@@ -281,11 +293,17 @@ def test_the_title_counts_ingredients_by_intervals_that_hold_at_once():
     noise = np.random.default_rng(4).normal(size=20)
     noise = (noise - noise.mean()) / noise.std(ddof=1)
     slight = base + np.tile(0.02 * (2.3 + 20**0.5 * noise), 2)  # 2.3 standard errors above 0
-    metrics = runs({BASELINE: base, "s_ppo": slight, "turn_ppo": base + 0.3, "st_ppo": base + 0.3, "kl_stop": base, "weight_one": base})  # fmt: skip
-    data = benchmark_figures.ingredients_figure(metrics)
-    row = data.data.set_index("with").loc["s_ppo"]
-    assert row["mean_low"] > 0 > row["joint_low"] and len(data.data) == 5
-    assert data.title.startswith("1 of 5 ingredients")
+    levels = {
+        "s_ppo": slight,
+        "turn_ppo": base + 0.3,
+        "st_ppo": base + 0.3,
+        "kl_stop": base,
+        "weight_one": base,
+    }
+    plot = drawn(runs({BASELINE: base, **levels}))["benchmark_ingredients"]
+    row = plot.data.set_index("with").loc["s_ppo"]
+    assert row["mean_low"] > 0 > row["joint_low"] and len(plot.data) == 5
+    assert plot.title.startswith("1 of 5 ingredients")
 
 
 def test_the_confirmation_shows_where_a_setting_was_chosen_and_what_it_reached_elsewhere():
@@ -295,64 +313,33 @@ def test_the_confirmation_shows_where_a_setting_was_chosen_and_what_it_reached_e
     for world in benchmark.FRESH_WORLDS:
         record, *tables = simulate(BASELINE, world, benchmark.CONFIRMATION, dynamics=Dynamics(0.7))
         fresh.append((record | {"world_seed": world}, *tables))
-    plot = pictures(both(chosen, gather(fresh)))[-1]
-    assert plot.name == "benchmark_confirmation" and list(plot.data["world"]) == list(benchmark.FRESH_WORLDS)
-    assert plot.data["chosen"].min() == pytest.approx(0.9, abs=0.05)
-    assert plot.data["final"].mean() == pytest.approx(0.7, abs=0.05)
+    data = drawn(both(chosen, gather(fresh)))["benchmark_confirmation"].data
+    assert list(data["world"]) == list(benchmark.FRESH_WORLDS)
+    assert data["chosen"].min() == pytest.approx(0.9, abs=0.05)
+    assert data["final"].mean() == pytest.approx(0.7, abs=0.05)
 
 
-PUSHES = {
-    BASELINE: 0.5,
-    "turn_ppo": 0.3,
-    "grpo": 0.48,
-    "reinforce": 0.46,
-}  # and where they end: 0.4, 0.7, 0.3, 0.1
+PUSHES = {"turn_ppo": 0.1, BASELINE: 0.5, "grpo": 0.3, "reinforce": 0.6}
 
 
 def pushing(numbers=range(40)):
-    """Made-up runs whose gradients come from failures by these shares, and whose entropy moves by a tenth of them."""
-    made = runs(dict(zip(PUSHES, (0.4, 0.7, 0.3, 0.1), strict=True)), numbers)
-    rows = made.iterations.assign(**{benchmark_signals.PUSH: made.iterations["algorithm"].map(PUSHES)})
-    rows["entropy"] = 0.3 + rows[benchmark_signals.PUSH] * (rows["iteration"] - 1) / 90
+    """Four methods, the highest of which pushes least at failures; their entropy moves by a tenth of that share."""
+    made = runs({BASELINE: 0.5, "turn_ppo": 0.8, "grpo": 0.3, "reinforce": 0.2}, numbers)
+    rows = made.iterations.assign(**{PUSH: made.iterations["algorithm"].map(PUSHES)})
+    rows["entropy"] = 0.3 + rows[PUSH] * (rows["iteration"] - 1) / 90
     return Metrics(made.runs, rows, made.evaluations)
 
 
 def test_signals_of_a_method_are_those_of_its_first_iterations():
-    table = benchmark_signals.signals_of_methods(pushing()).set_index("method")
+    made = pushing()
+    table = signals_of_methods(made.all, benchmark.leaderboard(made)).set_index("method")
     assert list(table.index) == ["turn_ppo", BASELINE, "grpo", "reinforce"], "the highest first"
     assert table["push"].to_dict() == pytest.approx(PUSHES)
     assert table["entropy_change"].to_dict() == pytest.approx({m: push / 10 for m, push in PUSHES.items()})
-    assert benchmark_signals.signals_of_methods(pushing(range(39))).empty, "of methods with all points alone"
-    short = pushing()
-    short = Metrics(short.runs, short.iterations[short.iterations["iteration"] < 10], short.evaluations)
-    assert benchmark_signals.signals_figure(short) is None, "no tenth iteration"
-
-
-def test_the_picture_of_signals_counts_who_pushes_little_and_ends_high():
-    plot = pictures(pushing())[-1]
-    assert plot.name == "benchmark_signals"
-    assert plot.title == "The method that pushes least at failures ends highest"
-    five = runs({"token_ppo": 0.4, "turn_ppo": 0.7, "grpo": 0.3, "st_ppo": 0.6, "gspo": 0.5})
-    push = dict(
-        zip(("turn_ppo", "gspo", "grpo", "st_ppo", "token_ppo"), (0.1, 0.2, 0.3, 0.4, 0.5), strict=True)
-    )
-    rows = five.iterations.assign(**{benchmark_signals.PUSH: five.iterations["algorithm"].map(push)})
-    title = benchmark_signals.signals_figure(Metrics(five.runs, rows, five.evaluations)).title
-    assert title.endswith("push least at failures, 1 is among the 2 that end highest (by chance 0.8)")
-    few = runs({BASELINE: 0.4, "turn_ppo": 0.7})
-    assert benchmark_signals.signals_figure(few) is None
-
-
-def test_a_method_without_all_points_says_so_and_takes_no_title():
-    part = both(runs({BASELINE: 0.4}), runs({"turn_ppo": 0.9}, numbers=range(2)))
-    board, curves = pictures(part)[:2]
-    labels = [tick.get_text() for tick in board.figure.axes[0].get_yticklabels()]
-    assert labels == ["token PPO", "Turn-PPO (2 of 40)"]
-    assert curves.title.startswith("Over the last fifth of the axis token PPO's curve is highest")
-    assert curves.figure.axes[1].get_title(loc="left") == "Turn-PPO (2 of 40)"
-    drawn = curves.data[(curves.data["algorithm"] == "turn_ppo") & (curves.data["kind"] == "curve")]
-    mine = benchmark.points().set_index("point").loc[[0, 1]].eval("learning_rate * epochs")
-    assert mine.min() * 0.99 < drawn["x"].min() and drawn["x"].max() < mine.max() * 1.01, "over its own range"
+    assert "1 is among the 1 that end highest" in drawn(made)["benchmark_signals"].title
+    assert "benchmark_signals" not in drawn(pushing(range(39))), "of methods with all points alone"
+    short = Metrics(made.runs, made.iterations[made.iterations["iteration"] < 10], made.evaluations)
+    assert "benchmark_signals" not in drawn(short), "no tenth iteration"
 
 
 # ---- the command ------------------------------------------------------------------------------------

@@ -26,13 +26,15 @@ def bias_variance_table(
     n_batches: int = 150,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Two rows per algorithm with a file (or of those given), in figures' order: its gradient on fresh data and off-policy.
+    """Two rows per algorithm with a file (or of those given), in figures' order: its gradient on fresh data
+    and off-policy.
 
-    Columns: algorithm, label, data (`fresh`: theta is the behaviour policy; `off-policy`: theta is `moved` from it in a random
-    direction), bias, noise, efficiency, sampled (see `stppo.oracle.comparison.Quality`). World: 1,334 trajectories with
-    turns of 1 to 3 tokens, a tabular policy, an exact critic; batches of `batch_size` trajectories, of which `n_batches`
-    are sampled for methods that look at a batch. About 15 CPU seconds for all shipped algorithms.
-    Raises ConfigError for an unknown algorithm, ValueError for a credit whose limit is not known.
+    Columns: algorithm, label, data (`fresh`: theta is the behaviour policy; `off-policy`: theta is `moved`
+    from it in a random direction), bias, noise, efficiency, sampled (see `stppo.oracle.comparison.Quality`).
+    World: 1,334 trajectories with turns of 1 to 3 tokens, a tabular policy, an exact critic; batches of
+    `batch_size` trajectories, of which `n_batches` are sampled for methods that look at a batch. About 15 CPU
+    seconds for all shipped algorithms. Raises ConfigError for an unknown algorithm, ValueError for a credit
+    whose limit is not known.
     """
     tree = TokenMDP(seed=seed).enumerate()
     policy = TabularSoftmax(tree)
@@ -52,8 +54,8 @@ def bias_variance_table(
 
 
 def bias_variance_figure(table: pd.DataFrame | None = None) -> Plot:
-    """`bias_variance`: every algorithm as a point of noise against bias, on fresh data and off-policy; the same as a table
-    beside it. table: of `bias_variance_table`, default made anew."""
+    """`bias_variance`: every algorithm as a point of noise against bias, on fresh data and off-policy; the
+    same as a table beside it. table: of `bias_variance_table`, default made anew."""
     table = bias_variance_table() if table is None else table
     order = table[table["data"] == STALE].sort_values("efficiency", ascending=False)["algorithm"].tolist()
     number = {name: i + 1 for i, name in enumerate(order)}
@@ -66,13 +68,20 @@ def bias_variance_figure(table: pd.DataFrame | None = None) -> Plot:
         _list(fig.add_subplot(grid[:, 1]), table, order)
     stale = table[table["data"] == STALE].set_index("algorithm")["efficiency"]
     best = registry.look(stale.idxmax()).label
-    title = f"Efficiency of one batch's gradient, off-policy: {stale.min():.2f} to {stale.max():.2f}, highest {best}"
+    title = (
+        f"Efficiency of one batch's gradient, off-policy: {stale.min():.2f} to {stale.max():.2f}, highest "
+        f"{best}"
+    )
     fig.suptitle(title, x=0.012, ha="left")
     caption = (
-        "Exact oracle: an enumerable world, exact critic, batches of 16 trajectories. Bias: sine of the angle between the "
-        "expected gradient and the true one; noise: standard deviation over the length of the expectation; both free of "
-        "the gradient's scale. Efficiency: expected cosine-like product of one batch's gradient with the true one, "
-        "cos / sqrt(1 + noise^2); grey curves join points of equal efficiency. Numbers are places off-policy. Methods that "
+        "Exact oracle: an enumerable world, exact critic, batches of 16 trajectories. Bias: sine of the "
+        "angle between the "
+        "expected gradient and the true one; noise: standard deviation over the length of the expectation; "
+        "both free of "
+        "the gradient's scale. Efficiency: expected cosine-like product of one batch's gradient with the "
+        "true one, "
+        "cos / sqrt(1 + noise^2); grey curves join points of equal efficiency. Numbers are places "
+        "off-policy. Methods that "
         "look at a whole batch are sampled, the others exact. This is one step's geometry, not who learns."
     )
     return Plot("bias_variance", fig, table, caption, title=title)

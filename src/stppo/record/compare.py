@@ -11,7 +11,8 @@ import pandas as pd
 from stppo.files import parse_json
 from stppo.record import schema
 from stppo.record.outcomes import with_zeros
-from stppo.record.runs import recorded, stopped_at, told_apart
+from stppo.record.runs import recorded, told_apart
+from stppo.record.tidy import stopped_at
 from stppo.stats import area_under_curve, final_mean, with_intervals
 
 MEASURES = ("start", "final", "auc", "highest")
@@ -20,7 +21,8 @@ STATISTICS = ("mean", "min", "max")
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:
-    """Run and metrics folders, sorted: each given one, or else the runs below it, or else the metrics folders below it.
+    """Run and metrics folders, sorted: each given one, or else the runs below it, or else the metrics folders
+    below it.
 
     What a run set aside does not count. FileNotFoundError names a folder that holds none.
     """
@@ -45,12 +47,13 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     """One row per regime, algorithm and variant, best final sampled success first.
 
-    Columns: `regime`, `algorithm`, `variant` (the overrides that not all runs of the regime share), `seeds`, and for
-    each of `MEASURES`, `KINDS` and `STATISTICS` over seeds one such as `final_greedy_mean`: success of the warm start;
-    mean of the last tenth of the evaluations; area under the curve over iterations, divided by their number; highest
-    evaluation. NaN where a run has no evaluation of that kind. A run that ended in a number that is not finite counts as 0
-    from there to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]`
-    names them. ValueError if no run is finished or one is given twice; other errors are those of `find_runs` and `runs.read_run`.
+    Columns: `regime`, `algorithm`, `variant` (the overrides that not all runs of the regime share), `seeds`,
+    and for each of `MEASURES`, `KINDS` and `STATISTICS` over seeds one such as `final_greedy_mean`: success
+    of the warm start; mean of the last tenth of the evaluations; area under the curve over iterations,
+    divided by their number; highest evaluation. NaN where a run has no evaluation of that kind. A run that
+    ended in a number that is not finite counts as 0 from there to the longest run of its regime. Unfinished
+    runs are left out; `attrs["unfinished"]` names them. ValueError if no run is finished or one is given
+    twice; other errors are those of `find_runs` and `runs.read_run`.
     """
     found = find_runs(folders)
     unfinished = [folder for folder in found if _is_unfinished(folder)]
@@ -113,8 +116,8 @@ def text(table: pd.DataFrame) -> str:
 
 
 def before_and_after(evaluations: pd.DataFrame) -> str | None:
-    """One line on a run's evaluations (`schema.EVALUATION_COLUMNS`): success of the first and the last, sampled and greedy,
-    each with its interval over questions. None where there are none."""
+    """One line on a run's evaluations (`schema.EVALUATION_COLUMNS`): success of the first and the last,
+    sampled and greedy, each with its interval over questions. None where there are none."""
     if evaluations.empty:
         return None
     parts = []
@@ -123,7 +126,10 @@ def before_and_after(evaluations: pd.DataFrame) -> str | None:
         ends = with_intervals(rows.iloc[sorted({0, len(rows) - 1})] if len(rows) else rows, "success")
         shown = [f"{end.success:.2f} [{end.low:.2f}, {end.high:.2f}]" for end in ends.itertuples()]
         parts += [f"{kind} {' to '.join(shown)}"] if shown else []
-    return f"success on {evaluations['n_questions'].iloc[-1]} unseen questions, before and after [95 % Wilson interval]: {', '.join(parts)}"
+    return (
+        f"success on {evaluations['n_questions'].iloc[-1]} unseen questions, before and after [95 % Wilson "
+        f"interval]: {', '.join(parts)}"
+    )
 
 
 def _measures(rows: pd.DataFrame, stopped: float | None, horizon: int) -> dict[str, float]:

@@ -20,9 +20,9 @@ from stppo.config.algorithms import Algorithm, in_order, look
 from stppo.files import parse_json, repository_path, write_atomically
 from stppo.record import schema
 from stppo.record.outcomes import AFTER, Outcome, judge, with_zeros
+from stppo.record.tidy import KEYS, Runs, clips, main_regime, stopped_at, tidy  # noqa: F401 (clips: notebooks take it from here)
 from stppo.stats import area_under_curve, final_mean
 
-KEYS = list(schema.KEY_COLUMNS)
 CROWD = 12  # algorithms beyond which a picture shows those with a file of their own alone
 INTEGERS = ("seed", "iteration", "n_questions")
 _MEASURED, _EVALUATED = ("gradient_norm", "clip_fraction"), ("temperature", "success")  # read of every run
@@ -31,8 +31,8 @@ TABLE_MEANS = ("start", "peak", "final", "greedy_start", "greedy_final", "gain_k
 
 
 def make_command(target: str | Path) -> str:
-    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`; elsewhere that of a run or
-    of a metrics folder.
+    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`; elsewhere
+    that of a run or of a metrics folder.
 
     Runs below `results/<preset>/manual/` were started by hand, so no workflow knows them: their command
     lacks any further override that was given then.
@@ -103,7 +103,8 @@ def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.Da
     return record, updates, evaluations
 
 
-# What summary, pictures, `compare` and claims read of a record, with its kind; the second list may be missing or null.
+# What summary, pictures, `compare` and claims read of a record, with its kind; the second list may be missing
+# or null.
 _REQUIRED = {
     "regime": str,
     "algorithm": str,
@@ -172,10 +173,11 @@ def _keyed(frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
 def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
 
-    sources: run folders, and metrics folders that this made before. Runs of one algorithm in other settings are told
-    apart by `told_apart`. Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. A
-    record in runs.json is that of run.json and, where the run's config.yaml lies beside it, the config's `objective`
-    and `training`. Reads everything before it writes anything, so a broken run leaves an earlier collection untouched.
+    sources: run folders, and metrics folders that this made before. Runs of one algorithm in other settings
+    are told apart by `told_apart`. Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv
+    into `out_dir`. A record in runs.json is that of run.json and, where the run's config.yaml lies beside it,
+    the config's `objective` and `training`. Reads everything before it writes anything, so a broken run
+    leaves an earlier collection untouched.
     """
     if not sources:
         raise ValueError("no runs to collect: give at least one run folder")
@@ -205,7 +207,8 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
 
 
 def told_apart(records: Sequence[schema.RunRecord]) -> list[tuple[str, str]]:
-    """(algorithm, variant) of each run: of its recorded overrides those that not all runs of its regime share."""
+    """(algorithm, variant) of each run: of its recorded overrides those that not all runs of its regime
+    share."""
     given = [shlex.split(record.get("variant") or "") for record in records]
     shared: dict[str, set[str]] = {}
     for record, overrides in zip(records, given, strict=True):
@@ -232,7 +235,8 @@ def recorded(source: Path) -> Iterator[tuple[schema.RunRecord, pd.DataFrame, pd.
 
 
 def _config_of(run_dir: Path) -> dict[str, Any]:
-    """What was trained, as the run's config.yaml says it: `objective` and `training`; nothing where there is no file."""
+    """What was trained, as the run's config.yaml says it: `objective` and `training`; nothing where there is
+    no file."""
     file = run_dir / schema.CONFIG_FILE
     if not file.is_file():
         return {}
@@ -263,8 +267,8 @@ def _stack(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 
 def load_metrics(metrics_dir: str | Path) -> Metrics:
-    """Read what `collect` wrote. FileNotFoundError or ValueError names the file, what is wrong with it and the command that
-    makes it."""
+    """Read what `collect` wrote. FileNotFoundError or ValueError names the file, what is wrong with it and
+    the command that makes it."""
     metrics_dir = repository_path(metrics_dir)
     file = metrics_dir / schema.RUNS_FILE
     remedy = make_command(file)
@@ -284,23 +288,6 @@ def load_metrics(metrics_dir: str | Path) -> Metrics:
     )
 
 
-def clips(record: schema.RunRecord) -> bool:
-    """Whether a run's clip fraction is one: not where a weight takes the ratio's place, which differs from it everywhere."""
-    rules = record.get("objective") or {}
-    clip, surrogate = (rules.get(part) or {} for part in ("clip", "surrogate"))
-    weighs = str(surrogate.get("_target_")).endswith(("Unweighted", "GammaWeight"))
-    by_sign = str(clip.get("_target_")).endswith("TaperedClip")
-    return not (weighs or by_sign or surrogate.get("weighed") is False)
-
-
-def stopped_at(record: schema.RunRecord, iterations: pd.DataFrame) -> float | None:
-    """The iteration in which a number that is not finite ended a run, given its rows; None for any other run."""
-    if not record.get("non_finite"):
-        return None
-    last = float(iterations["iteration"].max())
-    return 0.0 if math.isnan(last) else last
-
-
 @dataclass(frozen=True)
 class Metrics:
     """All recorded metrics of a set of runs."""
@@ -310,7 +297,8 @@ class Metrics:
     evaluations: pd.DataFrame  # one row per run and evaluation
 
     def look(self, algorithm: str) -> Algorithm:
-        """How figures and tables show an algorithm; its label is the one that its runs recorded, if they did."""
+        """How figures and tables show an algorithm; its label is the one that its runs recorded, if they
+        did."""
         found = look(algorithm)
         label = next((r["label"] for r in self.runs if r["algorithm"] == algorithm and r.get("label")), None)
         return replace(found, label=label) if label else found
@@ -325,11 +313,24 @@ class Metrics:
         return sorted({run["algorithm"] for run in self.runs if regime in (None, run["regime"])})
 
     def methods(self, regime: str) -> list[str]:
-        """The algorithms of a regime that one picture shows: of more than `CROWD` those with a file of their own. A study's
-        other arms, methods with one thing changed, are in the picture of its questions (`stppo.study.questions`)."""
+        """The algorithms of a regime that one picture shows: of more than `CROWD` those with a file of their
+        own. A study's other arms, methods with one thing changed, are in the picture of its questions
+        (`stppo.study.questions`)."""
         present = self.algorithms(regime)
         own = [name for name in present if look(name).file is not None]
         return own if len(present) > CROWD and len(own) > 1 else present
+
+    @cached_property
+    def all(self) -> Runs:
+        """All runs as tidy tables."""
+        settings = pd.DataFrame([self.settings(record) for record in self.runs])
+        return tidy(self.runs, self.iterations, self.evaluations, self.summary, settings, self.look)
+
+    @cached_property
+    def main(self) -> Runs:
+        """The runs that most figures show: of the regime with most algorithms, its `methods`."""
+        regime = main_regime(self.all.runs)
+        return self.all.of([regime], self.methods(regime))
 
     def select(self, frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
         """Rows of one run in `iterations` or `evaluations`."""
@@ -344,28 +345,15 @@ class Metrics:
     def _evaluations_by_run(self) -> dict[tuple, pd.DataFrame]:
         return dict(iter(self.evaluations.groupby(KEYS, sort=False)))
 
-    def rows_of(self, regime: str, algorithm: str, evaluations: bool = False) -> pd.DataFrame:
-        """Rows of all runs of an algorithm in a regime, in `iterations` or in `evaluations`."""
-        frame = self.evaluations if evaluations else self.iterations
-        groups = self._evaluations_by_arm if evaluations else self._iterations_by_arm
-        return groups.get((regime, algorithm), frame.iloc[:0])
-
-    @cached_property
-    def _iterations_by_arm(self) -> dict[tuple, pd.DataFrame]:
-        return dict(iter(self.iterations.groupby(["regime", "algorithm"], sort=False)))
-
-    @cached_property
-    def _evaluations_by_arm(self) -> dict[tuple, pd.DataFrame]:
-        return dict(iter(self.evaluations.groupby(["regime", "algorithm"], sort=False)))
-
     def success(self, record: schema.RunRecord, temperature: float = 1.0) -> pd.DataFrame:
         """Evaluations of one run at a temperature, in order of iteration."""
         rows = self.select(self.evaluations, record)
         return rows[rows["temperature"] == temperature].sort_values("iteration")
 
     def settings(self, record: schema.RunRecord) -> dict[str, float]:
-        """learning_rate, epochs and staleness (iterations) of a run: as configured or, where the record lacks the config,
-        as its rows have them; NaN where unknown (epochs of a run that ended some of its iterations early)."""
+        """learning_rate, epochs and staleness (iterations) of a run: as configured or, where the record lacks
+        the config, as its rows have them; NaN where unknown (epochs of a run that ended some of its
+        iterations early)."""
         if training := record.get("training"):
             keys = {"learning_rate": "learning_rate", "epochs": "epochs", "staleness": "staleness_iterations"}
             return {name: float(training[key]) for name, key in keys.items()}
@@ -451,8 +439,9 @@ class Metrics:
     def table(self) -> pd.DataFrame:
         """One row per regime and algorithm, in figures' order.
 
-        Columns regime, algorithm, label, runs, worlds, learned, crashed, collapsed (numbers of runs; a collapsed run has
-        crashed too) and `TABLE_MEANS`: means over worlds of the means of a world's runs, gain_kept of those that learned.
+        Columns regime, algorithm, label, runs, worlds, learned, crashed, collapsed (numbers of runs; a
+        collapsed run has crashed too) and `TABLE_MEANS`: means over worlds of the means of a world's runs,
+        gain_kept of those that learned.
         """
         rows = []
         for regime in self.regimes:

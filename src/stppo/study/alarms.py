@@ -1,16 +1,19 @@
-"""Does anything move before a crash? Signals of training on the way to it, and what an alarm on each would have been worth.
+"""Does anything move before a crash? Signals of training on the way to it, and what an alarm on each would
+have been worth.
 
-A *fall* is the first evaluation below the line of a run's first crash (`results.outcomes`). A signal is read against the
-run's own recent past: its distance from the median of the 20 iterations before, in median absolute deviations. It rings
-where that distance exceeds a threshold. Direction and threshold come from one half of the worlds, at most one false alarm
-in 100 iterations there; what is reported is the other half, and the halves change places. A ring up to `AHEAD` iterations
-before a fall announces it, an earlier one is false. Success on the training batches is among the signals: an alarm that is no
-earlier than it warns of nothing that one does not see.
+A *fall* is the first evaluation below the line of a run's first crash (`record.outcomes`). A signal is read
+against the run's own recent past: its distance from the median of the 20 iterations before, in median
+absolute deviations. It rings where that distance exceeds a threshold. Direction and threshold come from one
+half of the worlds, at most one false alarm in 100 iterations there; what is reported is the other half, and
+the halves change places. A ring up to `AHEAD` iterations before a fall announces it, an earlier one is false.
+Success on the training batches is among the signals: an alarm that is no earlier than it warns of nothing
+that one does not see.
 
-What chance would announce is matched by iteration, since falls come at certain iterations and alarms ring more at some than at
-others: for each fall, the share of the runs that went on and did not fall then in which the same alarm rings in the same `AHEAD`
-iterations. (Controls sampled from those at risk at the time of a case; Prentice & Breslow 1978.) That a signal announces more
-than that is said where the interval of the difference, over worlds, leaves out zero for all signals at once (Bonferroni).
+What chance would announce is matched by iteration, since falls come at certain iterations and alarms ring
+more at some than at others: for each fall, the share of the runs that went on and did not fall then in which
+the same alarm rings in the same `AHEAD` iterations. (Controls sampled from those at risk at the time of a
+case; Prentice & Breslow 1978.) That a signal announces more than that is said where the interval of the
+difference, over worlds, leaves out zero for all signals at once (Bonferroni).
 """
 
 from __future__ import annotations
@@ -24,23 +27,37 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from stppo.figures.words import NAMES
 from stppo.record.outcomes import KEPT, WINDOW
 from stppo.record.runs import Metrics
 from stppo.stats import estimate, fewest_worlds, joint_level, shares_of
 
-SIGNALS = {  # column of the iterations: (name, whether its logarithm is read)
-    "success_train": ("success on the batch", False),
-    "valid_format_rate": ("valid format", False),
-    "entropy": ("entropy", False),
-    "agent_tokens_per_turn": ("tokens per turn", False),
-    "kl_behaviour_k3": ("KL to behaviour", True),
-    "ratio_max_token_max": ("largest token ratio", True),
-    "ratio_max_turn_max": ("largest turn ratio", True),
-    "effective_sample_size": ("effective sample size", False),
-    "clip_fraction": ("clip fraction", False),
-    "critic_explained_variance": ("critic, explained variance", False),
-    "gradient_norm_max": ("largest gradient norm", True),
-    "clipping_bias_norm_max": ("largest ‖C‖", True),
+SIGNALS = (
+    *(
+        "success_train",
+        "valid_format_rate",
+        "entropy",
+        "agent_tokens_per_turn",
+        "kl_behaviour_k3",
+        "ratio_max_token_max",
+    ),
+    *(
+        "ratio_max_turn_max",
+        "effective_sample_size",
+        "clip_fraction",
+        "critic_explained_variance",
+        "gradient_norm_max",
+    ),
+    "clipping_bias_norm_max",
+)
+ON_LOGARITHMS = {
+    *(
+        "kl_behaviour_k3",
+        "ratio_max_token_max",
+        "ratio_max_turn_max",
+        "gradient_norm_max",
+        "clipping_bias_norm_max",
+    ),
 }
 PAST, LEAST = 20, 6  # iterations that a value is compared with, and the fewest
 AHEAD = 10  # iterations before a fall in which a ring announces it
@@ -52,7 +69,8 @@ NEVER = math.inf
 
 @dataclass(frozen=True)
 class Watched:
-    """One run that learned: where it fell (NaN: nowhere), its iterations (n,), and distances (n,) of each signal."""
+    """One run that learned: where it fell (NaN: nowhere), its iterations (n,), and distances (n,) of each
+    signal."""
 
     world: int
     fall: float
@@ -63,7 +81,8 @@ class Watched:
 def fall_of(iterations: NDArray, success: NDArray, start: float, crash: float) -> float:
     """The first of the evaluations behind a crash that lies below its line.
 
-    iterations, success: (n,) sampled evaluations in order; crash: the iteration at which their mean of three crossed the line.
+    iterations, success: (n,) sampled evaluations in order; crash: the iteration at which their mean of three
+    crossed the line.
     """
     last = int(np.searchsorted(iterations, crash, side="right"))
     smoothed = pd.Series(success[:last]).rolling(WINDOW).mean()
@@ -74,8 +93,8 @@ def fall_of(iterations: NDArray, success: NDArray, start: float, crash: float) -
 
 
 def distance(values: NDArray) -> NDArray:
-    """(n,): how far each value lies from the median of the `PAST` before it, in their median absolute deviations; NaN where
-    fewer than `LEAST` are known."""
+    """(n,): how far each value lies from the median of the `PAST` before it, in their median absolute
+    deviations; NaN where fewer than `LEAST` are known."""
     padded = np.concatenate([np.full(PAST, np.nan), values])
     before = np.lib.stride_tricks.sliding_window_view(padded, PAST)[: len(values)]
     with warnings.catch_warnings():
@@ -95,11 +114,11 @@ def watched(metrics: Metrics) -> list[Watched]:
             continue
         rows = metrics.select(metrics.iterations, record).sort_values("iteration")
         read = {}
-        for name, (_, logarithm) in SIGNALS.items():
+        for name in SIGNALS:
             if name in rows and rows[name].notna().any():
                 values = rows[name].to_numpy(float)
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    values = np.log(values) if logarithm else values
+                    values = np.log(values) if name in ON_LOGARITHMS else values
                 read[name] = distance(np.where(np.isfinite(values), values, np.nan))
         fall = math.nan
         if outcome.crash_iteration is not None:
@@ -116,8 +135,8 @@ def watched(metrics: Metrics) -> list[Watched]:
 
 @dataclass(frozen=True)
 class Rings:
-    """What an alarm did in some runs: leads of the crashes (iterations; `NEVER`: none rang), false alarms, and iterations in
-    which an alarm would have been false."""
+    """What an alarm did in some runs: leads of the crashes (iterations; `NEVER`: none rang), false alarms,
+    and iterations in which an alarm would have been false."""
 
     leads: tuple[float, ...]
     false: int
@@ -149,7 +168,8 @@ class Rings:
 
 
 def rung(run: Watched, signal: str, direction: int, threshold: float) -> list[int]:
-    """Iterations up to its fall at which an alarm on one signal rings: where direction x distance exceeds the threshold.
+    """Iterations up to its fall at which an alarm on one signal rings: where direction x distance exceeds the
+    threshold.
 
     After a ring it is silent for `AHEAD` iterations.
     """
@@ -163,8 +183,8 @@ def rung(run: Watched, signal: str, direction: int, threshold: float) -> list[in
 
 
 def rings(runs: Sequence[Watched], signal: str, direction: int, threshold: float) -> Rings:
-    """What an alarm on one signal would have done. A ring in the `AHEAD` iterations before a fall cannot be false, so these
-    count for no false alarm's rate."""
+    """What an alarm on one signal would have done. A ring in the `AHEAD` iterations before a fall cannot be
+    false, so these count for no false alarm's rate."""
     leads, false, iterations = [], 0, 0
     for run in runs:
         if signal not in run.distances:
@@ -183,13 +203,14 @@ def rings(runs: Sequence[Watched], signal: str, direction: int, threshold: float
 
 
 def beside(run: Watched, fall: float) -> bool:
-    """Whether a run went on at an iteration, and fell neither before nor within `AHEAD` iterations after it."""
+    """Whether a run went on at an iteration, and fell neither before nor within `AHEAD` iterations after
+    it."""
     return bool(run.iterations[-1] >= fall) and not run.fall <= fall + AHEAD
 
 
 def by_chance(runs: Sequence[Watched], signal: str, direction: int, threshold: float) -> list[float]:
-    """For each crash, in the order of `Rings.leads`: the share of the runs `beside` it in which the alarm rings in the `AHEAD`
-    iterations before its fall; NaN where no run is."""
+    """For each crash, in the order of `Rings.leads`: the share of the runs `beside` it in which the alarm
+    rings in the `AHEAD` iterations before its fall; NaN where no run is."""
     known = [run for run in runs if signal in run.distances]
     times = [np.asarray(rung(run, signal, direction, threshold)) for run in known]
     shares = []
@@ -204,8 +225,8 @@ def by_chance(runs: Sequence[Watched], signal: str, direction: int, threshold: f
 
 
 def tuned(runs: Sequence[Watched], signal: str) -> tuple[int, float, Rings]:
-    """Direction, threshold and what they do on these same runs: in either direction the lowest threshold within the `BUDGET`
-    of false alarms, and of the two the direction that announces more crashes."""
+    """Direction, threshold and what they do on these same runs: in either direction the lowest threshold
+    within the `BUDGET` of false alarms, and of the two the direction that announces more crashes."""
     best = (1, math.inf, rings(runs, signal, 1, math.inf))
     for direction in (1, -1):
         for threshold in THRESHOLDS:
@@ -218,13 +239,15 @@ def tuned(runs: Sequence[Watched], signal: str) -> tuple[int, float, Rings]:
 
 
 def judged(runs: Sequence[Watched]) -> pd.DataFrame:
-    """One row per signal, and `best` for the one that did best in the half it was tuned in; numbers are of the other half.
+    """One row per signal, and `best` for the one that did best in the half it was tuned in; numbers are of
+    the other half.
 
-    Columns: `signal`, `name`, `crashes`, `announced`, `at_the_fall`, `by_chance` (see `by_chance`; NaN where a crash has no run
-    beside it), `more` (share announced less that by chance), `low` and `high` (its interval over worlds; those of all signals
-    hold at once with 95 %; NaN from fewer worlds than that needs), `worlds` (with a crash), `lead` (iterations, median),
-    `false_alarms` per 100 iterations, `chosen` (for `best`: the signals that were taken, else directions). Empty where a half
-    of the worlds has fewer than `FEWEST` crashes.
+    Columns: `signal`, `name`, `crashes`, `announced`, `at_the_fall`, `by_chance` (see `by_chance`; NaN where
+    a crash has no run beside it), `more` (share announced less that by chance), `low` and `high` (its
+    interval over worlds; those of all signals hold at once with 95 %; NaN from fewer worlds than that needs),
+    `worlds` (with a crash), `lead` (iterations, median), `false_alarms` per 100 iterations, `chosen` (for
+    `best`: the signals that were taken, else directions). Empty where a half of the worlds has fewer than
+    `FEWEST` crashes.
     """
     worlds = sorted({run.world for run in runs})
     halves = [[run for run in runs if run.world in worlds[i::2]] for i in (0, 1)]
@@ -238,7 +261,7 @@ def judged(runs: Sequence[Watched]) -> pd.DataFrame:
             found, word = rings(testing, name, direction, threshold), "rises" if direction > 0 else "falls"
             results[name].append((found, _crashes(testing, name, direction, threshold, found), word))
         best = max(signals, key=lambda name: fitted[name][2].announced)
-        results["best"].append((*results[best][-1][:2], SIGNALS[best][0]))
+        results["best"].append((*results[best][-1][:2], NAMES[best]))
     rows = []
     for name, parts in results.items():
         total = sum((part for part, *_ in parts[1:]), parts[0][0])
@@ -246,7 +269,7 @@ def judged(runs: Sequence[Watched]) -> pd.DataFrame:
         rows.append(
             {
                 "signal": name,
-                "name": SIGNALS[name][0] if name in SIGNALS else "chosen on the other half",
+                "name": NAMES.get(name, "chosen on the other half"),
                 "crashes": len(total.leads),
                 "announced": total.announced,
                 "at_the_fall": total.at_the_fall,
@@ -274,7 +297,8 @@ def _crashes(
 
 
 def _more_than_chance(crashes: pd.DataFrame, level: float) -> dict[str, float]:
-    """Crashes that chance announces, and how much larger the share announced is, with its interval (worlds resampled)."""
+    """Crashes that chance announces, and how much larger the share announced is, with its interval (worlds
+    resampled)."""
     more = (crashes["announced"] - crashes["by_chance"]).to_numpy(float)
     n_worlds, low, high = crashes["world"].nunique(), math.nan, math.nan
     if n_worlds >= fewest_worlds(level) and np.isfinite(more).all():

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stppo.figures import alarms
-from stppo.figures.alarms import AHEAD, NEVER, Watched, by_chance, distance, fall_of, judged, rings, tuned
-from stppo.figures.early_warning import early_warning
+from stppo.study import alarms
+from stppo.study.alarms import AHEAD, NEVER, Watched, by_chance, distance, fall_of, judged, rings, tuned
+from stppo.study.early_warning import early_warning
 from tests.synthetic_runs import Dynamics, gather, simulate
 
 

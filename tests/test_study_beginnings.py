@@ -4,8 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stppo.figures import beginnings as module
-from stppo.figures.beginnings import EARLY, FEWEST, SIGNALS, beginnings, beginnings_of, correlations
+from stppo.study.beginnings import EARLY, FEWEST, SIGNALS, beginnings, beginnings_of, correlations
 from tests.synthetic_runs import DYNAMICS, Dynamics, gather, simulate
 
 
@@ -39,20 +38,16 @@ def test_only_the_first_iterations_are_read():
     record, updates, evaluations = runs[0]
     late = updates.assign(entropy=updates["entropy"].where(updates["iteration"] <= EARLY, 99.0))
     found = [
-        beginnings_of(gather(r), "A").set_index("algorithm")["entropy"]
+        beginnings_of(gather(r).main).set_index("algorithm")["entropy"]
         for r in (runs, [(record, late, evaluations), *runs[1:]])
     ]
     assert found[0].equals(found[1]) and found[0].notna().all()
     short = gather([simulate(name, 0, iterations=EARLY) for name in DYNAMICS])
-    assert beginnings_of(short, "A").empty, "the beginning is no beginning where it is half of the run"
+    assert beginnings_of(short.main).empty, "the beginning is no beginning where it is half of the run"
+    assert beginnings(short) is None
 
 
-def test_the_figure_names_the_strongest_signal_and_never_success_itself(monkeypatch):
-    monkeypatch.setattr(
-        module,
-        "SIGNALS",
-        {k: v for k, v in SIGNALS.items() if k in ("success_train", "clip_fraction", "entropy")},
-    )
+def test_the_figure_shows_the_strongest_signal_run_by_run():
     levels = np.linspace(0.3, 0.9, FEWEST)
     runs = [
         simulate(f"token_ppo_{i}", world, dynamics=Dynamics(level, clip=0.5 - 0.4 * level))
@@ -60,16 +55,6 @@ def test_the_figure_names_the_strongest_signal_and_never_success_itself(monkeypa
         for world in range(2)
     ]
     plot = beginnings(gather(runs))
-    assert plot.title.startswith("Runs end low where clip fraction is high")
-    assert set(plot.tables["correlations"]["signal"]) <= {"clip_fraction", "entropy"}
-    assert plot.tables["correlations"].set_index("signal").loc[
-        "clip_fraction", "correlation"
-    ] == pytest.approx(-1, abs=0.3)
-    assert len(plot.data) == 2 * FEWEST
-
-
-def test_a_weight_has_no_clip_fraction():
-    runs = [simulate(name, 0) for name in ("token_ppo", "st_ppo")]
-    runs[0][0]["objective"] = {"clip": {"_target_": "stppo.objectives.rivals.TaperedClip", "most": 1.0}}
-    found = beginnings_of(gather(runs), "A").set_index("algorithm")["clip_fraction"]
-    assert np.isnan(found["token_ppo"]) and np.isfinite(found["st_ppo"])
+    found = plot.tables["correlations"].set_index("signal")["correlation"]
+    assert found["clip_fraction"] == pytest.approx(-1, abs=0.3)
+    assert (plot.data["metric"] == found.abs().idxmax()).all() and len(plot.data) == 2 * FEWEST

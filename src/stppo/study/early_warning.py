@@ -1,4 +1,5 @@
-"""The picture of what moves before a crash, and of what an alarm on each signal would have been worth (`results.alarms`)."""
+"""The picture of what moves before a crash, and of what an alarm on each signal would have been worth
+(`stppo.study.alarms`)."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from stppo.figures.alarms import AHEAD, BUDGET, SIGNALS, Watched, beside, judged, watched
-from stppo.figures.curves import page, source_of
-from stppo.figures.findings import few_words
+from stppo.figures.curves import name_rows, page, source_of
 from stppo.figures.style import Plot, style
+from stppo.figures.words import NAMES, capital, few_words
 from stppo.record.outcomes import LEARNED
 from stppo.record.runs import Metrics
 from stppo.stats import fewest_worlds, joint_level
+from stppo.study.alarms import AHEAD, BUDGET, SIGNALS, Watched, beside, judged, watched
 
 CHANCE = {"color": "#E69F00", "marker": "|", "markersize": 11, "markeredgewidth": 3, "linestyle": "none"}
 INTERVAL = {
@@ -31,21 +32,20 @@ BARS = 0.41  # of the axis; what is right of them holds words
 
 
 def early_warning(metrics: Metrics) -> Plot | None:
-    """What moves before a crash, beside what an alarm on each signal announced in worlds that it was not tuned in."""
+    """What moves before a crash, beside what an alarm on each signal announced in worlds that it was not
+    tuned in."""
     runs = watched(metrics)
     table = judged(runs)
     if table.empty:
         return None
     title = _title(table)
     question = (
-        "Does anything announce a crash? Left: signals on the way to a fall of success, and in the same iterations of runs that do "
+        "Does anything announce a crash? Left: signals on the way to a fall of success, and in the same "
+        "iterations of runs that do "
         "not fall then. Right: an alarm on each, tuned in one half of the worlds, tried in the other."
     )
-    regimes, algorithms = metrics.regimes, metrics.algorithms()
     paths = _paths(runs)
-    shown = [name for name in table.sort_values("announced", ascending=False)["signal"] if name in SIGNALS][
-        :6
-    ]
+    shown = [name for name in table.sort_values("announced", ascending=False)["signal"] if name != "best"][:6]
     colors = {"crash": "#D55E00", "no crash": "#8A8A8A"}
     words = {"crash": "runs that fall", "no crash": "runs that do not fall then"}
     handles = [Line2D([], [], color=color, linewidth=2, label=words[kind]) for kind, color in colors.items()]
@@ -56,7 +56,7 @@ def early_warning(metrics: Metrics) -> Plot | None:
     if told:
         handles.append(Line2D([], [], label="difference from chance, interval", **INTERVAL))
     with style():
-        fig = page(title, question, source_of(metrics, regimes, algorithms), 4.3, handles)
+        fig = page(title, question, source_of(metrics.all), 4.3, handles)
         left, right = fig.subfigures(1, 2, width_ratios=[1.25, 1])
         axes = left.subplots(3, 2, sharex=True)
         for ax, signal in zip(axes.flat, shown, strict=False):
@@ -65,7 +65,7 @@ def early_warning(metrics: Metrics) -> Plot | None:
                 ax.fill_between(path["time"], path["low"], path["high"], color=color, alpha=0.16, linewidth=0)
                 ax.plot(path["time"], path["value"], color=color, linewidth=1.8)
             ax.axvline(0, color="#999999", linewidth=0.8)
-            ax.set_title(SIGNALS[signal][0], fontsize=9, color="#333333")
+            ax.set_title(NAMES[signal], fontsize=9, color="#333333")
         for ax in axes.flat[len(shown) :]:
             ax.set_visible(False)
         for ax in axes[-1]:
@@ -73,18 +73,23 @@ def early_warning(metrics: Metrics) -> Plot | None:
         left.supylabel("distance from the last 20 iterations (MAD)", fontsize=8.5, color="#333333")
         _alarms(right.subplots(), table)
     caption = (
-        f"{question} A run counts if it learned (rose by {LEARNED:.2f}); a fall is the first evaluation below half of its "
-        f"gain. Lines: medians, bands: quartiles. An alarm announces a fall if it rings in the {AHEAD} iterations before; "
-        f"thresholds allow {BUDGET:g} false alarm in 100 iterations where they are tuned. By chance: in what share of the runs that "
+        f"{question} A run counts if it learned (rose by {LEARNED:.2f}); a fall is the first evaluation "
+        "below half of its "
+        f"gain. Lines: medians, bands: quartiles. An alarm announces a fall if it rings in the {AHEAD} "
+        "iterations before; "
+        f"thresholds allow {BUDGET:g} false alarm in 100 iterations where they are tuned. By chance: in "
+        "what share of the runs that "
         "went on and did not fall then the same alarm rings in the same iterations, mean over the crashes. "
     )
     if told:
         caption += (
-            "Line: interval over worlds of the difference from chance, drawn about the bar's end; where the line lies right "
-            "of chance's mark the difference is clear. The lines of all signals hold at once with 95 % (Bonferroni). "
+            "Line: interval over worlds of the difference from chance, drawn about the bar's end, clear "
+            "where it lies right of "
+            "chance's mark; those of all signals hold at once with 95 % (Bonferroni). "
         )
     caption += (
-        "Ahead: median, in iterations; false: alarms in 100 iterations that no fall follows. Dark: the signal that did best in the "
+        "Ahead: median, in iterations; false: alarms in 100 iterations that no fall follows. Dark: the "
+        "signal that did best in the "
         "half that it was tuned in."
     )
     return Plot("early_warning", fig, paths, caption, tables={"alarms": table}, title=title)
@@ -92,7 +97,7 @@ def early_warning(metrics: Metrics) -> Plot | None:
 
 def _alarms(ax: Axes, table: pd.DataFrame) -> None:
     """A bar a signal: the share of crashes that its alarm announces, and what chance would."""
-    drawn = table.sort_values(["announced", "lead"], ascending=[True, True]).reset_index(drop=True)
+    drawn = table.sort_values(["announced", "lead"], ascending=False).reset_index(drop=True)
     early, by_then, chance = (
         drawn[name] / drawn["crashes"] for name in ("announced", "at_the_fall", "by_chance")
     )
@@ -110,12 +115,15 @@ def _alarms(ax: Axes, table: pd.DataFrame) -> None:
         words = f"{row['lead']:g} ahead, " if row["announced"] else ""
         words += f"{row['false_alarms']:.1f} false"
         ax.text(right[y] + 0.06 * right.max(), y, words, va="center", fontsize=7.5, color="#555555")
-    ax.set_yticks(range(len(drawn)), drawn["name"], fontsize=8.5)
+    name_rows(ax, drawn["name"], 8.5)
     ax.set_xlim(0, right.max() / BARS)
     ticks = [tick for tick in (0, 0.25, 0.5, 0.75, 1) if tick < right.max() + 0.25]
     ax.set_xticks(ticks, [f"{100 * tick:.0f} %" for tick in ticks])
     ax.spines["bottom"].set_bounds(0, ticks[-1])
     ax.set_xlabel("crashes announced", x=0, ha="left")
+    ax.set_title(
+        "iterations ahead, false alarms in 100 iterations", loc="right", fontsize=7.5, color="#555555"
+    )
     ax.grid(axis="y", visible=False)
 
 
@@ -123,22 +131,19 @@ def _title(table: pd.DataFrame) -> str:
     """What an alarm chosen on other worlds announces, and how many signals do clearly better than chance."""
     each = table[table["signal"] != "best"]
     best = table.set_index("signal").loc["best"]
-    title = f"An alarm chosen on other worlds announces {best['announced']} of {best['crashes']} crashes"
+    title = f"an alarm chosen on other worlds announces {best['announced']} of {best['crashes']} crashes"
     if math.isfinite(best["by_chance"]):
         title += f" (by chance {best['by_chance']:.1f})"
     if best["announced"]:
         title += f", {best['lead']:g} iteration{'' if best['lead'] == 1 else 's'} ahead at the median"
     if best["worlds"] < fewest_worlds(joint_level(len(each))):
-        return f"{few_words(best['worlds'])}: {title[0].lower()}{title[1:]}"
-    if each["low"].notna().any():
-        clear = int((each["low"] > 0).sum())
-        title += f"; {clear or 'none'} of {len(each)} signals beat{'' if clear > 1 else 's'} chance"
-    return title
+        return capital(f"{few_words(best['worlds'])}: {title}")
+    return capital(f"{title}; {(each['low'] > 0).sum()} of {len(each)} signals beat chance")
 
 
 def _paths(runs: Sequence[Watched]) -> pd.DataFrame:
-    """Quartiles of every signal's distance by the time from a fall: of the runs that fall, and of those `beside` them in the
-    same iterations."""
+    """Quartiles of every signal's distance by the time from a fall: of the runs that fall, and of those
+    `beside` them in the same iterations."""
     before = np.arange(-AHEAD - 4, 3)
     rows = []
     for signal in SIGNALS:
