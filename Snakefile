@@ -32,7 +32,10 @@ from jupyter_client.kernelspec import KernelSpecManager
 from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 
-from stppo import config as configs
+from stppo.config.files import ConfigError
+from stppo.config.identity import code_of, data_section, fingerprint, run_section, warm_start_dir
+from stppo.config.composition import compose
+from stppo.config.planned import planned_runs, warm_start_overrides
 from stppo.policy.known_models import KNOWN
 from stppo.record.progress import follow
 from stppo.config.files import config_dir, groups, option_files, own_config_dir, use_config_dir
@@ -52,7 +55,7 @@ try:
     if config.get("config_dir"):  # your own configs beside the shipped ones, as STPPO_CONFIG_DIR
         use_config_dir(config["config_dir"])
     own_config_dir()
-except configs.ConfigError as error:
+except ConfigError as error:
     raise WorkflowError(str(error))
 try:
     OVERRIDES = shlex.split(config.get("overrides") or "")
@@ -66,9 +69,9 @@ KERNEL = config.get("kernel", "python3")
 FAST = PRESET == "smoke"
 
 try:
-    RUNS = {run.name: run for run in configs.planned_runs(PRESET, OVERRIDES)}
-    COMPOSED = configs.compose([f"preset={PRESET}", *OVERRIDES])
-except configs.ConfigError as error:
+    RUNS = {run.name: run for run in planned_runs(PRESET, OVERRIDES)}
+    COMPOSED = compose([f"preset={PRESET}", *OVERRIDES])
+except ConfigError as error:
     raise WorkflowError(str(error))
 PIPELINE = COMPOSED["pipeline"]
 # A preset may be rendered from committed metrics; `retrain=true` trains it instead.
@@ -112,13 +115,13 @@ if TRAIN_RESOURCES["gpu"] and "gpu" not in workflow.global_resources and workflo
 
 
 def warm_start_of(run):
-    return configs.warm_start_dir(run.config).name
+    return warm_start_dir(run.config).name
 
 
 TRAINED = {} if RECORDED else RUNS
 WARM_STARTS = {
     warm_start_of(run): [
-        *configs.warm_start_overrides(run),
+        *warm_start_overrides(run),
         f"warm_start_seed={run.config['warm_start_seed']}",
     ]
     for run in TRAINED.values()
@@ -131,7 +134,7 @@ TRAIN_CODE = code_hash(["stppo.training.trainer", *TARGETS, *ENGINE], notebook="
 
 def own_code(run):
     """Of classes outside the package that a run's config names: their source, or their library's version."""
-    return configs.code_of(*(name for name in config_targets(run.config) if not name.startswith("stppo.")))
+    return code_of(*(name for name in config_targets(run.config) if not name.startswith("stppo.")))
 
 
 def numbered(*patterns):
@@ -151,7 +154,7 @@ REFERENCE = f"results/reference/{PRESET}"
 def content_of(*files):
     """Hash of what files hold, whenever they were written; a missing file counts as empty."""
     texts = [Path(file).read_text() if Path(file).exists() else "" for file in files]
-    return configs.fingerprint(texts)
+    return fingerprint(texts)
 
 
 def notebook_content(name):
@@ -167,7 +170,7 @@ def notebook_content(name):
         return [content_of(notebook), code_hash(imports)]
     files = [config_dir() / "config.yaml", *(file for group in groups() for file in option_files(group))]
     settings = {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
-    return [content_of(notebook), code_hash([*imports, *TARGETS]), configs.fingerprint(settings)]
+    return [content_of(notebook), code_hash([*imports, *TARGETS]), fingerprint(settings)]
 
 
 PLUG_INS, BENCHMARKS, LANGUAGE_MODEL = "25-plug-ins", "24-benchmarks", "26-language-model"
@@ -225,7 +228,7 @@ rule warm_start:
 
 def what_runs(config):
     """Fingerprint of a run's config and of the data that it names."""
-    return configs.fingerprint(configs.run_section(config) | configs.data_section(config))
+    return fingerprint(run_section(config) | data_section(config))
 
 
 def divisors_of(run):
@@ -358,8 +361,8 @@ if CLAIMS:  # a preset with a section `study`
             CLAIMS,
         params:
             code=code_hash("stppo.study.claims"),
-            ledger=content_of("src/stppo/study/claims.yaml"),
-            groups=configs.fingerprint([COMPOSED["study"], PIPELINE.get("arms")]),  # read from the preset's YAML
+            ledger=content_of("src/stppo/study/claims.yaml", "src/stppo/study/claims_divisor.yaml"),
+            groups=fingerprint([COMPOSED["study"], PIPELINE.get("arms")]),  # read from the preset's YAML
             planned=json.dumps(Counter(f"{run.regime}/{run.algorithm}" for run in RUNS.values()), indent=1),
         log:
             f"{RESULTS}/logs/claims.log",

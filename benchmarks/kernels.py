@@ -18,7 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from run import QUIET, Table, markdown, provenance, ratios, spread
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import load
 from stppo.policy.compiled import SOURCE
 from stppo.policy.compiler import compiled_library
 from stppo.policy.compute import last_block
@@ -48,14 +49,11 @@ def make_trainers(overrides: list[str], start: Path, scratch: Path, algorithm: s
     """One trainer with each kind of kernels, equal otherwise, with a full queue."""
     found = {}
     for kernels in KERNELS:
-        config = configs.compose(
-            [*overrides, *QUIET, f"algorithm={algorithm}", f"training.kernels={kernels}"]
-        )
-        trainer = Trainer(config, scratch / f"{algorithm}-{kernels}", start, progress=False)
+        config = compose([*overrides, *QUIET, f"algorithm={algorithm}", f"training.kernels={kernels}"])
+        trainer = Trainer(load(config), start)
         if kernels == "auto" and trainer.models.kernels != "compiled":
             raise SystemExit("there is no compiled code here; the log says why")
-        while trainer._queue_is_short():
-            trainer.queue.append(trainer._sample())
+        trainer.fill_queue()
         found[kernels] = trainer
     return found
 
@@ -113,7 +111,7 @@ def iterations(trainers: dict[str, Trainer], repeats: int) -> Table:
     """Whole iterations, and their parts."""
     spent = {name: {"roll-out": 0.0, "reference": 0.0, "critic": 0.0, "updates": 0.0} for name in trainers}
     for name, trainer in trainers.items():
-        owners = [(trainer, "_sample"), (trainer.models, "reference_logprobs")]
+        owners = [(trainer, "sample"), (trainer.models, "reference_logprobs")]
         owners += [(trainer.critic_updates, "regress"), (trainer.policy_updates, "step")]
         for part, (owner, method) in zip(list(spent[name]), owners, strict=True):
             setattr(owner, method, _timed(getattr(owner, method), spent[name], part))
@@ -122,7 +120,7 @@ def iterations(trainers: dict[str, Trainer], repeats: int) -> Table:
         for name, trainer in trainers.items():
             spent[name].update(dict.fromkeys(spent[name], 0.0))
             began = time.process_time()
-            trainer._iterate()
+            trainer.iterate()
             found = spent[name] | {"whole iteration": time.process_time() - began}
             for part, seconds in found.items() if repeat else ():  # the first one warms up
                 times[name][part].append(seconds)
@@ -211,7 +209,7 @@ def main() -> None:
     arguments = parser.parse_args()
     few, many = (1, 1) if arguments.quick else (6, 20)
     overrides = ["preset=laptop", "seed=0", *arguments.overrides]
-    start = arguments.warm_start or ensure_warm_start(configs.compose(overrides))
+    start = arguments.warm_start or ensure_warm_start(compose(overrides))
     tables: dict[str, Table] = {}
 
     def show(title: str, rows: Table) -> None:

@@ -22,11 +22,13 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.utils.logging import disable_progress_bar
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import load
 from stppo.config.provenance import git_state, hardware, versions
 from stppo.policy.compiled import choose_kernels
 from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.gradients import PolicyPass
+from stppo.training.run import Run
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import ensure_warm_start, load_warm_start
 from stppo.world.environment import Episode
@@ -67,10 +69,9 @@ def make_trainers(overrides: list[str], start: Path, scratch: Path) -> dict[str,
     """Trainers of regime A with a full queue; evaluation and checkpoints are left out of the times."""
     trainers = {}
     for name in ALGORITHMS:
-        config = configs.compose([*overrides, *QUIET, "training=off_policy", f"algorithm={name}"])
-        trainers[name] = trainer = Trainer(config, scratch / name, start, progress=False)
-        while trainer._queue_is_short():
-            trainer.queue.append(trainer._sample())
+        config = compose([*overrides, *QUIET, "training=off_policy", f"algorithm={name}"])
+        trainers[name] = trainer = Trainer(load(config), start)
+        trainer.fill_queue()
     return trainers
 
 
@@ -80,7 +81,7 @@ def iterations(trainers: dict[str, Trainer], repeats: int) -> Table:
     for repeat in range(repeats + 1):
         for name, trainer in trainers.items():
             began = time.perf_counter()
-            trainer._iterate()
+            trainer.iterate()
             whole = time.perf_counter() - began
             rows = [row for row in trainer.update_rows if row["iteration"] == trainer.iteration]
             split = [
@@ -197,14 +198,13 @@ def growth(overrides: list[str], start: Path, scratch: Path, repeats: int) -> Ta
                 "algorithm=token_ppo",
                 f"training.{key}={size}",
             ]
-            trainers.append(Trainer(configs.compose(sized), scratch / f"{key}{size}", start, progress=False))
-            while trainers[-1]._queue_is_short():
-                trainers[-1].queue.append(trainers[-1]._sample())
+            trainers.append(Trainer(load(compose(sized)), start))
+            trainers[-1].fill_queue()
         times: list[list[float]] = [[] for _ in sizes]
         for repeat in range(repeats + 1):
             for found, trainer in zip(times, trainers, strict=True):
                 began = time.process_time()
-                trainer._iterate()
+                trainer.iterate()
                 if repeat:  # the first one warms up
                     found.append(time.process_time() - began)
         cells = {f"size {n}": spread(found, 2) for n, found in enumerate(times, start=1)}
@@ -238,8 +238,8 @@ def lengths(trainer: Trainer, repeats: int) -> Table:
 def peak_memory(overrides: list[str], start: Path, scratch: Path) -> float:
     """Peak resident memory in MiB of a process that trains and evaluates a little; meant for a fresh process."""
     short = ["training.iterations=3", "evaluation.every=1", "evaluation.greedy_every=1"]
-    config = configs.compose([*overrides, *short])
-    return Trainer(config, scratch / "memory", start, progress=False).train()["peak_memory_mb"]
+    config = compose([*overrides, *short])
+    return Run(load(config), scratch / "memory", start, progress=False).train()["peak_memory_mb"]
 
 
 def main() -> None:
@@ -252,7 +252,7 @@ def main() -> None:
     repeats, many = (1, 1) if arguments.quick else (5, 20)
     disable_progress_bar()
     overrides = ["preset=laptop", "seed=0", *arguments.overrides]
-    start = arguments.warm_start or ensure_warm_start(configs.compose(overrides))
+    start = arguments.warm_start or ensure_warm_start(compose(overrides))
     tables: dict[str, Table] = {}
 
     def show(title: str, rows: Table) -> None:
@@ -264,7 +264,7 @@ def main() -> None:
         show("Seconds per iteration", iterations(trainers, repeats))
         show("Cost against size, CPU seconds", growth(overrides, start, Path(folder), repeats))
         show("Cost against length", lengths(trainers["token_ppo"], many))
-        sampler, asked = trainers["st_ppo"].sampler, trainers["st_ppo"].train_questions[:128]
+        sampler, asked = trainers["st_ppo"].sampler, trainers["st_ppo"].batches.questions[:128]
         show("Roll-out against transformers.generate", rollouts(sampler, start, asked, repeats))
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
             peak = fresh.submit(peak_memory, overrides, start, Path(folder)).result()

@@ -11,7 +11,8 @@ import time
 
 import torch
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.policy.policy import load_policy, load_tokenizer
 from stppo.retrieval.documents import Document
 from stppo.rollout.rollout_torch import TorchRollout
@@ -74,9 +75,9 @@ class Library:
 def main(overrides: list[str]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = configs.compose([*OVERRIDES, *overrides])
-    run = configs.validate(config)
-    objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+    config = compose([*OVERRIDES, *overrides])
+    run = load(config).settings
+    objective = build(config["algorithm"]["objective"], "algorithm.objective")
     training = run.training
     policy, tokenizer = load_policy("smollm2"), load_tokenizer("smollm2")
     models = make_models(policy, "smollm2", run, objective.credit.needs_critic)

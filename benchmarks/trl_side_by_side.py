@@ -23,7 +23,8 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from trl import GRPOConfig, GRPOTrainer
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import load
 from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer, search_dataset, search_reward, search_rollout
 from stppo.policy.policy import load_policy
 from stppo.training.trainer import Trainer
@@ -41,9 +42,9 @@ Iteration = Callable[[], tuple[float, float]]  # CPU seconds, mean agent tokens 
 
 
 def ours(overrides: list[str], start: Path, folder: Path, kernels: str) -> tuple[Iteration, Trainer]:
-    config = configs.compose([*overrides, *QUIET, *SETTING, f"training.kernels={kernels}"])
-    trainer = Trainer(config, folder, start, progress=False)
-    drawn = trainer._sample
+    config = compose([*overrides, *QUIET, *SETTING, f"training.kernels={kernels}"])
+    trainer = Trainer(load(config), start)
+    drawn = trainer.sample
     agent_tokens: list[float] = []
 
     def sample() -> Any:
@@ -51,14 +52,12 @@ def ours(overrides: list[str], start: Path, folder: Path, kernels: str) -> tuple
         agent_tokens.append(float(batch.trajectories.n_agent_tokens.double().mean()))
         return batch
 
-    trainer._sample = sample
-    trainer.queue.append(
-        trainer._sample()
-    )  # `_iterate` samples the next batch when it has trained on this one
+    trainer.sample = sample
+    trainer.queue.append(trainer.sample())  # `iterate` samples the next batch when it has trained on this one
 
     def iteration() -> tuple[float, float]:
         began = time.process_time()
-        trainer._iterate()
+        trainer.iterate()
         return time.process_time() - began, agent_tokens[-1]
 
     return iteration, trainer
@@ -152,7 +151,7 @@ def main() -> None:
     disable_progress_bar()
     set_verbosity_error()
     overrides = ["preset=laptop", "seed=0", "training.epochs=8", *arguments.overrides]
-    start = arguments.warm_start or ensure_warm_start(configs.compose(overrides))
+    start = arguments.warm_start or ensure_warm_start(compose(overrides))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         compiled, trainer = ours(overrides, start, folder / "compiled", "auto")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.policy.policy import build_policy, score
 from stppo.record.ownership import PARENT
 from stppo.training.warm_start import demonstration_batch, made_for
@@ -45,7 +46,7 @@ def no_parent(monkeypatch):
 @pytest.fixture
 def tiny():
     """Compose the shrunk config with further overrides."""
-    return lambda *overrides: configs.compose([*TINY, *overrides])
+    return lambda *overrides: compose([*TINY, *overrides])
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +56,9 @@ def barely_trained(tmp_path_factory) -> Path:
 
 
 def make_start(folder: Path) -> Path:
-    config = configs.compose(TINY)
-    settings = configs.validate(config)
-    world = configs.build(config["world"], "world")
+    config = compose(TINY)
+    settings = load(config).settings
+    world = build(config["world"], "world")
     torch.manual_seed(0)
     rng = random.Random(0)
     demonstrations = play(world, world.questions("train"), rng, DemonstrationNoise())

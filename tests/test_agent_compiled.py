@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.policy.compiled import choose_kernels
 from stppo.policy.compiler import compiled_library
 from stppo.policy.critic import Critic
@@ -30,9 +31,9 @@ POLICIES = {
 @pytest.fixture(scope="module", params=POLICIES)
 def played(request):
     """(policy, compiled copy, batch, sampler): weights so large that every earlier token counts, no bias is zero."""
-    config = configs.compose(["preset=smoke", "world.n_train=64", *POLICIES[request.param]])
-    settings = configs.validate(config)
-    world = configs.build(config["world"], "world")
+    config = compose(["preset=smoke", "world.n_train=64", *POLICIES[request.param]])
+    settings = load(config).settings
+    world = build(config["world"], "world")
     torch.manual_seed(0)
     policy = build_policy(settings.policy, world.tokenizer)
     with torch.no_grad():
@@ -126,18 +127,18 @@ def test_not_a_number_stays_visible(played):
 def test_twenty_updates_agree_with_eager(tmp_path, tiny, barely_trained):
     config = tiny("algorithm=st_ppo", "training.learning_rate=1e-3", "training.epochs=10")
     trainers = [
-        Trainer(config | {"training": config["training"] | {"kernels": kernels}}, tmp_path, barely_trained)
+        Trainer(load(config | {"training": config["training"] | {"kernels": kernels}}), barely_trained)
         for kernels in ("eager", "auto")
     ]
     if trainers[1].models.kernels == "eager":
         pytest.skip("no C++ compiler here")
-    batch = trainers[0]._sample()
+    batch = trainers[0].sample()
     for trainer in trainers:
         trainer.queue.append(copy.copy(batch))
         trainer.generator.manual_seed(5)
-        trainer._queue_is_short = lambda: False
+        trainer.fill_queue = lambda: None
         trainer._evaluation_is_due = lambda: False
-        trainer._iterate()
+        trainer.iterate()
     eager, compiled = (trainer.update_rows for trainer in trainers)
     assert len(eager) == len(compiled) == 20
     assert any(row["clipping_bias_norm"] > 0 for row in eager)
@@ -167,7 +168,7 @@ def warned(caplog, monkeypatch, tmp_path):
 def policy(tiny):
     config = tiny()
     torch.manual_seed(0)
-    return build_policy(configs.validate(config).policy, configs.build(config["world"], "world").tokenizer)
+    return build_policy(load(config).settings.policy, build(config["world"], "world").tokenizer)
 
 
 def test_no_compiler(policy, warned, monkeypatch):

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from stppo.config import ConfigError, validate
+from stppo.config.files import ConfigError
+from stppo.config.loading import load
 from stppo.objectives import Clip, NoStabilizer, Objective, Ratio, TokenGAE
 from stppo.policy.policy import PolicyConfig, build_policy, score
 from stppo.policy.weights import named_weights
@@ -141,8 +142,8 @@ def test_evaluation_is_at_temperature_one_and_compares_nothing():
 
 
 def test_each_engine_has_its_settings(tiny):
-    assert isinstance(validate(tiny()).rollout, RolloutConfig)
-    got = validate(tiny("rollout=vllm", "rollout.dtype=bfloat16")).rollout
+    assert isinstance(load(tiny()).settings.rollout, RolloutConfig)
+    got = load(tiny("rollout=vllm", "rollout.dtype=bfloat16")).settings.rollout
     assert got == VLLMRolloutConfig(max_tokens=192, dtype="bfloat16")
 
 
@@ -162,7 +163,7 @@ def test_each_engine_has_its_settings(tiny):
 )  # fmt: skip
 def test_wrong_settings_are_named(tiny, overrides, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
-        validate(tiny(*overrides))
+        load(tiny(*overrides))
 
 
 def test_without_vllm_one_line_names_the_extra(world, monkeypatch):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.policy.critic import Critic
 from stppo.policy.policy import PolicyConfig, build_policy, load_policy, score
 from stppo.rollout.rollout_torch import TorchRollout
@@ -15,9 +16,9 @@ POLICIES = ["tiny", "tiny_gpt2", "tiny_llama"]  # one of each family, from scrat
 @pytest.fixture(scope="module", params=POLICIES)
 def played(request):
     """(policy, batch): weights so large that log-probs hang on every earlier token and on its position."""
-    config = configs.compose(["preset=smoke", f"policy={request.param}", "world.n_train=64"])
-    settings = configs.validate(config)
-    world = configs.build(config["world"], "world")
+    config = compose(["preset=smoke", f"policy={request.param}", "world.n_train=64"])
+    settings = load(config).settings
+    world = build(config["world"], "world")
     torch.manual_seed(0)
     policy = build_policy(settings.policy, world.tokenizer)
     with torch.no_grad():
@@ -89,9 +90,9 @@ def test_saved_weights_load_with_untied_output(played, tmp_path):
 def test_families_differ_by_less_than_two_percent_in_size():
     sizes = {}
     for name in POLICIES:
-        config = configs.compose([f"policy={name}"])
-        world = configs.build(config["world"], "world")
-        policy = build_policy(configs.validate(config).policy, world.tokenizer)
+        config = compose([f"policy={name}"])
+        world = build(config["world"], "world")
+        policy = build_policy(load(config).settings.policy, world.tokenizer)
         sizes[policy.config.model_type] = sum(weight.numel() for weight in policy.parameters())
     assert set(sizes) == {"qwen2", "llama", "gpt2"}
     assert max(sizes.values()) < 1.02 * min(sizes.values())

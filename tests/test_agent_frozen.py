@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from stppo import config as configs
-from stppo.config import ConfigError
+from stppo.config.files import ConfigError
+from stppo.config.loading import build, load
 from stppo.policy.compute import body_of, place
 from stppo.policy.critic import Critic
 from stppo.policy.frozen import freeze_below, frozen_copy, layers_of, parts_of, states_below
@@ -30,7 +30,7 @@ def family(request):
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def policy(family, request, tiny):
     """In float64, random and so large that states hang on every earlier token and its position."""
-    world = configs.build(tiny()["world"], "world")
+    world = build(tiny()["world"], "world")
     torch.manual_seed(0)
     own = PolicyConfig(name="x", family=family, layers=LAYERS, tie_word_embeddings=request.param)
     policy = build_policy(own, world.tokenizer).double()
@@ -234,4 +234,4 @@ def test_reference_is_scored_where_the_loss_reads_it(tmp_path, frozen_run, barel
 
 def test_frozen_layers_of_a_policy_from_scratch_are_refused(tiny):
     with pytest.raises(ConfigError, match=r"trainable_layers=1 would leave random layers as they are"):
-        configs.validate(tiny("+policy.trainable_layers=1"))
+        load(tiny("+policy.trainable_layers=1"))

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from stppo import config as configs
-from stppo.config import ConfigError
+from stppo.config.files import ConfigError
+from stppo.config.loading import build, load
 from stppo.policy.policy import (
     PolicyConfig,
     check_vocabulary,
@@ -27,7 +27,7 @@ from stppo.rollout.rollout import RolloutConfig
 from stppo.training.evaluation import evaluate_checkpoint
 from stppo.training.metrics import rollout_metrics
 from stppo.training.optimizers import make_optimizer
-from stppo.training.trainer import Trainer
+from stppo.training.run import Run
 from stppo.training.warm_start import load_warm_start, warm_start
 from stppo.world import SyntheticWorld
 from tests.training_runs import run, tables
@@ -43,7 +43,7 @@ def test_weights_as_they_are_are_measured_saved_and_trained(
     tmp_path, tiny, barely_trained, without_tokenizer
 ):
     config = tiny(f"policy.pretrained={barely_trained}", "warm_start.max_steps=0", "training.iterations=1")
-    record = warm_start(config, tmp_path / "start", progress=False)
+    record = warm_start(load(config), tmp_path / "start", progress=False)
     assert record["steps"] == 0 and record["history"] == [] and record["n_sampled"] == 256
     before, _, _ = load_warm_start(tmp_path / "start")
     for name, weight in load_policy(barely_trained).state_dict().items():
@@ -65,7 +65,7 @@ def test_supervised_start_from_pretrained_weights_trains_them_in_micro_batches(
             "warm_start.evaluate_every=5",
             f"training.micro_batch_tokens={budget}",
         )
-        record = warm_start(config, tmp_path / str(budget), progress=False)
+        record = warm_start(load(config), tmp_path / str(budget), progress=False)
         assert record["steps"] == 5
         losses.append(record["history"][0]["loss"])
     first, cut = (load_policy(tmp_path / name).state_dict() for name in ("null", "1500"))
@@ -77,12 +77,12 @@ def test_supervised_start_from_pretrained_weights_trains_them_in_micro_batches(
 
 def test_a_world_without_tokenizer_needs_a_model_that_brings_one(tmp_path, tiny, without_tokenizer):
     with pytest.raises(ValueError, match=r"no tokenizer of its own: set policy\.pretrained"):
-        warm_start(tiny(), tmp_path)
+        warm_start(load(tiny()), tmp_path)
 
 
 def test_weights_from_nowhere_cannot_be_taken_as_they_are(tiny):
     with pytest.raises(ConfigError, match=r"warm_start\.max_steps=0 .*set policy\.pretrained"):
-        configs.validate(tiny("warm_start.max_steps=0"))
+        load(tiny("warm_start.max_steps=0"))
 
 
 @pytest.fixture
@@ -95,8 +95,8 @@ def short(tmp_path):
 @pytest.mark.parametrize(
     "use",
     [
-        lambda config, folder, out: warm_start(config, out),
-        lambda config, folder, out: Trainer(config, out, out),
+        lambda config, folder, out: warm_start(load(config), out),
+        lambda config, folder, out: Run(load(config), out, out),
         lambda config, folder, out: evaluate_checkpoint(folder, config, out),
     ],
     ids=["warm start", "training", "evaluation"],
@@ -110,7 +110,7 @@ def test_trajectories_longer_than_the_model_are_refused_before_anything_is_compu
     ):
         use(config, short, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert configs.validate(tiny(f"policy.pretrained={short}", "rollout.max_tokens=96"))
+    assert load(tiny(f"policy.pretrained={short}", "rollout.max_tokens=96")).settings
 
 
 def test_weights_that_came_from_the_hub_are_as_long_as_trajectories(short):
@@ -133,17 +133,17 @@ def test_a_model_that_is_not_here_says_how_to_get_it(load, monkeypatch):
 @pytest.mark.parametrize("name", ["/no/such", "smollm3", "a/b/c"])
 def test_the_hub_is_no_remedy_for_what_is_no_name_of_it(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for load in (
+    for read in (
         load_policy,
         load_tokenizer,
         lambda name: policy_config(PolicyConfig("x", pretrained=name), None),
     ):
         with pytest.raises(FileNotFoundError, match=r"no such folder, and the short names are smollm2$"):
-            load(name)
+            read(name)
 
 
 def test_the_tokenizer_of_a_folder_is_the_one_saved_there(barely_trained, tiny):
-    world = configs.build(tiny()["world"], "world")
+    world = build(tiny()["world"], "world")
     loaded = load_tokenizer(barely_trained)
     text = f"{world.questions('train')[0].text} <search> a </search>"
     assert (
@@ -263,18 +263,19 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tiny, barely_trained)
 
 def test_attention_that_cannot_work_is_refused(tiny):
     with pytest.raises(ConfigError, match=r"policy\.attention=eager: roll-outs in PyTorch need sdpa"):
-        configs.validate(tiny("policy.attention=eager"))
+        load(tiny("policy.attention=eager"))
     with pytest.raises(ConfigError, match=r"training\.precision=bfloat16"):
-        configs.validate(tiny("policy.attention=flash_attention_2", "rollout=vllm"))
+        load(tiny("policy.attention=flash_attention_2", "rollout=vllm"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_what_needs_a_gpu_says_so(tmp_path, tiny, barely_trained):
     with pytest.raises(ValueError, match=r"training\.device=cuda: .*use auto or cpu"):
-        Trainer(tiny("training.device=cuda"), tmp_path, barely_trained)
+        Run(load(tiny("training.device=cuda")), tmp_path, barely_trained)
     with pytest.raises(ValueError, match=r"adam8bit runs on a GPU alone"):
-        Trainer(tiny("training.optimizer=adam8bit"), tmp_path, barely_trained)
-    auto = Trainer(tiny("training.device=auto"), tmp_path, barely_trained)
+        Run(load(tiny("training.optimizer=adam8bit")), tmp_path, barely_trained)
+    auto_run = Run(load(tiny("training.device=auto")), tmp_path, barely_trained)
+    auto = auto_run.trainer
     assert auto.policy.device.type == "cpu"
 
 
@@ -317,8 +318,9 @@ def test_roll_outs_in_bfloat16_are_scored_anew_so_that_ratios_start_at_one(tmp_p
 
 
 def test_seconds_of_scoring_are_no_seconds_of_sampling(tiny, barely_trained, tmp_path):
-    trainer = Trainer(tiny("training.iterations=1"), tmp_path, barely_trained, progress=False)
-    rollout = trainer._collect()
+    its_run = Run(load(tiny("training.iterations=1")), tmp_path, barely_trained, progress=False)
+    trainer = its_run.trainer
+    rollout = trainer.batches.collect(0)
     rollout.metrics["seconds_scoring"] = 3.0
     found = rollout_metrics(rollout, 5.0)
     assert found["seconds_rollout"] == 2 and found["seconds_scoring"] == 3
@@ -328,8 +330,9 @@ def test_seconds_of_scoring_are_no_seconds_of_sampling(tiny, barely_trained, tmp
 def test_reference_in_bfloat16_computes_what_the_policy_does_before_its_first_step(
     tmp_path, tiny, barely_trained
 ):
-    trainer = Trainer(tiny("training.precision=bfloat16"), tmp_path, barely_trained, progress=False)
-    batch = trainer._sample().trajectories
+    its_run = Run(load(tiny("training.precision=bfloat16")), tmp_path, barely_trained, progress=False)
+    trainer = its_run.trainer
+    batch = trainer.sample().trajectories
     with torch.no_grad():
         found, expected = (score(model, batch).logprobs for model in (trainer.reference, trainer.policy))
     assert torch.equal(found, expected) and found.any()

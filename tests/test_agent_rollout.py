@@ -8,7 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.policy.compute import body_of
 from stppo.policy.critic import Critic, explained_variance
 from stppo.policy.frozen import freeze_below, states_below
@@ -24,8 +25,8 @@ from stppo.world import DialogueEncoder, Protocol
 def setting(barely_trained):
     from tests.conftest import TINY
 
-    config = configs.compose(TINY)
-    world = configs.build(config["world"], "world")
+    config = compose(TINY)
+    world = build(config["world"], "world")
     policy = load_policy(barely_trained)
     return world, policy, TorchRollout(world.environment, world.tokenizer, RolloutConfig(max_tokens=192))
 
@@ -187,7 +188,7 @@ def test_dropping_closed_lanes_changes_no_sample(greedy, setting, monkeypatch):
 def test_states_of_frozen_layers_are_kept_on_request(name, setting):
     world, _, sampler = setting
     torch.manual_seed(0)
-    family = configs.validate(configs.compose([f"policy={name}"])).policy
+    family = load(compose([f"policy={name}"])).settings.policy
     policy = build_policy(
         dataclasses.replace(family, kv_heads=4 if name == "tiny_gpt2" else 2), world.tokenizer
     )

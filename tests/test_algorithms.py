@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
-from stppo import config as configs
-from stppo.config import ConfigError, fingerprint, identity_section, run_section
 from stppo.config import files as config_files
 from stppo.config.algorithms import LINES, ORDER, OWN, algorithms, aliases, look
+from stppo.config.composition import compose
+from stppo.config.files import ConfigError
+from stppo.config.identity import fingerprint, identity_section, run_section
+from stppo.config.loading import load
 from stppo.figures.curves import GREY
 
 BASED_ON_TURN_PPO = "defaults: [turn_ppo]\nname: {}\n{}"
@@ -55,15 +57,15 @@ def test_presentation_is_not_inherited_but_the_granularity_is(write):
     mine = look("mine")
     assert (mine.label, mine.v1, mine.source) == ("mine", "", "")
     assert mine.color != look("turn_ppo").color and mine.line == LINES["turn"]
-    assert "label" not in configs.compose(["algorithm=mine"])["algorithm"]
+    assert "label" not in compose(["algorithm=mine"])["algorithm"]
 
 
 def test_an_edited_label_shows_and_changes_no_run(write):
     write("mine", BASED_ON_TURN_PPO.format("mine", "label: Mine\n"))
-    before = configs.compose(["algorithm=mine"])
+    before = compose(["algorithm=mine"])
     assert look("mine").label == "Mine"
     write("mine", BASED_ON_TURN_PPO.format("mine", "label: My own\ncolor: '#123456'\nv1: X\n"))
-    after = configs.compose(["algorithm=mine"])
+    after = compose(["algorithm=mine"])
     assert (look("mine").label, look("mine").color) == ("My own", "#123456")
     assert after["algorithm"]["label"] == "My own" and after != before
     for section in (run_section, identity_section):
@@ -75,7 +77,7 @@ def test_invalid_presentation_names_file_and_key(write):
     with pytest.raises(ConfigError, match=r"mine\.yaml: color = 'reddish'"):
         algorithms()
     with pytest.raises(ConfigError, match=r"algorithm\.color = 'reddish'"):
-        configs.validate(configs.compose(["algorithm=mine"]))
+        load(compose(["algorithm=mine"]))
 
 
 def test_name_without_a_file_gets_a_look_of_its_own():
@@ -105,18 +107,18 @@ PRIOR = "prior: {key: objective.clip.epsilon_high, low: 0.05, high: 0.8, scale: 
 
 def test_a_prior_is_read_and_changes_no_run(write):
     write("mine", BASED_ON_TURN_PPO.format("mine", ""))
-    before = configs.compose(["algorithm=mine"])
+    before = compose(["algorithm=mine"])
     assert look("mine").prior is None and look("turn_ppo").prior.keys == (
         "objective.clip.epsilon_low",
         "objective.clip.epsilon_high",
     ), "not inherited"
     write("mine", BASED_ON_TURN_PPO.format("mine", PRIOR))
-    after = configs.compose(["algorithm=mine"])
-    configs.validate(after)
+    after = compose(["algorithm=mine"])
+    load(after)
     assert fingerprint(identity_section(after)) == fingerprint(identity_section(before))
     prior = look("mine").prior
     assert [prior.at(share) for share in (0.0, 0.5, 1.0)] == pytest.approx([0.05, 0.2, 0.8])
-    drawn = configs.compose(["algorithm=mine", *prior.overrides(prior.at(1.0))])
+    drawn = compose(["algorithm=mine", *prior.overrides(prior.at(1.0))])
     assert drawn["algorithm"]["objective"]["clip"]["epsilon_high"] == 0.8
     assert fingerprint(identity_section(drawn)) != fingerprint(identity_section(before))
     write("mine", BASED_ON_TURN_PPO.format("mine", "prior: none\n"))
@@ -143,7 +145,7 @@ def test_a_malformed_prior_is_one_line_that_names_its_key(write, old, new, messa
         algorithms()
     assert "mine.yaml" in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=re.escape(f"algorithm.{message}")) as error:
-        configs.validate(configs.compose(["algorithm=mine"]))
+        load(compose(["algorithm=mine"]))
     assert "\n" not in str(error.value)
 
 
@@ -162,5 +164,5 @@ def test_a_malformed_prior_is_one_line_that_names_its_key(write, old, new, messa
 def test_a_prior_of_no_knob_is_refused(write, old, new, message):
     write("mine", BASED_ON_TURN_PPO.format("mine", PRIOR.replace(old, new)))
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
-        configs.validate(configs.compose(["algorithm=mine"]))
+        load(compose(["algorithm=mine"]))
     assert "\n" not in str(error.value)

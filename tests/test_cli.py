@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from stppo import cli
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.identity import warm_start_dir
 from stppo.record.ownership import FolderLock
 from tests.conftest import TINY
 from tests.sample_data import DATA, real_data
@@ -245,7 +246,7 @@ def test_play_real_benchmark(stppo):
 def started(tmp_path, monkeypatch, barely_trained):
     """A working folder whose cache holds the tiny warm start."""
     monkeypatch.chdir(tmp_path)
-    start = tmp_path / configs.warm_start_dir(configs.compose(TINY))
+    start = tmp_path / warm_start_dir(compose(TINY))
     shutil.copytree(barely_trained, start)
     return tmp_path
 

@@ -2,16 +2,25 @@
 
 import pytest
 
-from stppo import config as configs
-from stppo.config import ConfigError
 from stppo.config import files as config_files
 from stppo.config.algorithms import PAPER
+from stppo.config.composition import compose, expand_sweep
+from stppo.config.files import ConfigError, options
+from stppo.config.identity import (
+    fingerprint,
+    identity_section,
+    run_section,
+    warm_start_dir,
+    warm_start_section,
+)
+from stppo.config.loading import build, load
+from stppo.config.planned import PlannedRun, label_of, planned_runs, warm_start_overrides
 
 ALGORITHMS = sorted([*PAPER, "so_ppo"])  # the paper's; a reader may have added a file
 
 
 def check(*overrides: str) -> None:
-    configs.validate(configs.compose(list(overrides)))
+    load(compose(list(overrides)))
 
 
 # ---- what is offered is valid -------------------------------------------------------------------
@@ -24,36 +33,36 @@ def test_the_ten_names_of_nine_algorithms_are_offered():
             *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
         }
         == set(ALGORITHMS)
-        <= set(configs.options("algorithm"))
+        <= set(options("algorithm"))
     )
-    points = {n: configs.compose([f"algorithm={n}"])["algorithm"]["objective"] for n in ALGORITHMS}
+    points = {n: compose([f"algorithm={n}"])["algorithm"]["objective"] for n in ALGORITHMS}
     same = [(a, b) for a in ALGORITHMS for b in ALGORITHMS if a < b and points[a] == points[b]]
     assert same == [("so_ppo", "st_ppo")], "v2's name for st_ppo; all others differ"
 
 
-@pytest.mark.parametrize("preset", configs.options("preset"))
+@pytest.mark.parametrize("preset", options("preset"))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_preset_and_algorithm_is_valid(preset, algorithm):
-    composed = configs.compose([f"preset={preset}", f"algorithm={algorithm}"])
-    run = configs.validate(composed)
+    composed = compose([f"preset={preset}", f"algorithm={algorithm}"])
+    run = load(composed).settings
     assert run.algorithm.name == ("st_ppo" if algorithm == "so_ppo" else algorithm)
     assert composed["preset"] == preset
 
 
-@pytest.mark.parametrize("training", configs.options("training"))
+@pytest.mark.parametrize("training", options("training"))
 def test_every_training_option_is_valid(training):
     check(f"training={training}")
 
 
 def test_algorithms_share_every_other_setting():
     def others(name):
-        return {k: v for k, v in configs.compose([f"algorithm={name}"]).items() if k != "algorithm"}
+        return {k: v for k, v in compose([f"algorithm={name}"]).items() if k != "algorithm"}
 
     assert all(others(name) == others("token_ppo") for name in ALGORITHMS)
 
 
 def test_a_new_algorithm_is_a_new_point_and_no_code():
-    point = configs.compose(
+    point = compose(
         [
             "algorithm=turn_ppo",
             "algorithm.name=pooled",
@@ -62,8 +71,8 @@ def test_a_new_algorithm_is_a_new_point_and_no_code():
             "algorithm.objective.clip.clip_on=turn",
         ]
     )
-    assert configs.validate(point).algorithm.name == "pooled"
-    objective = configs.build(point["algorithm"]["objective"], "algorithm.objective")
+    assert load(point).settings.algorithm.name == "pooled"
+    objective = build(point["algorithm"]["objective"], "algorithm.objective")
     assert type(objective.credit).__name__ == "TurnGAE" and objective.credit.pooling == "turn_mean"
 
 
@@ -75,10 +84,8 @@ GROUPS = ["algorithm", "policy", "preset", "rollout", "training", "world"]
 @pytest.mark.parametrize("group", GROUPS)
 def test_unknown_option_lists_the_allowed_ones(group):
     with pytest.raises(ConfigError) as error:
-        configs.compose([f"{group}=nonsense"])
-    assert str(error.value) == (
-        f"{group}=nonsense: unknown {group}; allowed: {', '.join(configs.options(group))}"
-    )
+        compose([f"{group}=nonsense"])
+    assert str(error.value) == (f"{group}=nonsense: unknown {group}; allowed: {', '.join(options(group))}")
 
 
 @pytest.mark.parametrize("plus", ["", "+"])
@@ -204,7 +211,7 @@ def test_several_mistakes_are_told_at_once():
 
 
 def test_sweep_is_the_product_of_the_choices():
-    assert configs.expand_sweep(["algorithm=token_ppo,st_ppo", "training.epochs=2", "seed=0,1"]) == [
+    assert expand_sweep(["algorithm=token_ppo,st_ppo", "training.epochs=2", "seed=0,1"]) == [
         ["algorithm=token_ppo", "training.epochs=2", "seed=0"],
         ["algorithm=token_ppo", "training.epochs=2", "seed=1"],
         ["algorithm=st_ppo", "training.epochs=2", "seed=0"],
@@ -213,22 +220,22 @@ def test_sweep_is_the_product_of_the_choices():
 
 
 def test_sweep_knows_ranges_and_leaves_lists_alone():
-    assert configs.expand_sweep(["seed=range(3)"]) == [["seed=0"], ["seed=1"], ["seed=2"]]
-    assert configs.expand_sweep(["world.hop_shares=[1,0,0]"]) == [["world.hop_shares=[1,0,0]"]]
-    assert configs.expand_sweep([]) == [[]]
+    assert expand_sweep(["seed=range(3)"]) == [["seed=0"], ["seed=1"], ["seed=2"]]
+    assert expand_sweep(["world.hop_shares=[1,0,0]"]) == [["world.hop_shares=[1,0,0]"]]
+    assert expand_sweep([]) == [[]]
 
 
 def test_an_endless_sweep_is_refused():
     for sweep in (["seed=range(0,1e8)"], ["seed=range(0,2000)", "training.epochs=range(1,2000)"]):
         with pytest.raises(ConfigError, match="the sweep has more than 10000 runs"):
-            configs.expand_sweep(sweep)
+            expand_sweep(sweep)
 
 
 def test_a_regime_that_a_preset_inherits_can_be_taken_out():
-    planned = configs.planned_runs("smollm_comparison")
+    planned = planned_runs("smollm_comparison")
     assert {run.regime for run in planned} == {"COMPARISON"} and len(planned) == 21
-    base = configs.compose(["preset=smollm"])
-    changed = configs.compose(["preset=smollm_comparison"])
+    base = compose(["preset=smollm"])
+    changed = compose(["preset=smollm_comparison"])
     assert {key for key in base if base[key] != changed[key]} == {
         "preset",
         "training",
@@ -257,23 +264,23 @@ def test_a_regime_that_a_preset_inherits_can_be_taken_out():
 )
 def test_a_plan_of_the_wrong_kind_is_named(override, message):
     with pytest.raises(ConfigError, match=message):
-        configs.planned_runs("smoke", [override])
+        planned_runs("smoke", [override])
 
 
 def test_malformed_sweep_is_a_config_error():
     with pytest.raises(ConfigError, match="seed="):
-        configs.expand_sweep(["seed=("])
+        expand_sweep(["seed=("])
 
 
 def names(preset, *overrides):
-    return [run.name for run in configs.planned_runs(preset, list(overrides))]
+    return [run.name for run in planned_runs(preset, list(overrides))]
 
 
 NINE = set(ALGORITHMS) - {"so_ppo"}
 
 
 def test_laptop_plans_the_algorithms_three_nulls_and_the_leader_in_three_worlds():
-    runs = configs.planned_runs("laptop")
+    runs = planned_runs("laptop")
     arms = NINE | {"kl_stop", "grad_clip", "topr", "successes_only"}
     assert {run.name for run in runs} == {f"OFF_POLICY/{a}/seed{s}" for a in arms for s in range(3)}
     seeds = ["seed", "warm_start_seed"]
@@ -291,10 +298,10 @@ def test_smoke_plans_every_algorithm_once():
 
 
 def test_planned_runs_are_what_their_names_say():
-    for run in configs.planned_runs("smoke"):
+    for run in planned_runs("smoke"):
         assert run.config["algorithm"]["name"] == run.algorithm
         assert run.config["seed"] == run.seed and run.config["training"]["regime"] == run.regime
-        assert configs.compose(list(run.overrides)) == run.config
+        assert compose(list(run.overrides)) == run.config
 
 
 @pytest.fixture
@@ -309,7 +316,7 @@ def study_like(copied_configs):
             "  replicates: {7: [world.seed=3, warm_start_seed=30], 8: [world.seed=4, warm_start_seed=40]}\n"
             f"  regimes:{regimes}\n"
         )
-        return configs.planned_runs("small")
+        return planned_runs("small")
 
     return plan
 
@@ -328,7 +335,7 @@ def test_arms_replicates_and_entries_of_one_regime(study_like):
     assert (wide["world"]["seed"], wide["warm_start_seed"]) == (4, 40)
     assert wide["algorithm"]["name"] == "wide_ppo"
     assert wide["algorithm"]["objective"]["clip"]["epsilon_high"] == 0.4
-    assert (configs.label_of(wide), configs.label_of(later)) == (
+    assert (label_of(wide), label_of(later)) == (
         "Turn-PPO, wide",
         later["algorithm"].get("label"),
     )
@@ -349,7 +356,7 @@ def test_run_that_is_planned_twice_is_refused(study_like):
 
 
 def test_override_applies_to_all_runs_of_a_pipeline():
-    runs = configs.planned_runs("smoke", ["training.iterations=3"])
+    runs = planned_runs("smoke", ["training.iterations=3"])
     assert {run.config["training"]["iterations"] for run in runs} == {3}
 
 
@@ -358,32 +365,32 @@ def test_override_applies_to_all_runs_of_a_pipeline():
 )
 def test_pipeline_refuses_to_override_what_tells_its_runs_apart(override):
     with pytest.raises(ConfigError, match=r"pipeline\.regimes"):
-        configs.planned_runs("smoke", [override])
+        planned_runs("smoke", [override])
 
 
 def test_preset_without_a_pipeline_is_refused():
     with pytest.raises(ConfigError, match=r"no section `pipeline\.regimes`"):
-        configs.planned_runs("smoke", ["~pipeline"])
+        planned_runs("smoke", ["~pipeline"])
 
 
 # ---- fingerprints -------------------------------------------------------------------------------
 
 
 def fingerprints(runs):
-    return {run.name: configs.fingerprint(configs.run_section(run.config)) for run in runs}
+    return {run.name: fingerprint(run_section(run.config)) for run in runs}
 
 
 def test_how_many_trajectories_are_shown_is_no_part_of_a_run():
-    plain, more = (configs.compose(["preset=smoke", f"evaluation.trajectories={n}"]) for n in (3, 10))
-    assert configs.validate(more).evaluation.trajectories == 10
-    assert configs.run_section(plain) == configs.run_section(more)
-    assert configs.identity_section(plain) == configs.identity_section(more)
-    assert configs.warm_start_dir(plain) == configs.warm_start_dir(more)
+    plain, more = (compose(["preset=smoke", f"evaluation.trajectories={n}"]) for n in (3, 10))
+    assert load(more).settings.evaluation.trajectories == 10
+    assert run_section(plain) == run_section(more)
+    assert identity_section(plain) == identity_section(more)
+    assert warm_start_dir(plain) == warm_start_dir(more)
     del plain["evaluation"]["trajectories"]  # as runs before this key recorded it
-    assert configs.run_section(plain) == configs.run_section(more)
-    assert configs.validate(plain).evaluation.trajectories == 3
+    assert run_section(plain) == run_section(more)
+    assert load(plain).settings.evaluation.trajectories == 3
     with pytest.raises(ConfigError, match="evaluation.trajectories = 0"):
-        configs.validate(configs.compose(["preset=smoke", "evaluation.trajectories=0"]))
+        load(compose(["preset=smoke", "evaluation.trajectories=0"]))
 
 
 @pytest.fixture
@@ -418,34 +425,32 @@ def edit(file, old, new):
     ],
 )
 def test_changed_value_changes_exactly_the_runs_that_use_it(copied_configs, file, old, new, changed):
-    before = fingerprints(configs.planned_runs("smoke"))
+    before = fingerprints(planned_runs("smoke"))
     edit(copied_configs / file, old, new)
-    after = fingerprints(configs.planned_runs("smoke"))
+    after = fingerprints(planned_runs("smoke"))
     assert {name for name in before if before[name] != after[name]} == changed
 
 
 def test_new_file_is_a_new_algorithm_and_leaves_the_runs_alone(copied_configs):
-    before = fingerprints(configs.planned_runs("smoke"))
+    before = fingerprints(planned_runs("smoke"))
     source = (copied_configs / "algorithm" / "grpo.yaml").read_text()
     (copied_configs / "algorithm" / "wide.yaml").write_text(
         source.replace("name: grpo", "name: wide").replace("0.2", "0.4")
     )
     edit(copied_configs / "preset" / "smoke.yaml", "gspo]", "gspo, wide]")
-    after = fingerprints(configs.planned_runs("smoke"))
+    after = fingerprints(planned_runs("smoke"))
     assert set(after) - set(before) == {"OFF_POLICY/wide/seed0"}
     assert all(after[name] == before[name] for name in before)
     check("algorithm=wide")
 
 
 def test_fingerprint_does_not_depend_on_the_order_of_keys():
-    assert configs.fingerprint({"a": 1, "b": {"c": 2, "d": 3}}) == configs.fingerprint(
-        {"b": {"d": 3, "c": 2}, "a": 1}
-    )
-    assert configs.fingerprint({"a": 1}) != configs.fingerprint({"a": 2})
+    assert fingerprint({"a": 1, "b": {"c": 2, "d": 3}}) == fingerprint({"b": {"d": 3, "c": 2}, "a": 1})
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
 
 
 def start_dir(*overrides):
-    return configs.warm_start_dir(configs.compose(["preset=smoke", "seed=1", *overrides]))
+    return warm_start_dir(compose(["preset=smoke", "seed=1", *overrides]))
 
 
 def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
@@ -460,10 +465,10 @@ def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
 
 @pytest.mark.parametrize("preset", ["smoke", "laptop", "search", "workstation"])
 def test_a_warm_start_made_from_its_overrides_alone_is_the_one_that_runs_want(preset):
-    runs = {run.config["warm_start_seed"]: run for run in configs.planned_runs(preset)}  # one a warm start
+    runs = {run.config["warm_start_seed"]: run for run in planned_runs(preset)}  # one a warm start
     for seed, run in runs.items():
-        alone = [*configs.warm_start_overrides(run), f"warm_start_seed={seed}"]
-        assert configs.warm_start_dir(configs.compose(alone)) == configs.warm_start_dir(run.config)
+        alone = [*warm_start_overrides(run), f"warm_start_seed={seed}"]
+        assert warm_start_dir(compose(alone)) == warm_start_dir(run.config)
 
 
 @pytest.mark.parametrize(
@@ -486,16 +491,16 @@ def test_warm_start_changes_with_what_makes_it(override):
 
 def test_name_of_a_warm_start_in_float32_on_a_cpu_says_nothing_of_training():
     """Older runs' warm starts keep their names, and settings that only save memory share one."""
-    config = configs.compose(["preset=smoke"])
-    assert "training" not in configs.warm_start_section(config)
+    config = compose(["preset=smoke"])
+    assert "training" not in warm_start_section(config)
     assert start_dir("training.micro_batch_tokens=64", "training.gradient_checkpointing=true") == start_dir()
 
 
 def test_a_warm_start_of_the_pipeline_computes_as_its_runs_do():
     """Its job is given these overrides alone: without them it trained in float32 on the CPU beside runs on a GPU."""
     memory = ["training.micro_batch_tokens=64", "training.gradient_checkpointing=true"]
-    run = configs.planned_runs("smoke", ["training.device=cuda", "training.precision=bfloat16", *memory])[0]
-    mine, alone = run.config["training"], configs.compose(configs.warm_start_overrides(run))["training"]
+    run = planned_runs("smoke", ["training.device=cuda", "training.precision=bfloat16", *memory])[0]
+    mine, alone = run.config["training"], compose(warm_start_overrides(run))["training"]
     names = ("device", "precision", "micro_batch_tokens", "gradient_checkpointing", "kernels")
     assert {name: alone[name] for name in names} == {name: mine[name] for name in names}
 
@@ -503,12 +508,12 @@ def test_a_warm_start_of_the_pipeline_computes_as_its_runs_do():
 def test_regimes_that_share_a_warm_start_name_it_alike():
     """Else the pipeline would make it again, and train every run again, once a regime is added or left out."""
     old, fresh = (
-        configs.PlannedRun("R", "token_ppo", 1, ("preset=smoke", f"training={name}", "seed=1"))
+        PlannedRun("R", "token_ppo", 1, ("preset=smoke", f"training={name}", "seed=1"))
         for name in ("off_policy", "nearly_on_policy")
     )
     assert old.config["training"] != fresh.config["training"]
-    assert configs.warm_start_dir(old.config) == configs.warm_start_dir(fresh.config)
-    assert configs.warm_start_overrides(old) == configs.warm_start_overrides(fresh)
+    assert warm_start_dir(old.config) == warm_start_dir(fresh.config)
+    assert warm_start_overrides(old) == warm_start_overrides(fresh)
 
 
 def test_runs_may_share_the_warm_start_of_another_seed():
@@ -519,17 +524,17 @@ def test_runs_may_share_the_warm_start_of_another_seed():
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
-@pytest.mark.parametrize("preset", configs.options("preset"))
+@pytest.mark.parametrize("preset", options("preset"))
 def test_every_preset_survives_every_engine(preset, engine):
-    run = configs.validate(configs.compose([f"preset={preset}", f"rollout={engine}"]))
+    run = load(compose([f"preset={preset}", f"rollout={engine}"])).settings
     assert run.rollout.engine == engine
 
 
 def test_what_an_engine_does_not_know_is_forgotten_unless_it_was_typed():
     chosen = ["preset=qwen", "rollout=torch"]
-    rollout = configs.compose(chosen)["rollout"]
+    rollout = compose(chosen)["rollout"]
     assert rollout["max_tokens"] == 4596, "what both engines know is kept"
     assert set(rollout) == {"engine", "temperature", "max_tokens", "batch_size"}
-    assert configs.compose(["preset=qwen"])["rollout"]["max_num_seqs"] == 256
+    assert compose(["preset=qwen"])["rollout"]["max_num_seqs"] == 256
     with pytest.raises(ConfigError, match=r"rollout\.max_num_seqs: unknown key; allowed: engine, "):
-        configs.validate(configs.compose([*chosen, "rollout.max_num_seqs=3"]))
+        load(compose([*chosen, "rollout.max_num_seqs=3"]))

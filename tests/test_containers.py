@@ -11,7 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from stppo import config
+from stppo.config.composition import compose
+from stppo.config.identity import warm_start_dir
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -93,5 +94,5 @@ def test_binder_makes_the_warm_start_of_notebook_10():
     cells = json.loads((ROOT / "notebooks/10-train.ipynb").read_text(encoding="utf-8"))["cells"]
     (cell,) = (c for c in cells if "parameters" in c["metadata"].get("tags", []))
     trained = re.search(r'overrides = "(.+)"', "".join(cell["source"]))[1]
-    made, wanted = (config.warm_start_dir(config.compose(text.split())) for text in (overrides, trained))
+    made, wanted = (warm_start_dir(compose(text.split())) for text in (overrides, trained))
     assert made == wanted

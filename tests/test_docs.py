@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stppo import config as configs
 from stppo.config import files as config_files
-from stppo.config import planned_runs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
+from stppo.config.planned import planned_runs
 from stppo.world.scripted import play_summary
 from tests.objectives_cases import mixed_batch
 
@@ -54,9 +55,9 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", OWN)
 def test_example_of_an_algorithm_gives_advantages_and_a_gradient(folder, name):
     folder("howto/add-an-algorithm.md")
-    composed = configs.compose([f"algorithm={name}", "preset=smoke"])
-    configs.validate(composed)
-    objective = configs.build(composed["algorithm"]["objective"], "algorithm.objective")
+    composed = compose([f"algorithm={name}", "preset=smoke"])
+    load(composed)
+    objective = build(composed["algorithm"]["objective"], "algorithm.objective")
     batch = mixed_batch()
     advantages = objective.credit(batch, torch.zeros_like(batch.rewards)).advantages
     logprobs = (batch.behaviour_logprobs + 0.3 * torch.randn_like(batch.rewards)).requires_grad_()
@@ -70,7 +71,7 @@ def test_example_of_a_world_can_be_played(folder):
     folder("howto/add-a-world-figure-claim.md")
     found = {}
     for name in ("two_documents", "synthetic_small"):
-        world = configs.build(configs.compose([f"world={name}"])["world"], "world")
+        world = build(compose([f"world={name}"])["world"], "world")
         found[name] = play_summary(world, world.questions("test")[:50], random.Random(0))
     mine, theirs = found.values()
     page = " ".join((DOCS / "howto/add-a-world-figure-claim.md").read_text(encoding="utf-8").split())

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.policy.critic import Critic
 from stppo.policy.policy import PolicyConfig, build_policy, score
 from stppo.training.gradients import Passes
@@ -47,7 +48,7 @@ def page() -> SimpleNamespace:
 
 
 def library(name: str, **overrides):
-    objective = configs.build(configs.compose([f"algorithm={name}"])["algorithm"]["objective"], "objective")
+    objective = build(compose([f"algorithm={name}"])["algorithm"]["objective"], "objective")
     return replace(objective, credit=replace(objective.credit, **overrides))
 
 
@@ -207,7 +208,7 @@ def stale() -> Trajectories:
 
 def training_settings():
     smoke = ["preset=smoke", "training.trajectories_per_iteration=16", "training.minibatches=4"]
-    return configs.validate(configs.compose(smoke)).training
+    return load(compose(smoke)).settings.training
 
 
 @pytest.mark.parametrize("name", TITLES)

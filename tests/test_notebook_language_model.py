@@ -5,9 +5,9 @@ from pathlib import Path
 
 import papermill
 
-from stppo import config as configs
+from stppo.config.loading import build, load
 from stppo.record.runs import collect
-from stppo.training.trainer import Trainer
+from stppo.training.run import Run
 from stppo.training.warm_start import warm_start
 from tests.test_training_warm_start_pretrained import model, records, small
 
@@ -29,8 +29,8 @@ def test_every_cell_runs_and_no_passage_of_the_training_is_asked_for(small, tmp_
     # Another version of the code may have named the start.
     start = Path("results/smollm/warm_start/seed0-0123456789ab")
     run = Path("results/smollm/runs/SMOLLM/token_ppo/seed0")
-    warm_start(config, start, progress=False)
-    Trainer(config, run, start, progress=False).train()
+    warm_start(load(config), start, progress=False)
+    Run(load(config), run, start, progress=False).train()
     collect([run], "results/smollm/metrics")
     parameters = {"algorithm": "token_ppo", "seed": 0, "n_questions": 6}
     papermill.execute_notebook(
@@ -47,9 +47,7 @@ def test_every_cell_runs_and_no_passage_of_the_training_is_asked_for(small, tmp_
     for said in ("an answer of a training question", "hops", "searches a question", "outside [0.8, 1.2]"):
         assert said in printed, said
 
-    trained = {
-        t for q in configs.build(config["world"], "world").questions("train") for t, _ in q.gold_paragraphs
-    }
+    trained = {t for q in build(config["world"], "world").questions("train") for t, _ in q.gold_paragraphs}
     numbers = json.loads(Path("results/scratch/smollm/token_ppo_seed0.json").read_text())
     assert {row["agent"] for row in numbers["one hop"] + numbers["more hops"]} == {"before", "after"}
     for agent in ("before", "after"):

@@ -5,26 +5,28 @@ Objectives are built from the files, without Hydra. A file that is added is cove
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from stppo import config as configs
 from stppo.config import files as config_files
 from stppo.config.algorithms import PAPER, RIVALS
-from stppo.objectives import GroupCentred, Weight
+from stppo.config.loading import build
+from stppo.objectives import GroupCentred, Ratio, Weight
 from stppo.objectives.rivals import (
     BalancedClip,
     DecidedBy,
     GradientClip,
     KLStop,
     LeaveOneOutKept,
+    PrefixRatio,
     SampleSizeStep,
     StandardisedByTurn,
     VarianceFiltered,
 )
-from stppo.trajectories import Trajectories
+from stppo.trajectories import Layout, Trajectories
 from tests.objectives_cases import (
     TabularPolicy,
     batch_from_turns,
@@ -39,7 +41,7 @@ ALL = [name for name, content in FILES.items() if "objective" in content]
 
 
 def load(name):
-    return configs.build(FILES[name]["objective"], "algorithm.objective")
+    return build(FILES[name]["objective"], "algorithm.objective")
 
 
 def advantages_of(objective, batch):
@@ -131,7 +133,7 @@ def test_knob_is_declared_and_both_ends_of_its_prior_build(name):
             section, field = key.split(".")
             assert field in objective[section], key
             objective = objective | {section: objective[section] | {field: float(value)}}
-        built.add(configs.build(objective, "algorithm.objective"))
+        built.add(build(objective, "algorithm.objective"))
     assert len(built) == 3
     published = [config_files.value(FILES[name], key.split(".")) for key in prior.keys]
     assert all(prior.low <= value <= prior.high for value in published), "the published value lies outside"
@@ -367,6 +369,8 @@ FORMULAS = {
     "sapo": sapo,
     "gmpo": gmpo,
     "llds": llds,
+    "token_ppo_fixed": ppo(),
+    "turn_ppo_fixed": ppo(geometric("turn")),
     "grad_clip": ppo(),
     "kl_stop": ppo(),
     "successes_only": weighted(lambda s: np.where(s.a > 0, 1.0, 0.0)),
@@ -411,7 +415,7 @@ def gradients(*names, spread=1.2, change=None):
 
 def with_rule(name, part, **options):
     section = FILES[name]["objective"]
-    return configs.build(section | {part: section[part] | options}, "algorithm.objective")
+    return build(section | {part: section[part] | options}, "algorithm.objective")
 
 
 @pytest.mark.parametrize(
@@ -438,9 +442,7 @@ def test_limits_of_a_knob_are_other_methods(name, changed, other, what):
         section = section | {"loss_aggregation": left.loss_aggregation}
     elif option:
         section = section | {option[0]: section[option[0]] | option[1]}
-    ours, theirs = gradients(
-        name, right, change={name: left, right: configs.build(section, "algorithm.objective")}
-    )
+    ours, theirs = gradients(name, right, change={name: left, right: build(section, "algorithm.objective")})
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12, msg=lambda text: f"{what}: {text}")
     if name in ("sspo", "sequence_mask"):  # at their published values the two agree on so small a batch
         return
@@ -460,7 +462,7 @@ def test_one_ratio_weighs_and_another_decides(weight, decides, options):
     at a value where the options say so."""
     rule = {"_target_": "stppo.objectives.rivals.DecidedBy", "granularity": decides, **options}
     section = FILES["token_ppo"]["objective"] | {"surrogate": rule}
-    objective = configs.build(section | {"ratio": section["ratio"] | {"granularity": weight}}, "objective")
+    objective = build(section | {"ratio": section["ratio"] | {"granularity": weight}}, "objective")
     policy, batch = TabularPolicy(), mixed_batch()
     batch = off_policy(batch, policy, spread=1.2)
     advantages = normal(batch.rewards, 5) * batch.agent_mask
@@ -578,3 +580,78 @@ def test_divisors():
     assert (clip.divisor(0.4), clip.divisor(2.0)) == (1.0, 4.0) and math.isnan(clip.divisor(math.nan))
     assert KLStop(0.1).ends_iteration({"kl_behaviour_k3": 0.2}) is True
     assert KLStop(0.1).ends_iteration({"kl_behaviour_k3": 0.05}) is False
+
+
+# --- the prefix ratio ------------------------------------------------------------------------------------------
+
+PREFIX = ("product", "geometric")
+
+
+@pytest.mark.parametrize("aggregation", PREFIX)
+def test_a_prefix_ratio_begins_as_the_tokens_and_ends_as_the_trajectorys(aggregation):
+    layout = mixed_batch().layout
+    log_ratio = normal(layout.rows, 5, 0.4)
+    prefix = PrefixRatio(aggregation)(log_ratio, layout)
+    rows = layout.segments("sequence")
+    last = rows.starts + rows.lengths - 1
+    whole = Ratio("sequence", aggregation)(log_ratio, layout)
+    torch.testing.assert_close(prefix[rows.starts], log_ratio[rows.starts].exp(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(prefix[last], whole[last], rtol=1e-13, atol=0)
+    ones = batch_from_turns([[1], [1], [1]]).layout  # trajectories of one token
+    alone = normal(ones.rows, 6)
+    torch.testing.assert_close(PrefixRatio(aggregation)(alone, ones), alone.exp(), rtol=0, atol=0)
+    at_old = PrefixRatio(aggregation)(torch.zeros_like(log_ratio), layout)
+    assert (at_old == 1).all()
+
+
+@pytest.mark.parametrize("aggregation", PREFIX)
+def test_gradient_of_a_prefix_ratio_by_its_formula_and_by_differences(aggregation):
+    """d w_t / d l_s = w_t for s <= t of the same trajectory (over t + 1 where it is a mean), else 0."""
+    layout = mixed_batch().layout
+    log_ratio, rule = normal(layout.rows, 5, 0.4), PrefixRatio(aggregation)
+    place = torch.cat([torch.arange(int(n)) for n in layout.row_lengths])
+    same = layout.rows[:, None] == layout.rows[None, :]
+    upto = (same & (place[None, :] <= place[:, None])).double()
+    w = rule(log_ratio, layout)
+    expected = w[:, None] * upto / (1 if aggregation == "product" else place[:, None] + 1)
+    jacobian = torch.autograd.functional.jacobian(lambda l: rule(l, layout), log_ratio)
+    torch.testing.assert_close(jacobian, expected, rtol=1e-12, atol=1e-14)
+    weights = normal(layout.rows, 7)
+    pulled = rule.pullback(log_ratio, w, weights, layout)
+    torch.testing.assert_close(pulled, weights @ expected, rtol=1e-12, atol=1e-14)
+    step = 1e-6
+    for s in (0, 4, 9):
+        moved = torch.zeros_like(log_ratio)
+        moved[s] = step
+        difference = (rule(log_ratio + moved, layout) - rule(log_ratio - moved, layout)) / (2 * step)
+        torch.testing.assert_close(difference, expected[:, s], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("aggregation", PREFIX)
+def test_a_prefix_ratio_knows_nothing_of_padding_order_or_other_trajectories(aggregation):
+    turns = [[3, 1, 4], [2], [1, 1], [5, 2]]
+    batch = batch_from_turns(turns)
+    rule, logprobs = PrefixRatio(aggregation), normal(batch.behaviour_logprobs, 8, 0.4)
+    found = batch.layout.scatter(rule(batch.layout.gather(logprobs), batch.layout))
+    wide = batch_from_turns(turns, extra=9).layout
+    padded = torch.nn.functional.pad(logprobs, (0, wide.shape[1] - logprobs.shape[1]), value=math.nan)
+    assert torch.equal(wide.scatter(rule(wide.gather(padded), wide))[:, : found.shape[1]], found)
+    order = torch.tensor([2, 0, 3, 1])
+    moved = Layout.of(batch.agent_mask[order])
+    assert torch.equal(moved.scatter(rule(moved.gather(logprobs[order]), moved)), found[order])
+    broken = logprobs.clone()
+    broken[0][batch.agent_mask[0]] = math.inf
+    others = batch.layout.scatter(rule(batch.layout.gather(broken), batch.layout))
+    assert torch.equal(others[1:], found[1:]) and others[0][batch.agent_mask[0]].isinf().all()
+
+
+@pytest.mark.parametrize("aggregation", PREFIX)
+def test_ppo_with_a_prefix_ratio_removes_nothing_at_the_start_and_is_token_ppo_on_single_tokens(aggregation):
+    objective = replace(load("token_ppo"), ratio=PrefixRatio(aggregation))
+    layout = mixed_batch().layout
+    surrogate = objective.evaluate(torch.zeros(len(layout.rows)).double(), normal(layout.rows, 9), layout)
+    assert not surrogate.any_clipped and surrogate.diagnostics["clip_fraction"] == 0
+    single = batch_from_turns([[1]] * 6).layout
+    log_ratio, advantages = normal(single.rows, 10, 0.6), normal(single.rows, 11)
+    losses = [o.evaluate(log_ratio, advantages, single).loss for o in (objective, load("token_ppo"))]
+    torch.testing.assert_close(*losses, rtol=1e-14, atol=0)

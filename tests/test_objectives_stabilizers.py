@@ -3,7 +3,18 @@ import math
 import pytest
 import torch
 
-from stppo.objectives import Bounds, ClippingBiasNorm, CtnKL, NoStabilizer, Tokens
+from stppo.objectives import (
+    Bounds,
+    Clip,
+    ClippingBiasNorm,
+    CtnKL,
+    NoStabilizer,
+    Objective,
+    OwnClippingBias,
+    Ratio,
+    TokenGAE,
+    Tokens,
+)
 from tests.objectives_cases import mixed_batch, normal
 
 
@@ -13,6 +24,7 @@ from tests.objectives_cases import mixed_batch, normal
         ("max", [(0.0, 1.0), (0.1, 1.0), (0.05, 1.0), (0.4, 4.0)]),
         ("one_plus", [(0.0, 1.0), (0.1, 2.0), (0.4, 5.0)]),
         ("floor", [(0.0, 0.1), (0.05, 0.1), (0.4, 0.4)]),
+        ("bare", [(0.0, 1.0), (0.05, 0.05), (0.4, 0.4)]),
     ],
 )
 def test_divisors_by_hand(form, pairs):
@@ -21,7 +33,7 @@ def test_divisors_by_hand(form, pairs):
         assert rule.divisor(norm) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("form", ["max", "one_plus", "floor"])
+@pytest.mark.parametrize("form", ["max", "one_plus", "floor", "bare"])
 def test_divisors_never_hide_a_broken_norm(form):
     assert math.isnan(ClippingBiasNorm(form=form).divisor(math.nan))
     assert ClippingBiasNorm(form=form).divisor(math.inf) == math.inf
@@ -119,3 +131,93 @@ def test_ctn_vanishes_on_policy():
 def test_bad_options_name_the_allowed(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# ---- each sample by its own clipping --------------------------------------------------------------------
+
+
+def weighed(stabilizer, scale=0.6, seed=1, **ratio):
+    """The gradient by log-ratio, the (N,) divisors and the surrogate of a batch with clipped tokens."""
+    batch = mixed_batch()
+    layout = batch.layout
+    objective = Objective(TokenGAE(), Ratio(**ratio), Clip(), stabilizer)
+    log_ratio = normal(layout.rows, seed, scale).requires_grad_()
+    advantages = normal(layout.rows, seed + 1)
+    surrogate = objective.evaluate(log_ratio, advantages, layout)
+    (gradient,) = torch.autograd.grad(-surrogate.loss, log_ratio, retain_graph=True)
+    return gradient, log_ratio, advantages, layout, surrogate
+
+
+@pytest.mark.parametrize("sample", ["sequence", "turn"])
+@pytest.mark.parametrize("form", ["norm", "share"])
+def test_own_clipping_bias_with_token_ratios_by_hand(sample, form):
+    gradient, log_ratio, advantages, layout, surrogate = weighed(
+        OwnClippingBias(form=form, sample=sample, c0=0.05)
+    )
+    w, total = log_ratio.detach().exp(), 0.0
+    clipped = ((advantages > 0) & (w > 1.2)) | ((advantages < 0) & (w < 0.8))
+    of = layout.rows if sample == "sequence" else layout.turns
+    for i in range(int(of.max()) + 1):
+        at = (of == i).nonzero().squeeze(1).tolist()
+        removed = [float(w[t] * advantages[t]) / len(at) if clipped[t] else 0.0 for t in at]
+        divisor = max(1.0, math.sqrt(sum(c * c for c in removed)) / 0.05)
+        if form == "share":
+            divisor = 1 + sum(clipped[at].tolist()) / len(at)
+        for t in at:
+            weight = 1 / (layout.shape[0] * int(layout.row_lengths[layout.rows[t]]) * divisor)
+            expected = 0.0 if clipped[t] else weight * float(w[t] * advantages[t])
+            assert gradient[t].item() == pytest.approx(expected, rel=1e-12)
+        total += divisor * len(at)
+    assert surrogate.diagnostics["sample_divisor"] == pytest.approx(total / len(w))
+    assert surrogate.diagnostics["sample_divisor"] > 1.05
+
+
+@pytest.mark.parametrize("granularity", ["token", "turn", "sequence"])
+@pytest.mark.parametrize("sample", ["sequence", "turn"])
+def test_own_clipping_bias_is_no_stabiliser_where_it_has_nothing_to_do(sample, granularity):
+    plain = weighed(NoStabilizer(), granularity=granularity)[0]
+    for form, c0 in (("norm", 1e9), ("norm", math.inf)):
+        rule = OwnClippingBias(form=form, sample=sample, c0=c0)
+        assert torch.equal(weighed(rule, granularity=granularity)[0], plain)
+    assert not torch.equal(weighed(OwnClippingBias(sample=sample), granularity=granularity)[0], plain)
+    near = weighed(NoStabilizer(), scale=0.01, granularity=granularity)[0]  # nothing is clipped
+    for form in ("norm", "share"):
+        rule = OwnClippingBias(form=form, sample=sample, c0=1e-9)
+        assert torch.equal(weighed(rule, scale=0.01, granularity=granularity)[0], near)
+
+
+@pytest.mark.parametrize("granularity", ["token", "turn"])
+@pytest.mark.parametrize("form", ["norm", "share"])
+def test_own_clipping_bias_is_a_constant_factor_and_weighs_the_bias_alike(form, granularity):
+    """By central differences: the weights take no gradient. And grad J = grad J_unrestricted - C stays true of C."""
+    rule = OwnClippingBias(form=form, sample="sequence", c0=0.01)
+    gradient, leaf, advantages, layout, surrogate = weighed(rule, granularity=granularity)
+    (bias,) = torch.autograd.grad(surrogate.bias_surrogate, leaf)
+    log_ratio = leaf.detach()
+    objective = Objective(TokenGAE(), Ratio(granularity), Clip(), NoStabilizer())
+    tokens = objective.tokens(log_ratio.clone().requires_grad_(), advantages, layout)
+    weights = rule.weights(tokens, objective.terms(tokens)[0]).detach()
+    weights = weights / (layout.shape[0] * layout.row_lengths[layout.rows])
+
+    def value(moved, unrestricted=False):
+        terms, _ = objective.terms(objective.tokens(moved, advantages, layout))
+        return float((weights * (terms.unrestricted if unrestricted else terms.terms)).sum())
+
+    def differences(unrestricted):
+        step, found = 1e-6, []
+        for t in range(len(log_ratio)):
+            up, down = log_ratio.clone(), log_ratio.clone()
+            up[t] += step
+            down[t] -= step
+            found.append((value(up, unrestricted) - value(down, unrestricted)) / (2 * step))
+        return torch.tensor(found, dtype=torch.float64)
+
+    torch.testing.assert_close(gradient, differences(False), rtol=1e-6, atol=1e-9)
+    assert surrogate.any_clipped
+    torch.testing.assert_close(differences(True) - gradient, bias, rtol=1e-5, atol=1e-9)
+
+
+def test_own_clipping_bias_refuses_what_it_does_not_know():
+    for wrong in ({"form": "max"}, {"sample": "token"}, {"c0": 0.0}):
+        with pytest.raises(ValueError, match=r"OwnClippingBias\." + next(iter(wrong))):
+            OwnClippingBias(**wrong)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stppo import config as configs
 from stppo.config import files as config_files
 from stppo.config.algorithms import PAPER, RIVALS, algorithms, look
+from stppo.config.loading import build
 from stppo.derivations.bias_variance import bias_variance_figure, bias_variance_table
 from stppo.objectives import (
     BatchBaseline,
@@ -37,7 +37,7 @@ ALL = [name for name, content in FILES.items() if "objective" in content]
 
 
 def load(name):
-    return configs.build(FILES[name]["objective"], "algorithm.objective")
+    return build(FILES[name]["objective"], "algorithm.objective")
 
 
 def reinforce(surrogate, ratio, clip=UNCLIPPED, stabilizer=None):

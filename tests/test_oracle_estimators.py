@@ -16,10 +16,12 @@ from stppo.objectives import (
     Gate,
     Mask,
     NoStabilizer,
+    OwnClippingBias,
     Penalty,
     Ratio,
     estimated_bias_norms,
 )
+from stppo.objectives.rivals import PrefixRatio
 from stppo.oracle import UNCLIPPED, decompose, estimators, expected_surrogate, surrogate_gradient
 from tests.oracle_cases import (
     CLIPS,
@@ -265,6 +267,37 @@ def test_lemma_4_2_term_by_term(ratio, aggregation, kind):
     close(terms.gradient, expected, 1e-9)
     assert terms.residual < 1e-14
     assert min(t.norm() for t in (terms.exact_advantage, terms.advantage_error, terms.clipping_bias)) > 1e-5
+
+
+@pytest.mark.parametrize("aggregation", ["product", "geometric"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lemma_4_2_of_a_prefix_ratio(kind, aggregation):
+    """Each token's ratio is that of the tokens up to it, by a loop over trajectories and tokens."""
+    oracle = tiny_oracle(kind)
+    its = objective(PrefixRatio(aggregation))
+    theta, advantages = moved(oracle), wrong_critic(oracle, lam=0.5)
+    terms = decompose(oracle, its, theta, advantages)
+    log_ratio = oracle.log_ratio(theta).detach()
+    scores = oracle.policy.jacobian(theta)[oracle.tree.edges]
+    bias = torch.zeros(oracle.policy.n_parameters, dtype=torch.float64)
+    for row, p in enumerate(oracle.probabilities.tolist()):
+        (tokens,) = segments(oracle, row, "sequence")
+        for n, t in enumerate(tokens, 1):
+            w, gradient = ratio_and_gradient(log_ratio, scores, tokens[:n], aggregation)
+            a = float(advantages[t])
+            if (a > 0 and w > 1.2) or (a < 0 and w < 0.8):
+                bias += p * loss_weight(oracle, row, t, its.loss_aggregation) * a * gradient
+    close(terms.clipping_bias, bias)
+    expected = numerical_gradient(lambda x: expected_surrogate(oracle, its, x, advantages).surrogate, theta)
+    close(terms.gradient, expected, 1e-9)
+    assert terms.residual < 1e-14 and bias.norm() > 1e-5
+
+
+def test_what_the_oracle_has_no_limit_of_is_refused():
+    oracle = tiny_oracle()
+    for stabilizer in (OwnClippingBias(), ClippingBiasNorm(over_median=True)):
+        with pytest.raises(ValueError, match=f"{type(stabilizer).__name__}.*the oracle"):
+            surrogate_gradient(oracle, objective(stabilizer=stabilizer), moved(oracle), wrong_critic(oracle))
 
 
 @pytest.mark.parametrize("ratio", [Ratio("token"), Ratio("turn")], ids=str)

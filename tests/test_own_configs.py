@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from stppo import config as configs
-from stppo.config import ConfigError
 from stppo.config import files as config_files
+from stppo.config.composition import compose
+from stppo.config.files import ConfigError, options
+from stppo.config.loading import build, load
 from stppo.config.plan import plan
 from stppo.config.provenance import config_targets, imported_files
 
@@ -54,32 +55,32 @@ def own(tmp_path, monkeypatch):
 
 def refused(*overrides) -> str:
     with pytest.raises(ConfigError) as error:
-        configs.validate(configs.compose(list(overrides)))
+        load(compose(list(overrides)))
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_both_folders_are_offered_and_composed(own):
     own("world/my_world.yaml", "defaults: [synthetic]\nn_train: 77\n")
-    assert {"my_ppo", "st_ppo"} <= set(configs.options("algorithm"))
-    composed = configs.compose(["algorithm=my_ppo", "world=my_world"])
-    assert configs.validate(composed).algorithm.name == "my_ppo"
+    assert {"my_ppo", "st_ppo"} <= set(options("algorithm"))
+    composed = compose(["algorithm=my_ppo", "world=my_world"])
+    assert load(composed).settings.algorithm.name == "my_ppo"
     assert composed["algorithm"]["objective"]["credit"]["pooling"] == "turn_mean"
     assert composed["world"]["n_train"] == 77
 
 
 def test_without_the_folder_only_the_shipped_are_offered(own, monkeypatch):
     monkeypatch.delenv(config_files.VARIABLE)
-    assert "my_ppo" not in configs.options("algorithm")
+    assert "my_ppo" not in options("algorithm")
     assert "unknown algorithm" in refused("algorithm=my_ppo")
 
 
 def test_class_of_a_module_in_the_folder(own):
     text = "defaults: [turn_ppo]\nname: powered\nobjective: {ratio: {_target_: own_ratios.MyRatio, power: 0.5}}\n"
     own("algorithm/powered.yaml", text)
-    composed = configs.compose(["algorithm=powered"])
-    configs.validate(composed)
-    ratio = configs.build(composed["algorithm"]["objective"], "algorithm.objective").ratio
+    composed = compose(["algorithm=powered"])
+    load(composed)
+    ratio = build(composed["algorithm"]["objective"], "algorithm.objective").ratio
     assert type(ratio).__module__ == "own_ratios" and (ratio.power, ratio.granularity) == (0.5, "turn")
     assert "own_ratios" in imported_files(config_targets(composed["algorithm"]))
 
@@ -98,7 +99,7 @@ def test_algorithm_that_would_be_recorded_under_another_name_is_refused(own, nam
     )
     message = refused("algorithm=mine")
     assert str(file) in message and "name: mine" in message
-    assert configs.compose(["algorithm=mine", "algorithm.name=arm"])["algorithm"]["name"] == "arm"
+    assert compose(["algorithm=mine", "algorithm.name=arm"])["algorithm"]["name"] == "arm"
 
 
 def test_folder_that_may_not_be_read_is_named(own, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from stppo import config as configs
+from stppo.config.planned import planned_runs
 from stppo.derivations.interact import WIDGET_VIEW
 from stppo.record.runs import collect
 from tests.synthetic_runs import make_run
@@ -99,7 +99,7 @@ def test_pages_that_are_targets_of_their_own_take_their_own_options(tmp_path):
 @pytest.fixture
 def recorded(tmp_path):
     """Metrics of a run of each planned kind, below the directory that the pipeline works in."""
-    plans = configs.planned_runs("smoke")
+    plans = planned_runs("smoke")
     runs = [
         make_run(tmp_path / "made" / p.algorithm, p.algorithm, p.seed, p.regime, iterations=6) for p in plans
     ]

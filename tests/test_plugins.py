@@ -105,10 +105,11 @@ def test_the_recorded_tracking_is_what_the_verl_plugin_says():
 
 
 def test_cluster_configs_are_no_option_of_ours():
-    from stppo import config
+    from stppo.config.composition import compose
+    from stppo.config.files import ConfigError
 
-    with pytest.raises(config.ConfigError, match="cluster: unknown key; allowed: "):
-        config.compose(["cluster=verl_search"])
+    with pytest.raises(ConfigError, match="cluster: unknown key; allowed: "):
+        compose(["cluster=verl_search"])
 
 
 @pytest.mark.parametrize("host", plugins.SUPPORTED)

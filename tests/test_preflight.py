@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from stppo import cli
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.preflight import fit, requirements
 from stppo.preflight.fit import Machine, preflight, shortage, text
 from stppo.preflight.memory import GIB
@@ -94,7 +95,7 @@ def weights(tmp_path):
 
 
 def test_truncated_weights_are_found(weights):
-    run = configs.validate(configs.compose(["preset=laptop", f"policy.pretrained={weights}"]))
+    run = load(compose(["preset=laptop", f"policy.pretrained={weights}"])).settings
     assert row(requirements.model(run), "weights").ok
     file = weights / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -127,7 +128,7 @@ def world(tmp_path, **changes):
     corpus.write_text(json.dumps({"id": "0", "contents": '"Title"\nText about the odyssey.'}) + "\n")
     section = {"_target_": "stppo.world.BenchmarkWorld", "benchmark": "nq", "records": str(records)}
     section |= {"corpus": str(corpus)} | changes
-    return configs.build(section, "world"), section
+    return build(section, "world"), section
 
 
 def served(tmp_path, reply: bytes):
@@ -201,16 +202,14 @@ def test_output_folder_need_not_exist_but_must_be_writable(tmp_path, monkeypatch
 def test_a_gpu_that_is_missing_names_the_setting_that_wants_it(monkeypatch, build):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", build)
-    wants = configs.validate(configs.compose(["preset=laptop", "training.optimizer=adam8bit"]))
+    wants = load(compose(["preset=laptop", "training.optimizer=adam8bit"])).settings
     found = requirements._gpu_row(wants, False)
     assert found.ok is False and found.needed == "one, for training.optimizer=adam8bit"
     assert found.remedy.startswith("without a GPU set training.optimizer=adam;")
     assert "CPU build" in found.remedy if build is None else "nvidia-smi" in found.remedy
-    both = configs.validate(
-        configs.compose(["preset=laptop", "training.optimizer=adam8bit", "training.device=cuda"])
-    )
+    both = load(compose(["preset=laptop", "training.optimizer=adam8bit", "training.device=cuda"])).settings
     assert "set training.device=cpu training.optimizer=adam;" in requirements._gpu_row(both, False).remedy
-    assert requirements._gpu_row(configs.validate(configs.compose(["preset=laptop"])), False).ok
+    assert requirements._gpu_row(load(compose(["preset=laptop"])).settings, False).ok
 
 
 def on_a_machine_of(monkeypatch, host_gib, *overrides):
@@ -265,7 +264,7 @@ def test_a_gpu_that_is_not_to_be_used_is_not_planned_for(monkeypatch, tmp_path):
 
 def test_shortage_is_one_line_with_what_would_help(monkeypatch):
     large = ["policy=small", "policy.max_positions=512", "rollout.max_tokens=512"]
-    run = configs.validate(configs.compose(["preset=laptop", *large]))
+    run = load(compose(["preset=laptop", *large])).settings
     monkeypatch.setattr(fit, "_free_host", lambda: 1000 * GIB)
     monkeypatch.setattr(fit.os, "sysconf", lambda _: 2**20)  # pages of 1 MiB, a million of them
     assert shortage(run) is None
@@ -277,7 +276,7 @@ def test_shortage_is_one_line_with_what_would_help(monkeypatch):
     monkeypatch.setattr(fit, "_free_host", lambda: (needed - 0.5) * GIB)
     fits = re.findall(r"([\w.]+=[\w.]+) \(to (\S+ GiB), fits\)", shortage(run))
     assert fits and all(gib(size) < needed - 0.4 for _, size in fits)
-    assert shortage(configs.validate(configs.compose(["preset=laptop", *large, fits[0][0]]))) is None
+    assert shortage(load(compose(["preset=laptop", *large, fits[0][0]])).settings) is None
 
 
 def test_frozen_layers_are_a_knob_of_pretrained_policies(monkeypatch, weights):

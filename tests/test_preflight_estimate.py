@@ -9,7 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.files import ConfigError
+from stppo.config.identity import run_section
+from stppo.config.loading import build, load
 from stppo.config.settings import RunConfig
 from stppo.files import repository_path
 from stppo.policy.compute import computing, place
@@ -30,19 +33,19 @@ from stppo.preflight.shapes import QWEN25, check_trained_part, known_config, sha
 from stppo.preflight.speed import estimate_speed
 from stppo.training.checkpoint import CHECKPOINT_DIR, newest
 from stppo.training.models import make_models
-from stppo.training.trainer import Trainer
+from stppo.training.run import Run
 from stppo.training.warm_start import load_warm_start
 
 
 def settings(*overrides):
-    return configs.validate(configs.compose(["preset=laptop", *overrides]))
+    return load(compose(["preset=laptop", *overrides])).settings
 
 
 def qwen(*overrides):
     """Settings of preset qwen and the estimate's view of its algorithm."""
-    config = configs.compose(["preset=qwen", *overrides])
-    run = configs.validate(config)
-    objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+    config = compose(["preset=qwen", *overrides])
+    run = load(config).settings
+    objective = build(config["algorithm"]["objective"], "algorithm.objective")
     return run, Algorithm.of(run, objective)
 
 
@@ -103,14 +106,14 @@ def test_adapters_train_rank_times_inputs_and_outputs():
 def test_what_is_to_be_trained_and_is_not_there_is_named(override, message):
     policy = qwen(override)[0].policy
     shape = shape_of(known_config("Qwen/Qwen2.5-0.5B"), policy.lora)
-    with pytest.raises(configs.ConfigError, match=message) if message else nullcontext():
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_trained_part(policy, shape, critic=False)
 
 
 def test_adapters_of_the_output_layer_alone_leave_a_critic_none():
     policy = qwen("policy.lora={target_modules: [lm_head]}")[0].policy
     shape = shape_of(known_config("Qwen/Qwen2.5-0.5B"), policy.lora)
-    with pytest.raises(configs.ConfigError, match=r"target_modules=\['lm_head'\]: the critic has no linear"):
+    with pytest.raises(ConfigError, match=r"target_modules=\['lm_head'\]: the critic has no linear"):
         check_trained_part(policy, shape, critic=True)
 
 
@@ -164,9 +167,9 @@ def test_activations_of_a_layer_are_what_autograd_saves(precision):
 
 def test_reference_in_bfloat16_keeps_its_linear_layers_in_it(tiny, barely_trained, tmp_path):
     config = tiny("algorithm=grpo", "training.precision=bfloat16")
-    reference = Trainer(config, tmp_path, barely_trained, progress=False).reference
+    reference = Run(load(config), tmp_path, barely_trained, progress=False).trainer.reference
     size = sum(p.numel() * p.element_size() for p in reference.parameters())
-    run = configs.validate(config)
+    run = load(config).settings
     estimate = resting(run, shape_of(reference.config), Algorithm(critic=False, watched=1, exact_norm=False))
     assert estimate["reference"] == pytest.approx(size, rel=0.01)  # biases aside
 
@@ -175,7 +178,7 @@ def test_reference_in_bfloat16_keeps_its_linear_layers_in_it(tiny, barely_traine
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_the_estimate_counts_a_reference_where_a_run_has_one(kl, pretrained, tiny, barely_trained):
     of = [f"policy.pretrained={barely_trained}"] if pretrained else []
-    run = configs.validate(tiny(f"training.kl_coefficient={kl}", *of))
+    run = load(tiny(f"training.kl_coefficient={kl}", *of)).settings
     models = make_models(load_warm_start(barely_trained)[0], barely_trained, run, critic=False)
     algorithm = Algorithm(critic=False, watched=1, exact_norm=False)
     counted = "reference" in resting(run, shape_of(models.policy.config), algorithm)
@@ -204,8 +207,8 @@ def test_resting_memory_and_checkpoint_are_those_of_a_trained_run(tiny, barely_t
         held["reference"] = size(trainer.reference.parameters())
         held["model"] = trainer.policy.config
 
-    Trainer(config, tmp_path, barely_trained, on_iteration=measure, progress=False).train()
-    run = configs.validate(config)
+    Run(load(config), tmp_path, barely_trained, on_iteration=measure, progress=False).train()
+    run = load(config).settings
     shape = shape_of(held.pop("model"))
     algorithm = Algorithm(critic=True, watched=1, exact_norm=True)
     assert not held.pop("policy: gradient") and not held.pop("critic: gradient")
@@ -244,8 +247,8 @@ def test_divided_policy_rests_and_is_saved_as_estimated(tiny, barely_trained, tm
             held[name] = 8 * sum(moments)
         held["model"] = trainer.policy.config
 
-    Trainer(config, tmp_path, barely_trained, on_iteration=measure, progress=False).train()
-    run = configs.validate(config)
+    Run(load(config), tmp_path, barely_trained, on_iteration=measure, progress=False).train()
+    run = load(config).settings
     shape = shape_of(held.pop("model"))
     algorithm = Algorithm(critic=True, watched=1, exact_norm=False)
     found = resting(run, shape, algorithm)
@@ -253,7 +256,7 @@ def test_divided_policy_rests_and_is_saved_as_estimated(tiny, barely_trained, tm
     assert found == held
     saved = newest(tmp_path / CHECKPOINT_DIR) / "policy.safetensors"
     assert 4 * trained_parameters(run, shape) == pytest.approx(saved.stat().st_size, rel=0.1)
-    without = configs.validate(tiny(f"policy.pretrained={barely_trained}", "+policy.trainable_layers=1"))
+    without = load(tiny(f"policy.pretrained={barely_trained}", "+policy.trainable_layers=1")).settings
     assert "reference" not in resting(without, shape, algorithm), "nothing scores it"
 
 
@@ -261,7 +264,10 @@ _UPDATE = """
 import json, sys
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
-from stppo import config as configs
+from stppo.config.files import ConfigError
+from stppo.config.loading import build, load
+from stppo.config.composition import compose
+from stppo.config.identity import run_section
 from stppo.policy.compute import place
 from stppo.training.gradients import Passes
 from stppo.training.optimizers import make_optimizer
@@ -271,9 +277,9 @@ from stppo.trajectories import Trajectories
 overrides, sizes, width = json.loads(sys.argv[1])
 torch.set_num_threads(1)
 torch.manual_seed(0)
-config = configs.compose(overrides)
-run = configs.validate(config)
-objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+config = compose(overrides)
+run = load(config).settings
+objective = build(config["algorithm"]["objective"], "algorithm.objective")
 policy = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=torch.float32)
 place(policy, torch.device("cpu"), run.training.precision, run.training.gradient_checkpointing)
 optimizer = make_optimizer("adam", list(policy.parameters()), 1e-4)
@@ -340,9 +346,9 @@ def test_memory_of_an_update_is_near_the_estimate(checkpointing):
         [sys.executable, "-c", _UPDATE, json.dumps([overrides, sizes, width])], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    config = configs.compose(overrides)
-    run = configs.validate(config)
-    objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+    config = compose(overrides)
+    run = load(config).settings
+    objective = build(config["algorithm"]["objective"], "algorithm.objective")
     shape = shape_of(Qwen2Config(**sizes))
     update = phases_of(run, shape, Algorithm.of(run, objective), None)[-1]
     there = update.parts["policy"] + update.parts["reference"]  # weights are loaded, and no reference
@@ -364,9 +370,9 @@ SMOLLM2 = {
 
 def smollm(*overrides):
     """Settings of preset smollm with small records, SmolLM2's sizes, and the estimate's view of its algorithm."""
-    config = configs.compose(["preset=smollm", f"world.records={__file__}", *overrides])
-    run = RunConfig.model_validate(configs.run_section(config) | {"loggers": []})
-    objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+    config = compose(["preset=smollm", f"world.records={__file__}", *overrides])
+    run = RunConfig.model_validate(run_section(config) | {"loggers": []})
+    objective = build(config["algorithm"]["objective"], "algorithm.objective")
     return run, shape_of(LlamaConfig(**SMOLLM2)), Algorithm.of(run, objective)
 
 

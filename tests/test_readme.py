@@ -1400,7 +1400,8 @@ def test_which_methods_are_not_run_yet(benchmark):
         "s_ppo_cheap",
         "st_ppo_cheap",
     }
-    assert rest == named | variants
+    under_way = {"token_ppo_fixed", "turn_ppo_fixed"}  # of results/reference/divisor
+    assert rest - under_way == named | variants
 
 
 def test_vcpo(benchmark):

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stppo.config import expand_sweep, variant
+from stppo.config.composition import expand_sweep, variant
 from stppo.record import schema
 from stppo.record.compare import before_and_after, compare_runs, find_runs, text
 from stppo.record.runs import collect, load_metrics, told_apart

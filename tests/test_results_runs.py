@@ -7,8 +7,8 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from stppo import config
 from stppo.config.algorithms import look
+from stppo.config.composition import compose
 from stppo.record import runs, schema
 from stppo.record.runs import TABLE_MEANS, collect, load_metrics, make_command, read_run, repository_path
 from tests.synthetic_runs import N_UPDATES, START, Dynamics, gather, make_run, make_study, simulate
@@ -303,7 +303,7 @@ def test_remedy_names_the_preset(target, command):
 @pytest.mark.parametrize("regime", ["A", "LONG", "ON_POLICY", "mine"])
 def test_remedy_of_a_manual_run_composes_to_that_run(regime):
     command = make_command(f"results/smoke/manual/{regime}/st_ppo/seed3-0123abcd/run.json").split()
-    run = config.compose(command[2 : command.index("--out")])
+    run = compose(command[2 : command.index("--out")])
     found = (run["preset"], run["training"]["regime"], run["algorithm"]["name"], run["seed"])
     assert found == ("smoke", regime, "st_ppo", 3)
 
@@ -345,7 +345,7 @@ def changed(run, tmp_path):
         (lambda runs: [run | {"iterations": "many"} for run in runs], "run 1: iterations = 'many' is not what"),
         (lambda runs: [run | {"updates": None} for run in runs], "run 1: updates = None is not what"),
         (lambda runs: [run | {"variant": 3} for run in runs], "run 1: variant = 3 is not what"),
-        (lambda runs: [run | {"warm_start": {}} for run in runs], "run 1: warm_start lacks the number"),
+        (lambda runs: [run | {"warm_start": {}} for run in runs], ", run 1 lacks warm_start.success_sampled"),
     ],
 )  # fmt: skip
 def test_records_that_no_collection_writes_are_named_in_one_line(changed, by, said):

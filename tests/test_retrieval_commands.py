@@ -12,7 +12,9 @@ import requests
 from typer.testing import CliRunner
 
 from stppo import cli
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.files import ConfigError
+from stppo.config.loading import build
 from stppo.retrieval.client import RetrievalClient
 from stppo.retrieval.index_retriever import IndexRetriever
 
@@ -163,10 +165,10 @@ def test_configs_name_both_kinds(tmp_path):
     records = tmp_path / "bamboogle.jsonl"
     records.write_text('{"Question": "who?", "Answer": "me"}\n')
     base = ["world=benchmark", "world.benchmark=bamboogle", f"world.records={records}"]
-    http = configs.compose([*base, "+retriever@world.retriever=http", "world.retriever.attempts=2"])
-    world = configs.build(http["world"], "world")
+    http = compose([*base, "+retriever@world.retriever=http", "world.retriever.attempts=2"])
+    world = build(http["world"], "world")
     assert isinstance(world.retriever, RetrievalClient) and world.retriever.attempts == 2
-    index = configs.compose([*base, "+retriever@world.retriever=index", f"world.retriever.index={tmp_path}"])
-    assert isinstance(configs.build(index["world"], "world").retriever, IndexRetriever)
-    with pytest.raises(configs.ConfigError, match="retriever.*index is not given"):
-        configs.build(configs.compose([*base, "+retriever@world.retriever=index"])["world"], "world")
+    index = compose([*base, "+retriever@world.retriever=index", f"world.retriever.index={tmp_path}"])
+    assert isinstance(build(index["world"], "world").retriever, IndexRetriever)
+    with pytest.raises(ConfigError, match="retriever.*index is not given"):
+        build(compose([*base, "+retriever@world.retriever=index"])["world"], "world")

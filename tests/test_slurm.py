@@ -4,7 +4,8 @@ import shlex
 
 import pytest
 
-from stppo import config as configs
+from stppo.config.identity import warm_start_dir
+from stppo.config.planned import planned_runs
 from tests.test_pipeline import planned, snakemake
 
 pytestmark = pytest.mark.slow  # processes and dry runs of whole graphs
@@ -69,8 +70,8 @@ def test_submitted_training_run_asks_for_what_the_preset_says(tmp_path, monkeypa
         (stubs / name).write_text(f"#!/bin/sh\n{script}\n")
         (stubs / name).chmod(0o755)
     monkeypatch.setenv("STAND_INS", str(stubs))
-    plan = next(run for run in configs.planned_runs("smoke") if run.algorithm == "st_ppo")
-    start = tmp_path / "results/smoke/warm_start" / configs.warm_start_dir(plan.config).name
+    plan = next(run for run in planned_runs("smoke") if run.algorithm == "st_ppo")
+    start = tmp_path / "results/smoke/warm_start" / warm_start_dir(plan.config).name
     start.mkdir(parents=True)
     (start / "warm_start.json").touch()
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from stppo.config import ConfigError, arms_of, compose, planned_runs
+from stppo.config.composition import compose
+from stppo.config.files import ConfigError
+from stppo.config.planned import arms_of, planned_runs
 from stppo.study.arms import groups, groups_of, labels
 
 

@@ -10,8 +10,7 @@ from rliable.metrics import aggregate_iqm
 from scipy import stats
 
 from stppo import cli
-from stppo.config import ConfigError
-from stppo.config.files import VARIABLE
+from stppo.config.files import VARIABLE, ConfigError
 from stppo.record.runs import Metrics
 from stppo.stats import mean
 from stppo.study import benchmark

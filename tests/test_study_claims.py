@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stppo.cli import app
-from stppo.config import planned_runs
+from stppo.config.planned import planned_runs
 from stppo.record import schema
 from stppo.record.runs import Metrics
 from stppo.stats import fewest_worlds
@@ -344,10 +344,11 @@ def test_unknown_group_is_named():
         evaluate(make({"a": spread(0.5)}), ledger(("C1", [asked])), {"f": Group("f", "?", ("a",))}, {})
 
 
-def test_every_condition_can_be_decided_by_the_worlds_that_are_planned():
-    shipped, known = load_ledger(), groups("study")
-    worlds = {}
-    for run in planned_runs("study"):
+@pytest.mark.parametrize("file", claims.LEDGER_FILES, ids=lambda file: file.stem)
+def test_every_condition_can_be_decided_by_the_worlds_that_are_planned(file):
+    shipped = load_ledger(file)
+    known, worlds = groups(shipped.preset), {}
+    for run in planned_runs(shipped.preset):
         worlds.setdefault((run.regime, run.algorithm), set()).add(run.seed)
     for entry in shipped.claims:
         for condition in entry.holds_if:
@@ -367,6 +368,23 @@ def test_what_entries_behind_one_gate_add_to_the_error_that_a_family_is_told_to_
     family = [entry for entry in shipped.claims if entry.id[0] == "C" and not entry.gate]
     most = sum((1 - shipped.level(entry)) * max(1, behind[entry.id]) for entry in family)
     assert most == pytest.approx(shipped.error * (len(family) + 1) / len(family))
+
+
+def test_runs_have_the_ledger_of_their_preset():
+    for file in claims.LEDGER_FILES:
+        shipped = load_ledger(file)
+        runs = make({"a": spread(0.5)}, preset=shipped.preset)
+        assert claims.ledger_of(runs) == shipped
+        assert [verdict.entry for verdict in evaluate(runs)] == list(shipped.claims)
+    assert claims.ledger_of(make({"a": spread(0.5)}, preset="mine")) is None
+
+
+def test_entries_of_the_divisors_trial_err_no_more_than_they_are_told_to():
+    shipped = load_ledger(claims.LEDGER_FILES[1])
+    behind = Counter(entry.gate for entry in shipped.claims if entry.gate)
+    assert set(behind.values()) == {1}, "an entry without a gate frees its share for one behind it"
+    levels = {entry.id[0]: shipped.level(entry) for entry in shipped.claims}
+    assert levels == pytest.approx({"D": 1 - 0.05 / 12, "G": 0.95, "N": 0.95, "H": 0.95})
 
 
 def test_columns_that_claims_ask_for_are_recorded():

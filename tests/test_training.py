@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 import torch
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.files import write_atomically
 from stppo.policy.policy import load_policy
 from stppo.record.ownership import PARENT, FolderInUse
@@ -21,7 +22,7 @@ from stppo.record.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, 
 from stppo.training.checkpoint import newest
 from stppo.training.failures import RunStopped
 from stppo.training.metrics import gpu_peak_memory_mb
-from stppo.training.trainer import Trainer
+from stppo.training.run import Run
 from stppo.training.warm_start import encode_episode, load_warm_start, warm_start
 from stppo.world.encoding import DialogueEncoder
 from tests.conftest import TINY
@@ -65,7 +66,7 @@ def test_a_run_says_which_weights_it_began_from(tmp_path, tiny, barely_trained):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, barely_trained) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    run(configs.compose(TINY), folder, barely_trained)
+    run(compose(TINY), folder, barely_trained)
     return folder
 
 
@@ -125,15 +126,16 @@ def test_same_seed_same_metrics_other_seed_other_metrics(undisturbed, tmp_path, 
 ROOT = Path(__file__).parents[1]
 KILLED_RUN = """
 import os, signal, sys
-from stppo import config
-from stppo.training.trainer import Trainer
+from stppo.config.composition import compose
+from stppo.config.loading import load
+from stppo.training.run import Run
 from tests.conftest import TINY
 
 def kill(trainer):
     if trainer.iteration == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
 
-Trainer(config.compose(TINY), sys.argv[1], sys.argv[2], on_iteration=kill, progress=False).train()
+Run(load(compose(TINY)), sys.argv[1], sys.argv[2], on_iteration=kill, progress=False).train()
 """
 
 
@@ -156,8 +158,9 @@ def test_killed_run_resumes_bit_for_bit(
     assert killed.returncode == -9, killed.stderr.decode()[-2000:]
     kept = tables(tmp_path)[0]
     assert len(kept) == kept_iterations * 4, "what was measured before the checkpoint is on disk"
-    trainer = Trainer(tiny(), tmp_path, barely_trained, progress=False)
-    trainer.train()
+    its_run = Run(load(tiny()), tmp_path, barely_trained, progress=False)
+    trainer = its_run.trainer
+    its_run.train()
     assert len(trainer.update_rows) == 20
     assert_same_metrics(undisturbed, tmp_path)
 
@@ -165,7 +168,7 @@ def test_killed_run_resumes_bit_for_bit(
 def elsewhere(monkeypatch, cpu="another CPU"):
     """What comes now runs on another machine."""
     found = {"versions": {"python": "3.99"}, "hardware": {"cpu": cpu}, "git_commit": None, "git_dirty": None}
-    monkeypatch.setattr("stppo.training.trainer.environment", lambda: dict(found))
+    monkeypatch.setattr("stppo.training.run.environment", lambda: dict(found))
     return found
 
 
@@ -173,11 +176,12 @@ def test_finished_run_is_not_repeated(tmp_path, tiny, barely_trained, monkeypatc
     ended = run(tiny(), tmp_path, barely_trained)
     files = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}  # fmt: skip
     elsewhere(monkeypatch)
-    again = Trainer(tiny(), tmp_path, barely_trained, progress=False)
-    assert again.train() == ended == json.loads((tmp_path / "run.json").read_text())
+    again_run = Run(load(tiny()), tmp_path, barely_trained, progress=False)
+    again = again_run.trainer
+    assert again_run.train() == ended == json.loads((tmp_path / "run.json").read_text())
     left = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}  # fmt: skip
     assert left.keys() == files.keys() and left == files, "nothing is written, timings and environment too"
-    assert again.taken_up == 5 and len(again.update_rows) == 20 and len(again.evaluation_rows) >= 3
+    assert again_run.taken_up == 5 and len(again.update_rows) == 20 and len(again.evaluation_rows) >= 3
 
 
 @pytest.mark.parametrize("lost", ["policy", "updates.parquet"])
@@ -195,7 +199,7 @@ def test_a_run_is_not_completed_before_its_weights_are_written(tmp_path, tiny, b
         raise OSError("no space left on device")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr("stppo.training.trainer.save_policy", full)
+        patch.setattr("stppo.training.run.save_policy", full)
         run(tiny(), tmp_path, barely_trained)
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "running"
     assert run(tiny(), tmp_path, barely_trained)["status"] == "completed"
@@ -214,9 +218,10 @@ def test_a_resumed_run_keeps_the_environment_it_began_with(tmp_path, tiny, barel
 
 
 def test_a_world_without_a_seed_is_recorded_as_world_0(tmp_path, tiny, barely_trained):
-    trainer = Trainer(tiny("training.iterations=1"), tmp_path, barely_trained, progress=False)
+    its_run = Run(load(tiny("training.iterations=1")), tmp_path, barely_trained, progress=False)
+    trainer = its_run.trainer
     del trainer.config["world"]["seed"]  # as a world of one's own may be
-    assert trainer.train()["world_seed"] == 0, "figures group runs by it"
+    assert its_run.train()["world_seed"] == 0, "figures group runs by it"
 
 
 def test_other_run_in_the_same_folder_moves_the_earlier_one_aside(tmp_path, tiny, barely_trained):
@@ -283,10 +288,11 @@ def test_a_run_that_ended_non_finite_is_not_repeated(checkpoint, tmp_path, tiny,
 
     if checkpoint:
         interrupted(tiny(), tmp_path, barely_trained)
-    ended = Trainer(tiny(), tmp_path, barely_trained, on_iteration=overflow, progress=False).train()
+    ended = Run(load(tiny()), tmp_path, barely_trained, on_iteration=overflow, progress=False).train()
     assert ended["status"] == "non_finite"
-    again = Trainer(tiny(), tmp_path, barely_trained, progress=False)
-    assert again.train() == ended, "nothing stops it any more, yet it does not go on"
+    again_run = Run(load(tiny()), tmp_path, barely_trained, progress=False)
+    again = again_run.trainer
+    assert again_run.train() == ended, "nothing stops it any more, yet it does not go on"
     rows, evaluations = tables(tmp_path)
     assert len(again.update_rows) == len(rows) >= 1 and len(again.evaluation_rows) == len(evaluations) >= 1
     assert run(tiny(), tmp_path, barely_trained, resume="never")["status"] == "completed"
@@ -336,11 +342,12 @@ def test_bias_norm_is_sampled_where_no_stabilizer_needs_it(tmp_path, tiny, barel
 
 
 def test_group_algorithm_has_no_critic_and_whole_groups(tmp_path, tiny, barely_trained):
-    trainer = Trainer(
-        tiny("algorithm=grpo", "training.iterations=1"), tmp_path, barely_trained, progress=False
+    its_run = Run(
+        load(tiny("algorithm=grpo", "training.iterations=1")), tmp_path, barely_trained, progress=False
     )
+    trainer = its_run.trainer
     assert trainer.critic is None
-    groups = trainer._sample().trajectories.group_ids
+    groups = trainer.sample().trajectories.group_ids
     assert groups.bincount().tolist() == [8, 8]
 
 
@@ -353,7 +360,7 @@ def test_regularisers_enter_the_gradient(tmp_path, tiny, barely_trained):
 @pytest.mark.parametrize("other", ["world.seed=1", "policy.hidden_size=16", "world.n_name_parts=20"])
 def test_warm_start_of_another_world_or_policy_is_refused(other, tmp_path, tiny, barely_trained):
     with pytest.raises(ValueError, match="made for another world or policy"):
-        Trainer(tiny(other), tmp_path, barely_trained)
+        Run(load(tiny(other)), tmp_path, barely_trained)
 
 
 def test_truncated_weights_are_named(tmp_path, tiny, barely_trained):
@@ -362,18 +369,18 @@ def test_truncated_weights_are_named(tmp_path, tiny, barely_trained):
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(FileNotFoundError, match="cannot be loaded"):
-        Trainer(tiny(), tmp_path / "run", damaged)
+        Run(load(tiny()), tmp_path / "run", damaged)
 
 
 def test_missing_warm_start_names_the_remedy(tmp_path, tiny):
     with pytest.raises(FileNotFoundError, match="stppo warm-start"):
-        Trainer(tiny(), tmp_path, tmp_path / "nothing")
+        Run(load(tiny()), tmp_path, tmp_path / "nothing")
 
 
 @pytest.mark.slow
 def test_warm_start_learns_until_the_target(tmp_path, tiny):
     easy = tiny("warm_start.target_success=0.01", "warm_start.max_steps=400", "warm_start.demonstrations=512")
-    record = warm_start(easy, tmp_path, progress=False)
+    record = warm_start(load(easy), tmp_path, progress=False)
     losses = [row["loss"] for row in record["history"]]
     assert losses[0] > losses[-1] and record["history"][-1]["success"] >= 0.01
     assert record["reading_steps"] == 0 and {row["stage"] for row in record["history"]} == {"searching"}
@@ -393,8 +400,8 @@ def test_start_is_measured_on_the_questions_of_the_evaluations(tmp_path, tiny, m
 
     monkeypatch.setattr(module, "evaluate", evaluate)
     easy = tiny("warm_start.target_success=0.001", "warm_start.max_steps=400", "evaluation.questions=8")
-    warm_start(easy, tmp_path, progress=False)
-    fixed = [q.id for q in configs.build(easy["world"], "world").questions("validation")[:8]]
+    warm_start(load(easy), tmp_path, progress=False)
+    fixed = [q.id for q in build(easy["world"], "world").questions("validation")[:8]]
     sampled, greedy = asked[-2:]
     assert set(sampled) == set(fixed) and len(sampled) == 256 and greedy == fixed
 
@@ -411,7 +418,7 @@ def test_what_cannot_be_measured_is_said_before_anything_is_trained(
 ):
     monkeypatch.setattr("stppo.training.warm_start._supervised_step", None)
     with pytest.raises(ValueError, match=said):
-        warm_start(tiny(override), tmp_path, progress=False)
+        warm_start(load(tiny(override)), tmp_path, progress=False)
 
 
 def test_a_file_in_the_place_of_the_weights_is_named_before_training(tmp_path, tiny, barely_trained):
@@ -437,7 +444,9 @@ def test_what_a_killed_run_left_unfinished_goes(tmp_path, tiny, barely_trained):
 
 def test_warm_start_that_misses_its_target_says_so(tmp_path, tiny):
     with pytest.raises(ValueError, match="warm_start.max_steps=50"):
-        warm_start(tiny("warm_start.max_steps=50", "warm_start.target_success=0.9"), tmp_path, progress=False)
+        warm_start(
+            load(tiny("warm_start.max_steps=50", "warm_start.target_success=0.9")), tmp_path, progress=False
+        )
     assert not (tmp_path / "warm_start.json").exists()
 
 
@@ -450,7 +459,7 @@ READ = [
 
 def test_reading_comes_first_and_ends_at_its_target(tmp_path, tiny):
     config = tiny(*READ, "warm_start.reading.target_accuracy=0.03", "warm_start.target_success=0")
-    record = warm_start(config, tmp_path, progress=False)
+    record = warm_start(load(config), tmp_path, progress=False)
     stages = [row["stage"] for row in record["history"]]
     assert stages == ["reading"] * (len(stages) - 1) + ["searching"]
     *before, last = [row["accuracy"] for row in record["history"][:-1]]
@@ -462,12 +471,12 @@ def test_reading_that_misses_its_target_says_so(tmp_path, tiny):
     with pytest.raises(
         ValueError, match=r"reading accuracy 0\.\d+ after warm_start\.reading\.max_steps=60 is below"
     ):
-        warm_start(tiny(*READ), tmp_path, progress=False)
+        warm_start(load(tiny(*READ)), tmp_path, progress=False)
     assert not (tmp_path / "warm_start.json").exists()
 
 
 def test_only_the_names_of_a_reading_example_are_learned(tiny):
-    world = configs.build(tiny()["world"], "world")
+    world = build(tiny()["world"], "world")
     (example,) = world.reading_examples(1, random.Random(0))
     tokens, mask = encode_episode(example, DialogueEncoder(world.environment.protocol, world.tokenizer))
     agent = [token for token, ours in zip(tokens, mask, strict=True) if ours]
@@ -480,14 +489,15 @@ def test_only_the_names_of_a_reading_example_are_learned(tiny):
 def test_a_folder_keeps_the_warm_start_that_runs_stand_on(tmp_path, tiny, barely_trained):
     shutil.copytree(barely_trained, tmp_path / "start")
     with pytest.raises(ValueError, match="holds a warm start for another world or policy"):
-        warm_start(tiny("world.seed=5"), tmp_path / "start", progress=False)
+        warm_start(load(tiny("world.seed=5")), tmp_path / "start", progress=False)
     assert load_warm_start(tmp_path / "start")[2] == load_warm_start(barely_trained)[2]
 
 
 def test_trainer_leaves_the_reference_policy_alone(tmp_path, tiny, barely_trained):
-    trainer = Trainer(tiny("training.iterations=1"), tmp_path, barely_trained, progress=False)
+    its_run = Run(load(tiny("training.iterations=1")), tmp_path, barely_trained, progress=False)
+    trainer = its_run.trainer
     before = [p.clone() for p in trainer.reference.parameters()]
-    trainer.train()
+    its_run.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.reference.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
 
@@ -499,8 +509,8 @@ def test_one_folder_takes_one_run_at_a_time(tmp_path, tiny, barely_trained):
         with pytest.raises(FolderInUse, match="is in use by process"):
             run(tiny("algorithm=token_ppo"), tmp_path, barely_trained, resume="set_aside")
 
-    trainer = Trainer(tiny(), tmp_path, barely_trained, on_iteration=intrude, progress=False)
-    assert trainer.train()["status"] == "completed"
+    its_run = Run(load(tiny()), tmp_path, barely_trained, on_iteration=intrude, progress=False)
+    assert its_run.train()["status"] == "completed"
     assert json.loads((tmp_path / "run.json").read_text())["algorithm"] == "st_ppo"
     assert not list(tmp_path.glob("earlier-*"))
 

@@ -16,8 +16,9 @@ import torch
 from typer.testing import CliRunner
 
 from stppo import cli
-from stppo import config as configs
+from stppo.config.composition import compose
 from stppo.config.files import VARIABLE
+from stppo.config.planned import planned_runs
 from stppo.record.ownership import PARENT
 from stppo.training import campaign, processes
 from stppo.training.warm_start import made_for, recorded_start
@@ -125,9 +126,9 @@ def test_a_recorded_start_fits_what_it_was_made_with_alone(tmp_path, monkeypatch
     folder = tmp_path / "record/warm_start/seed0-abc"
     folder.mkdir(parents=True)
     record = {"success_sampled": 0.2, "success_greedy": 0.4, "n_sampled": 300}
-    record["made_for"] = made_for(configs.compose(recorded))
+    record["made_for"] = made_for(compose(recorded))
     (folder / "warm_start.json").write_text(json.dumps(record))
-    found = recorded_start(configs.compose([*recorded, changed]))
+    found = recorded_start(compose([*recorded, changed]))
     assert (found is not None and found.name == "seed0-abc") is fits
 
 
@@ -165,7 +166,7 @@ def test_a_pool_that_breaks_between_two_jobs_is_replaced(monkeypatch):
     monkeypatch.setattr(campaign, "_pool", lambda jobs: pools.pop(0))
     monkeypatch.setattr(campaign, "_start", lambda config: campaign.Done("start", 0.0, ""))
     monkeypatch.setattr(campaign, "_train", lambda name, *_: campaign.Done(name, 0.0, "completed"))
-    runs = configs.planned_runs("laptop", ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,st_ppo]"])
+    runs = planned_runs("laptop", ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,st_ppo]"])
     told = []
     assert campaign.train_planned("laptop", runs, 2, lambda done, *_: told.append(done.name)) == []
     assert sorted(told) == sorted([run.name for run in runs] + ["start"] * 3) and not pools
@@ -178,7 +179,7 @@ def test_a_killed_process_and_a_failed_start_end_their_runs_alone(monkeypatch, c
     monkeypatch.setattr(campaign, "_start", starts)
     monkeypatch.setattr(campaign, "_train", trains)
     chosen = ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,st_ppo]"]
-    runs = [run for run in configs.planned_runs("laptop", chosen) if run.regime == "OFF_POLICY"]
+    runs = [run for run in planned_runs("laptop", chosen) if run.regime == "OFF_POLICY"]
     assert len(runs) == 6
     told = []
     failed = campaign.train_planned("laptop", runs, 1, lambda done, n, total: told.append((done, n, total)))

@@ -10,12 +10,16 @@ import pandas as pd
 import pytest
 import torch
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.files import ConfigError
+from stppo.config.identity import data_section, identity_section, warm_start_dir
+from stppo.config.loading import build, load
 from stppo.policy.policy import load_policy
 from stppo.rollout.rollout import Rollout, RolloutConfig
 from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.controls import generator_for, identity
 from stppo.training.monte_carlo import TrueValues, true_values
+from stppo.training.run import Run
 from stppo.training.trainer import Trainer
 from stppo.training.warm_start import WARM_START_FILE, made_for
 from stppo.trajectories import Layout
@@ -30,7 +34,7 @@ KEY = ["iteration", "epoch", "minibatch"]
 def plain(tmp_path_factory, barely_trained):
     """Token PPO with plain gradient descent: the length of a step then shows what it was divided by."""
     folder = tmp_path_factory.mktemp("plain")
-    run(configs.compose([*TINY, *PLAIN]), folder, barely_trained)
+    run(compose([*TINY, *PLAIN]), folder, barely_trained)
     return folder
 
 
@@ -71,11 +75,33 @@ def test_shuffled_divisors_stay_within_their_iteration(tmp_path, tiny, barely_tr
         config = tiny(
             *PLAIN, f"seed={seed}", f"{PLACEBO}={tmp_path}/source", "training.divisors.shuffle=true"
         )
-        shuffled.append(Trainer(config, tmp_path, barely_trained).divisors.table.numpy().reshape(5, 4))
+        shuffled.append(
+            Run(load(config), tmp_path, barely_trained).trainer.divisors.table.numpy().reshape(5, 4)
+        )
         np.testing.assert_array_equal(np.sort(shuffled[-1]), np.sort(source))
     assert not np.array_equal(shuffled[0], shuffled[1]), "each seed has an order of its own"
     places = (shuffled[0][:, :, None] == source[:, None, :]).argmax(2)
     assert len({tuple(order) for order in places}) > 1, "and each iteration"
+
+
+def test_a_constant_shortens_plain_gradient_descent_as_much_on_average(tmp_path, tiny, barely_trained):
+    source = source_run(tmp_path / "source")["stabilizer_divisor"]
+    config = tiny(*PLAIN, f"{PLACEBO}={tmp_path}/source", "+training.divisors.constant=true")
+    table = Trainer(load(config), barely_trained).divisors.table
+    assert len(table.unique()) == 1 and float(1 / table[0, 0, 0]) == pytest.approx((1 / source).mean())
+    for wrong in (["training.divisors.shuffle=true"], ["training.divisors.from_run=null"]):
+        with pytest.raises(ConfigError, match="constant=true divides by one number"):
+            load(tiny(*PLAIN, f"{PLACEBO}={tmp_path}/source", "+training.divisors.constant=true", *wrong))
+
+
+def test_replayed_divisors_of_the_step_are_not_undone_by_adam(tmp_path, tiny, barely_trained):
+    source_run(tmp_path / "source", 4.0)
+    once = ["algorithm=token_ppo", "training.iterations=5"]
+    run(tiny(*once), tmp_path / "plain", barely_trained)
+    config = tiny(*once, f"{PLACEBO}={tmp_path}/source", "+training.divisors.divides=step")
+    run(config, tmp_path / "step", barely_trained)
+    first = [tables(tmp_path / name)[0]["update_norm"].iloc[0] for name in ("plain", "step")]
+    assert first[1] == pytest.approx(first[0] / 4, rel=1e-4)
 
 
 def test_placebo_draws_nothing_from_the_training_stream(plain, tmp_path, tiny, barely_trained):
@@ -96,7 +122,8 @@ def test_constant_divisor_is_a_learning_rate_under_sgd(plain, tmp_path, tiny, ba
 def test_last_divisors_of_a_source_that_ended_non_finite_go_on(tmp_path, tiny, barely_trained):
     divisors = np.r_[np.arange(1.0, 12), np.nan]  # it broke in the last update of its third iteration
     source_run(tmp_path / "source", divisors, iterations=3, status="non_finite")
-    trainer = Trainer(tiny(*PLAIN, f"{PLACEBO}={tmp_path}/source"), tmp_path, barely_trained)
+    its_run = Run(load(tiny(*PLAIN, f"{PLACEBO}={tmp_path}/source")), tmp_path, barely_trained)
+    trainer = its_run.trainer
     expected = [*range(1, 9), *[5, 6, 7, 8] * 3]
     assert trainer.divisors.table.flatten().tolist() == expected
 
@@ -112,16 +139,16 @@ def test_last_divisors_of_a_source_that_ended_non_finite_go_on(tmp_path, tiny, b
 )
 def test_source_that_cannot_serve_is_refused(source, message, tmp_path, tiny, barely_trained):
     source_run(tmp_path / "source", **source)
-    with pytest.raises(configs.ConfigError, match=f"training.divisors.from_run.*{message}"):
-        Trainer(tiny(*PLAIN, f"{PLACEBO}={tmp_path}/source"), tmp_path / "run", barely_trained)
+    with pytest.raises(ConfigError, match=f"training.divisors.from_run.*{message}"):
+        Run(load(tiny(*PLAIN, f"{PLACEBO}={tmp_path}/source")), tmp_path / "run", barely_trained)
     assert not (tmp_path / "run").exists()
 
 
 def test_source_of_other_epochs_is_refused(tmp_path, tiny, barely_trained):
     source_run(tmp_path / "source")
     for other in ("training.epochs=1", "training.minibatches=4"):
-        with pytest.raises(configs.ConfigError, match="has 0 iterations .* same training settings"):
-            Trainer(tiny(*PLAIN, other, f"{PLACEBO}={tmp_path}/source"), tmp_path, barely_trained)
+        with pytest.raises(ConfigError, match="has 0 iterations .* same training settings"):
+            Run(load(tiny(*PLAIN, other, f"{PLACEBO}={tmp_path}/source")), tmp_path, barely_trained)
 
 
 def test_damaged_source_is_named(tmp_path, tiny, barely_trained):
@@ -129,27 +156,29 @@ def test_damaged_source_is_named(tmp_path, tiny, barely_trained):
     source_run(tmp_path / "source")
     table = tmp_path / "source" / "updates.parquet"
     pd.read_parquet(table).drop(columns="stabilizer_divisor").to_parquet(table)
-    with pytest.raises(configs.ConfigError, match="lacks column stabilizer_divisor"):
-        Trainer(config, tmp_path, barely_trained)
+    with pytest.raises(ConfigError, match="lacks column stabilizer_divisor"):
+        Run(load(config), tmp_path, barely_trained)
     table.write_bytes(b"PAR1")
-    with pytest.raises(configs.ConfigError, match="no readable updates.parquet"):
-        Trainer(config, tmp_path, barely_trained)
+    with pytest.raises(ConfigError, match="no readable updates.parquet"):
+        Run(load(config), tmp_path, barely_trained)
     shutil.rmtree(tmp_path / "source")
-    with pytest.raises(configs.ConfigError, match=f"training.divisors.from_run = {tmp_path}/source"):
-        Trainer(config, tmp_path, barely_trained)
+    with pytest.raises(ConfigError, match=f"training.divisors.from_run = {tmp_path}/source"):
+        Run(load(config), tmp_path, barely_trained)
 
 
 def test_placebo_beside_a_stabilizer_is_refused(tmp_path, tiny, barely_trained):
     source_run(tmp_path / "source")
     for algorithm in ("st_ppo", "so_ppo_ctn"):
-        with pytest.raises(configs.ConfigError, match="takes a stabiliser's place"):
-            Trainer(tiny(f"algorithm={algorithm}", f"{PLACEBO}={tmp_path}/source"), tmp_path, barely_trained)
+        with pytest.raises(ConfigError, match="takes a stabiliser's place"):
+            Run(
+                load(tiny(f"algorithm={algorithm}", f"{PLACEBO}={tmp_path}/source")), tmp_path, barely_trained
+            )
 
 
 def test_placebo_of_a_method_that_steps_turn_by_turn_is_refused(tmp_path, tiny, barely_trained):
     source_run(tmp_path / "source")
-    with pytest.raises(configs.ConfigError, match="a divisor a minibatch, but LastTurnsFirst"):
-        Trainer(tiny("algorithm=seeupo", f"{PLACEBO}={tmp_path}/source"), tmp_path, barely_trained)
+    with pytest.raises(ConfigError, match="a divisor a minibatch, but LastTurnsFirst"):
+        Run(load(tiny("algorithm=seeupo", f"{PLACEBO}={tmp_path}/source")), tmp_path, barely_trained)
 
 
 def test_run_is_known_by_its_divisors_not_by_their_place(tmp_path, tiny, barely_trained, monkeypatch):
@@ -159,7 +188,7 @@ def test_run_is_known_by_its_divisors_not_by_their_place(tmp_path, tiny, barely_
 
     def known_as(source, *overrides):
         config = tiny(*PLAIN, f"{PLACEBO}={source}", *overrides)
-        return Trainer(config, tmp_path, barely_trained).fingerprint
+        return Run(load(config), tmp_path, barely_trained).fingerprint
 
     one = known_as(tmp_path / "one")
     assert known_as(tmp_path / "moved") == one != known_as(tmp_path / "other")
@@ -171,8 +200,8 @@ def test_run_is_known_by_its_divisors_not_by_their_place(tmp_path, tiny, barely_
 
 
 def test_shuffle_without_a_source_is_refused(tiny):
-    with pytest.raises(configs.ConfigError, match="give that run's folder"):
-        configs.validate(tiny("training.divisors.shuffle=true"))
+    with pytest.raises(ConfigError, match="give that run's folder"):
+        load(tiny("training.divisors.shuffle=true"))
 
 
 @pytest.mark.parametrize("algorithm", ["token_ppo", "st_ppo", "so_ppo_ctn"])
@@ -219,7 +248,7 @@ def f1_start(tmp_path_factory, barely_trained):
     """The barely trained policy as a warm start of the world with the F1 reward."""
     folder = tmp_path_factory.mktemp("start") / "f1"
     shutil.copytree(barely_trained, folder)
-    record = json.loads((folder / WARM_START_FILE).read_text()) | {"made_for": made_for(configs.compose(F1))}
+    record = json.loads((folder / WARM_START_FILE).read_text()) | {"made_for": made_for(compose(F1))}
     (folder / WARM_START_FILE).write_text(json.dumps(record))
     return folder
 
@@ -227,7 +256,7 @@ def f1_start(tmp_path_factory, barely_trained):
 @pytest.fixture(scope="module")
 def played(f1_start):
     """World, policy and a roll-out of it that takes several turns and earns something."""
-    world = configs.build(configs.compose(F1)["world"], "world")
+    world = build(compose(F1)["world"], "world")
     policy = load_policy(f1_start)
     sampler = TorchRollout(world.environment, world.tokenizer, RolloutConfig(batch_size=50))
     return (
@@ -349,21 +378,23 @@ VALUE_ERROR = [
 @pytest.fixture(scope="module")
 def with_critic(tmp_path_factory, f1_start):
     folder = tmp_path_factory.mktemp("critic")
-    run(configs.compose(F1), folder, f1_start)
+    run(compose(F1), folder, f1_start)
     return folder
 
 
 def test_monte_carlo_values_replace_the_critic(tmp_path, f1_start, with_critic):
-    trainer = Trainer(configs.compose([*F1, *MONTE_CARLO]), tmp_path, f1_start, progress=False)
-    other = Trainer(configs.compose(F1), tmp_path, f1_start, progress=False)
+    its_run = Run(load(compose([*F1, *MONTE_CARLO])), tmp_path, f1_start, progress=False)
+    trainer = its_run.trainer
+    other_run = Run(load(compose(F1)), tmp_path, f1_start, progress=False)
+    other = other_run.trainer
     assert trainer.critic is None
-    queued, plain = trainer._sample(), other._sample()
+    queued, plain = trainer.sample(), other.sample()
     assert torch.equal(queued.trajectories.tokens, plain.trajectories.tokens)
     assert torch.equal(trainer.generator.get_state(), other.generator.get_state()), "a stream of its own"
     assert torch.equal(
         trainer._values(queued, queued.trajectories), queued.truth.per_token(queued.trajectories)
     )
-    trainer.train()
+    its_run.train()
     updates, evaluations = tables(tmp_path)
     columns = ["critic_loss", "critic_explained_variance", "critic_value_rmse", "true_value_std"]
     assert updates[columns].isna().all(None) and (updates["seconds_critic"] == 0).all()
@@ -374,21 +405,21 @@ def test_monte_carlo_values_replace_the_critic(tmp_path, f1_start, with_critic):
 
 @pytest.mark.parametrize("algorithm", ["so_ppo_ctn", "turn_ppo"])
 def test_credits_with_values_accept_true_ones(algorithm, tmp_path, f1_start):
-    config = configs.compose([*F1, f"algorithm={algorithm}", *MONTE_CARLO, "training.iterations=1"])
+    config = compose([*F1, f"algorithm={algorithm}", *MONTE_CARLO, "training.iterations=1"])
     assert run(config, tmp_path, f1_start)["status"] == "completed"
 
 
 def test_monte_carlo_values_that_nothing_reads_or_means_are_refused(tmp_path, f1_start):
-    with pytest.raises(configs.ConfigError, match="training.values.*GroupNormalised reads no values"):
-        Trainer(configs.compose([*F1, "algorithm=grpo", *MONTE_CARLO]), tmp_path, f1_start)
+    with pytest.raises(ConfigError, match="training.values.*GroupNormalised reads no values"):
+        Run(load(compose([*F1, "algorithm=grpo", *MONTE_CARLO])), tmp_path, f1_start)
     for wish in (MONTE_CARLO, VALUE_ERROR):
-        discounted = configs.compose([*F1, "algorithm.objective.credit.gamma=0.9", *wish])
-        with pytest.raises(configs.ConfigError, match="credit.gamma = 0.9: .* undiscounted"):
-            Trainer(discounted, tmp_path, f1_start)
+        discounted = compose([*F1, "algorithm.objective.credit.gamma=0.9", *wish])
+        with pytest.raises(ConfigError, match="credit.gamma = 0.9: .* undiscounted"):
+            Run(load(discounted), tmp_path, f1_start)
 
 
 def test_measuring_the_critic_changes_no_other_metric(tmp_path, f1_start, with_critic):
-    run(configs.compose([*F1, *VALUE_ERROR]), tmp_path, f1_start)
+    run(compose([*F1, *VALUE_ERROR]), tmp_path, f1_start)
     columns = ("critic_value_rmse", "true_value_std")
     assert_same_metrics(with_critic, tmp_path, but=columns)
     updates = tables(tmp_path)[0]
@@ -400,16 +431,17 @@ def test_measuring_the_critic_changes_no_other_metric(tmp_path, f1_start, with_c
 
 def test_the_critic_is_measured_on_the_batch_and_policy_it_is_used_for(tmp_path, f1_start):
     """The second batch is sampled by the warm start; when it is trained on, the critic has seen one batch."""
-    config = configs.compose([*F1, *VALUE_ERROR, "training.iterations=2"])
-    trainer = Trainer(config, tmp_path, f1_start, progress=False)
+    config = compose([*F1, *VALUE_ERROR, "training.iterations=2"])
+    its_run = Run(load(config), tmp_path, f1_start, progress=False)
+    trainer = its_run.trainer
     seen = []
     original = trainer._values
     trainer._values = lambda queued, batch: seen.append((queued, original(queued, batch))) or seen[-1][1]
-    trainer.train()
+    its_run.train()
     (_, first), (queued, values) = seen
     assert (first == 0).all() and (values[queued.trajectories.agent_mask] != 0).all()
     start = load_policy(f1_start)
-    asked = {q.text: q for q in trainer.train_questions}
+    asked = {q.text: q for q in trainer.batches.questions}
     prompts = [
         trainer.world.tokenizer.decode(row[: int(mask.nonzero()[0])])
         for row, mask in zip(queued.trajectories.tokens, queued.trajectories.agent_mask, strict=True)
@@ -425,7 +457,7 @@ def test_the_critic_is_measured_on_the_batch_and_policy_it_is_used_for(tmp_path,
 
 
 def test_algorithms_without_critic_measure_none(tmp_path, f1_start):
-    config = configs.compose([*F1, "algorithm=grpo", *VALUE_ERROR, "training.iterations=2"])
+    config = compose([*F1, "algorithm=grpo", *VALUE_ERROR, "training.iterations=2"])
     run(config, tmp_path, f1_start)
     assert tables(tmp_path)[0]["critic_value_rmse"].isna().all()
 
@@ -433,7 +465,7 @@ def test_algorithms_without_critic_measure_none(tmp_path, f1_start):
 @pytest.mark.slow
 @pytest.mark.parametrize("wish", [MONTE_CARLO, VALUE_ERROR, ["training.target_kl=1e-4"]], ids=str)
 def test_interrupted_control_resumes_bit_for_bit(wish, tmp_path, f1_start):
-    config = configs.compose([*F1, *wish])
+    config = compose([*F1, *wish])
     run(config, tmp_path / "undisturbed", f1_start)
     interrupted(config, tmp_path / "resumed", f1_start, after=3)
     assert len(tables(tmp_path / "resumed")[0]["iteration"].unique()) == 2
@@ -448,8 +480,8 @@ QWEN = ["preset=qwen", "policy.pretrained=model"]
 
 def known_by(*overrides):
     """Identity of a run, folder of its warm start, and what that is checked against."""
-    config = configs.compose(overrides)
-    return identity(config, None), configs.warm_start_dir(config), made_for(config)
+    config = compose(overrides)
+    return identity(config, None), warm_start_dir(config), made_for(config)
 
 
 @pytest.mark.parametrize(
@@ -508,5 +540,5 @@ def test_what_data_hold_is_part_of_a_run(data, tmp_path, monkeypatch):
 
 
 def test_a_run_without_data_is_known_as_before():
-    config = configs.compose(["preset=smoke"])
-    assert configs.data_section(config) == {} and "data" not in configs.identity_section(config)
+    config = compose(["preset=smoke"])
+    assert data_section(config) == {} and "data" not in identity_section(config)

@@ -14,7 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from stppo import cli
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.policy.policy import load_policy, load_tokenizer
 from stppo.pretrained.tiny_model import make_tiny_model
 from stppo.record import schema
@@ -23,7 +24,7 @@ from stppo.rollout.rollout import Rollout
 from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.evaluation import _unseen, evaluate_checkpoint, ratio_and_error, replies_of, summarise
 from stppo.training.metrics import evaluate, trajectory_records, write_tables
-from stppo.training.trainer import Trainer
+from stppo.training.run import Run
 from stppo.training.warm_start import warm_start
 from stppo.trajectories import Trajectories
 from stppo.world import DemonstrationNoise, Episode, Question, SyntheticWorld, play
@@ -60,7 +61,7 @@ def overrides(bench):
 
 
 def run(bench, overrides, out, **options):
-    return evaluate_checkpoint(bench / "model", configs.compose(overrides), out, progress=False, **options)
+    return evaluate_checkpoint(bench / "model", compose(overrides), out, progress=False, **options)
 
 
 def content(folder):
@@ -107,8 +108,8 @@ def test_standard_error_of_a_ratio_is_that_of_its_variances_and_covariance():
 
 
 def test_training_keeps_the_success_on_each_of_several_benchmarks(bench, overrides, tmp_path):
-    config = configs.compose([*overrides, f"policy.pretrained={bench}/model"])
-    world, settings = configs.build(config["world"], "world"), configs.validate(config)
+    config = compose([*overrides, f"policy.pretrained={bench}/model"])
+    world, settings = build(config["world"], "world"), load(config).settings
     policy = load_policy(bench / "model")
     sampler = TorchRollout(world.environment, load_tokenizer(bench / "model"), settings.rollout)
     row, _ = evaluate(sampler, policy, world.questions("test"), True, 0)
@@ -295,7 +296,7 @@ def test_a_warm_start_and_a_run_folder_are_checkpoints(barely_trained, tmp_path,
 
 
 def test_a_run_from_pretrained_weights_is_evaluated_with_its_own_tokenizer(bench, tmp_path):
-    config = configs.compose(
+    config = compose(
         [
             "preset=smoke",
             "world=benchmark",
@@ -317,8 +318,8 @@ def test_a_run_from_pretrained_weights_is_evaluated_with_its_own_tokenizer(bench
             "training.epochs=1",
         ]
     )
-    warm_start(config, tmp_path / "start", progress=False)
-    Trainer(config, tmp_path / "run", tmp_path / "start", progress=False).train()
+    warm_start(load(config), tmp_path / "start", progress=False)
+    Run(load(config), tmp_path / "run", tmp_path / "start", progress=False).train()
     (row,) = evaluate_checkpoint(tmp_path / "run", config, tmp_path / "out", questions=2, progress=False)
     assert row["benchmark"] == "bamboogle" and row["n_questions"] == 2
 
@@ -357,13 +358,13 @@ def test_what_a_training_by_gold_titles_met_is_not_asked(bench, tmp_path, caplog
         f"world.records={file}",
         "world.cache_dir=null",
     ]
-    trained = configs.compose([*options, "world.benchmark=[musique_single_hop]", "world.held_out=0.3"])
-    world = configs.build(trained["world"], "world")
+    trained = compose([*options, "world.benchmark=[musique_single_hop]", "world.held_out=0.3"])
+    world = build(trained["world"], "world")
     met = {title for q in world.questions("train") for title, _ in q.gold_paragraphs}
     clean = [r["id"] for r in records if not met & {p["title"] for p in r["paragraphs"]}]
     assert 0 < len(clean) < len(records), "else the test shows nothing"
 
-    whole = configs.compose(
+    whole = compose(
         [
             *options,
             "world.benchmark=[musique]",
@@ -389,9 +390,9 @@ def test_questions_of_a_file_that_training_asked_are_not_asked_again(bench, capl
     """A config for evaluation need not say what was trained on; without it the file is a test as a whole."""
     options = ["world=benchmark", "world.benchmark=nq", "world.cache_dir=null"]
     options += [f"world.records={bench}/nq.jsonl", f"world.corpus={bench}/corpus.jsonl"]
-    evaluated = configs.compose(options)["world"]
-    trained = configs.compose([*options, "world.train=nq", "world.held_out=0.3"])
-    world, everything = (configs.build(part, "world") for part in (trained["world"], evaluated))
+    evaluated = compose(options)["world"]
+    trained = compose([*options, "world.train=nq", "world.held_out=0.3"])
+    world, everything = (build(part, "world") for part in (trained["world"], evaluated))
     asked = everything.questions("test")
     met = {q.text for q in world.questions("train")}
     clean = [q.text for q in asked if q.text not in met]
@@ -422,7 +423,7 @@ def test_what_a_training_on_its_corpus_alone_has_met_is_told_by_that_corpus(tmp_
         "world.cache_dir=null",
         f"world.records={tmp_path}/nq.jsonl",
     ]
-    trained = configs.compose(
+    trained = compose(
         [
             *options,
             "world.train=nq",
@@ -432,10 +433,10 @@ def test_what_a_training_on_its_corpus_alone_has_met_is_told_by_that_corpus(tmp_
         ]
         + ["+world.only_in_corpus=true"]
     )
-    world = configs.build(trained["world"], "world")
+    world = build(trained["world"], "world")
     met = {title for q in world.questions("train") for title, _ in q.gold_paragraphs}
-    evaluated = configs.compose([*options, f"world.corpus={corpus}"])["world"]
-    everything = configs.build(evaluated, "world").questions("test")
+    evaluated = compose([*options, f"world.corpus={corpus}"])["world"]
+    everything = build(evaluated, "world").questions("test")
     clean = [
         q.id for q in everything if q.text.split()[-1].strip("?") not in {title.split()[-1] for title in met}
     ]

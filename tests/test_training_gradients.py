@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.policy import policy as policy_module
 from stppo.policy.compute import body_of, computing, last_block, logits_of, place
 from stppo.policy.critic import Critic
@@ -84,11 +85,11 @@ def batch():
 
 
 def objective_of(name):
-    return configs.build(configs.compose([f"algorithm={name}"])["algorithm"]["objective"], "objective")
+    return build(compose([f"algorithm={name}"])["algorithm"]["objective"], "objective")
 
 
 def settings_with(*overrides):
-    return configs.validate(configs.compose(["preset=smoke", *overrides])).training
+    return load(compose(["preset=smoke", *overrides])).settings.training
 
 
 def one_step(name, batch, budget, *overrides):
@@ -245,12 +246,12 @@ def test_norms_over_some_parameters_are_those_of_the_whole_gradient(budget, batc
 
 def test_the_norm_over_the_last_block_divides_and_needs_no_pass_below_it(batch, monkeypatch):
     option = "algorithm.objective.stabilizer.estimator=last_block"
-    policy, objective = make_policy(), configs.compose(["algorithm=st_ppo", option])["algorithm"]["objective"]
+    policy, objective = make_policy(), compose(["algorithm=st_ppo", option])["algorithm"]["objective"]
     training = settings_with("training.bias_norm_every=1000")
     steps = PolicyUpdates(
         policy,
         torch.optim.SGD(policy.parameters(), lr=1e-3),
-        configs.build(objective, "objective"),
+        build(objective, "objective"),
         training,
         Passes(),
         1.0,

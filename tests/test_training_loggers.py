@@ -10,11 +10,12 @@ import pandas as pd
 import pytest
 import torch
 
-from stppo import config as configs
-from stppo.config import ConfigError
+from stppo.config.files import ConfigError
+from stppo.config.identity import identity_section, run_section, warm_start_dir
+from stppo.config.loading import load
 from stppo.training import loggers as module
 from stppo.training.loggers import Logger, Loggers, evaluation_scalars, update_scalars
-from stppo.training.trainer import Trainer
+from stppo.training.run import Run
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
 needs_tensorboard = pytest.mark.skipif(
@@ -119,30 +120,31 @@ def test_missing_package_names_its_extra_before_anything_is_trained(
 ):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"pip install 'stppo\[{name}\]'") as error:
-        Trainer(tiny(f"loggers=[{name}]"), tmp_path / "run", barely_trained)
+        Run(load(tiny(f"loggers=[{name}]")), tmp_path / "run", barely_trained)
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
 def test_unknown_logger_is_named(tiny):
     with pytest.raises(ConfigError, match="loggers.0 = 'printer'"):
-        configs.validate(tiny("loggers=[printer]"))
+        load(tiny("loggers=[printer]"))
 
 
 def test_loggers_are_no_part_of_a_run(tiny):
     plain, logged = tiny(), tiny("loggers=[tensorboard]")
-    assert configs.identity_section(plain) == configs.identity_section(logged)
-    assert configs.run_section(plain) == configs.run_section(logged)
-    assert configs.warm_start_dir(plain) == configs.warm_start_dir(logged)
+    assert identity_section(plain) == identity_section(logged)
+    assert run_section(plain) == run_section(logged)
+    assert warm_start_dir(plain) == warm_start_dir(logged)
 
 
 @pytest.mark.skipif(not INSTALLED, reason="neither TensorBoard nor Weights & Biases is installed")
 def test_metrics_and_random_numbers_are_the_same_with_and_without(tmp_path, tiny, barely_trained):
     generators = []
     for name, chosen in (("without", []), ("with", INSTALLED)):
-        trainer = Trainer(
-            tiny(f"loggers=[{','.join(chosen)}]"), tmp_path / name, barely_trained, progress=False
+        its_run = Run(
+            load(tiny(f"loggers=[{','.join(chosen)}]")), tmp_path / name, barely_trained, progress=False
         )
-        trainer.train()
+        trainer = its_run.trainer
+        its_run.train()
         generators.append((trainer.generator.get_state(), torch.get_rng_state()))
     assert_same_metrics(tmp_path / "without", tmp_path / "with")
     assert all(torch.equal(a, b) for a, b in zip(*generators, strict=True))

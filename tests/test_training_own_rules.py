@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from stppo import config as configs
-from stppo.config import ConfigError
+from stppo.config.composition import compose
+from stppo.config.files import ConfigError
+from stppo.config.loading import load
 from tests.conftest import TINY
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
@@ -134,7 +135,7 @@ def with_rule(kind, name):
 def shipped(barely_trained, tmp_path_factory):
     """The updates of the algorithm that each rule is put into."""
     folder = tmp_path_factory.mktemp("shipped")
-    run(configs.compose([*TINY, "algorithm=turn_ppo", *SHORT]), folder, barely_trained)
+    run(compose([*TINY, "algorithm=turn_ppo", *SHORT]), folder, barely_trained)
     return tables(folder)[0]
 
 
@@ -175,6 +176,6 @@ def test_a_rule_of_ones_own_trains_is_recorded_and_resumes(
 )
 def test_what_is_no_such_rule_is_said_in_one_line(own_module, tiny, kind, name, said):
     with pytest.raises(ConfigError) as error:
-        configs.validate(tiny(*with_rule(kind, name)))
+        load(tiny(*with_rule(kind, name)))
     text = str(error.value)
     assert "\n" not in text and all(part in text for part in said), text

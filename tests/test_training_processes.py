@@ -9,7 +9,7 @@ import time
 import pytest
 
 from stppo import cli
-from stppo import config as configs
+from stppo.config.composition import compose
 from stppo.training import processes
 from stppo.training import warm_start as starts
 from stppo.training.failures import RunStopped
@@ -116,7 +116,7 @@ def test_a_warm_start_with_vllm_is_made_in_a_process_of_its_own(monkeypatch, tmp
     monkeypatch.chdir(tmp_path)
     asked = recorded(monkeypatch, processes)
     monkeypatch.setattr(starts, "warm_start", lambda *_: asked.append("here"))
-    vllm, torch = (configs.compose([*TINY, f"rollout={engine}"]) for engine in ("vllm", "torch"))
+    vllm, torch = (compose([*TINY, f"rollout={engine}"]) for engine in ("vllm", "torch"))
     path = starts.ensure_warm_start(vllm)
     starts.ensure_warm_start(torch)
     assert asked == [("stppo.training.warm_start:warm_start", vllm, path, True, False), "here"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stppo.training.trainer import Trainer
+from stppo.training.batches import Batches
 from stppo.training.updates import PolicyUpdates
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
@@ -86,6 +86,23 @@ def test_a_divisor_of_the_step_is_not_undone_by_adam(tiny, barely_trained, tmp_p
     assert second["update_norm"] == pytest.approx(plain / second["stabilizer_divisor"], rel=1e-4)
 
 
+def test_a_divisor_over_its_running_median_goes_on_where_a_run_resumes(tiny, barely_trained, tmp_path):
+    """It stays near 1, it depends on the updates up to now alone, and a resumed run has the same."""
+    options = ("c0=0.001", "divides=step", "over_median=true")
+    own = ("" if option.startswith("c0") else "+" for option in options)
+    changed = [f"{plus}algorithm.objective.stabilizer.{o}" for plus, o in zip(own, options, strict=True)]
+    config = tiny("algorithm=st_ppo", *changed, *SHORT)
+    run(config, tmp_path / "whole", barely_trained)
+    updates = tables(tmp_path / "whole")[0]
+    plain = (updates["clipping_bias_norm"] / 0.001).clip(lower=1).to_numpy()
+    assert len(set(plain)) > 2
+    expected = [plain[i] / np.median(plain[: i + 1]) for i in range(len(plain))]
+    np.testing.assert_allclose(updates["stabilizer_divisor"], expected, rtol=1e-12)
+    interrupted(config, tmp_path / "resumed", barely_trained, after=1)
+    run(config, tmp_path / "resumed", barely_trained)
+    assert_same_metrics(tmp_path / "whole", tmp_path / "resumed")
+
+
 def test_kl_stop_is_the_trainers_own(tiny, barely_trained, tmp_path):
     run(tiny("algorithm=kl_stop", "algorithm.objective.stabilizer.target_kl=0.01", *SHORT), tmp_path / "a", barely_trained)  # fmt: skip
     run(tiny("algorithm=token_ppo", "training.target_kl=0.01", *SHORT), tmp_path / "b", barely_trained)
@@ -106,17 +123,17 @@ def test_gradient_clip_is_the_trainers_own(tiny, barely_trained, tmp_path):
 @pytest.fixture
 def far_off(monkeypatch):
     """Batches whose trajectories the policy has become so much likelier to sample that float32 has no number for it."""
-    collect = Trainer._collect
+    collect = Batches.collect
 
-    def changed(self):
-        rollout = collect(self)
+    def changed(self, update):
+        rollout = collect(self, update)
         batch = rollout.trajectories
         behaviour = torch.where(batch.agent_mask, -60.0, batch.behaviour_logprobs)
         return dataclasses.replace(
             rollout, trajectories=dataclasses.replace(batch, behaviour_logprobs=behaviour)
         )
 
-    monkeypatch.setattr(Trainer, "_collect", changed)
+    monkeypatch.setattr(Batches, "collect", changed)
 
 
 @pytest.mark.parametrize("algorithm", ["topr", "vcpo", "vespo", "successes_only"])

@@ -10,7 +10,9 @@ import random
 import pytest
 import torch
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
+from stppo.config.planned import planned_runs
 from stppo.policy.compute import body_of
 from stppo.policy.policy import PolicyConfig, load_policy, load_tokenizer
 from stppo.pretrained.tiny_model import make_tiny_model
@@ -64,7 +66,7 @@ def small(model, records):
         "world.max_start_tokens=400",
         "world.max_observation_tokens=120",
     ]
-    return lambda *overrides: configs.compose([*shrunk, *overrides])
+    return lambda *overrides: compose([*shrunk, *overrides])
 
 
 def test_loss_falls_and_format_and_success_are_reported_on_the_way(tmp_path, small, monkeypatch):
@@ -80,7 +82,7 @@ def test_loss_falls_and_format_and_success_are_reported_on_the_way(tmp_path, sma
 
     monkeypatch.setattr(module, "evaluate", evaluate)
     config = small("warm_start.target_success=0.6", "warm_start.max_steps=9")
-    record = warm_start(config, tmp_path, progress=False)
+    record = warm_start(load(config), tmp_path, progress=False)
     history = record["history"]
     assert asked == [4, 4, 4, 8, 8, 8], "few far from the target; then all; S0 sampled and greedy"
     assert [row["step"] for row in history] == [3, 6, 9] and record["steps"] == 9
@@ -99,7 +101,7 @@ def test_few_questions_alone_never_end_it(tmp_path, small, monkeypatch):
 
     monkeypatch.setattr(module, "evaluate", evaluate)
     with pytest.raises(ValueError, match="sampled success 0.000 after warm_start.max_steps=6 is below"):
-        warm_start(small("warm_start.target_success=0.5"), tmp_path, progress=False)
+        warm_start(load(small("warm_start.target_success=0.5")), tmp_path, progress=False)
 
 
 @pytest.mark.parametrize(("success", "far"), [(0.0, True), (0.05, False), (0.2, False)])
@@ -108,14 +110,14 @@ def test_near_the_target_means_two_standard_errors(success, far):
 
 
 def demonstrations(config, noise):
-    world = configs.build(config["world"], "world")
+    world = build(config["world"], "world")
     encoder = DialogueEncoder(world.environment.protocol, load_tokenizer(config["policy"]["pretrained"]))
     return play(world, world.questions("train"), random.Random(0), noise), encoder
 
 
 def test_only_demonstrations_that_succeed_and_fit_are_imitated(small, caplog):
     config = small()
-    run = configs.validate(config)
+    run = load(config).settings
     episodes, encoder = demonstrations(config, DemonstrationNoise(0, 0, 0.3))
     right = [e for e in episodes if score(e.question, e.answer) == 1]
     assert 0 < len(right) < len(episodes)
@@ -128,12 +130,12 @@ def test_only_demonstrations_that_succeed_and_fit_are_imitated(small, caplog):
         written = encoder.tokenizer.decode(data.tokens[row][data.agent_mask[row]])
         assert written.endswith(f"<answer> {episode.answer} </answer>")
     limit = int(data.lengths.sort().values[len(right) // 2])
-    short = module._successes(episodes, encoder, configs.validate(small(f"rollout.max_tokens={limit}")))
+    short = module._successes(episodes, encoder, load(small(f"rollout.max_tokens={limit}")).settings)
     assert 0 < len(short.lengths) < len(right) and int(short.lengths.max()) <= limit
     with pytest.raises(
         ValueError, match=r"shortest demonstration has \d+ tokens, above rollout.max_tokens=20: raise"
     ):
-        module._successes(episodes, encoder, configs.validate(small("rollout.max_tokens=20")))
+        module._successes(episodes, encoder, load(small("rollout.max_tokens=20")).settings)
     with pytest.raises(
         ValueError, match=r"none of \d+ demonstrations succeeded.*warm_start.noise.*stppo play"
     ):
@@ -151,7 +153,7 @@ def test_a_training_question_that_is_too_long_stops_before_anything_is_trained(
     with pytest.raises(
         ValueError, match="exceeds max_start_tokens=30: raise it, or leave that question out"
     ) as error:
-        warm_start(config, tmp_path, progress=False)
+        warm_start(load(config), tmp_path, progress=False)
     assert "\n" not in str(error.value)
     longer = "Which colour has, " + "as far as anybody knows, " * 40 + "the thing 0?"
     lines = records.read_text().splitlines()
@@ -163,17 +165,17 @@ def test_a_training_question_that_is_too_long_stops_before_anything_is_trained(
         record["id"], record["paragraphs"][0]["title"] = f"long{n}", f"Long {n}"
         place.write_text("\n".join([*lines, json.dumps(record)]))
         config = small(f"world.records={place}", "world.max_start_tokens=200", *steps)
-        asked = configs.build(config["world"], "world").questions("train")
+        asked = build(config["world"], "world").questions("train")
         if any(q.text == longer for q in asked):
             break
     else:
         raise AssertionError("no title puts the question into training")
     with pytest.raises(ValueError, match="exceeds max_start_tokens=200: raise it"):
-        warm_start(config, tmp_path / "start", progress=False)
+        warm_start(load(config), tmp_path / "start", progress=False)
     roomy = (f"world.records={place}", "world.max_start_tokens=9000", "rollout.max_tokens=400")
     config = small(*roomy, *steps)
     with pytest.raises(ValueError, match="rollout.max_tokens=400 leaves no room for a turn after the"):
-        warm_start(config, tmp_path / "start", progress=False)
+        warm_start(load(config), tmp_path / "start", progress=False)
 
 
 def changed(before, after):
@@ -183,7 +185,7 @@ def changed(before, after):
 
 def test_all_weights_are_trained_in_micro_batches_as_at_once(tmp_path, small, model):
     for budget in ("null", "300"):
-        warm_start(small(f"training.micro_batch_tokens={budget}"), tmp_path / budget, progress=False)
+        warm_start(load(small(f"training.micro_batch_tokens={budget}")), tmp_path / budget, progress=False)
     assert changed(model, tmp_path / "null") == set(load_policy(model).state_dict())
     one, cut = (load_policy(tmp_path / budget).state_dict() for budget in ("null", "300"))
     for name in one:
@@ -199,14 +201,14 @@ def test_it_is_trained_in_the_precision_of_the_training(tmp_path, small, monkeyp
 
     monkeypatch.setattr(module, "_supervised_step", watched)
     brief = ("warm_start.max_steps=1", "warm_start.evaluate_every=1")
-    warm_start(small("training.precision=bfloat16", *brief), tmp_path, progress=False)
+    warm_start(load(small("training.precision=bfloat16", *brief)), tmp_path, progress=False)
     assert computed == [torch.bfloat16]
 
 
 def test_adapters_alone_are_trained_and_merged_into_what_is_saved(tmp_path, small, model):
     pytest.importorskip("peft", reason="peft is not installed; `make test-engines` installs it")
     lora = ("policy.lora={rank: 4, alpha: 8}", "warm_start.trained_weights=policy")
-    warm_start(small(*lora), tmp_path, progress=False)
+    warm_start(load(small(*lora)), tmp_path, progress=False)
     found = changed(model, tmp_path)
     assert found and all("_proj.weight" in name for name in found)
 
@@ -217,17 +219,17 @@ def test_adapters_alone_are_trained_and_merged_into_what_is_saved(tmp_path, smal
 )
 def test_top_layers_alone_are_trained(tmp_path, small, model):
     top = ("policy.trainable_layers=1", "warm_start.trained_weights=policy")
-    warm_start(small(*top), tmp_path, progress=False)
+    warm_start(load(small(*top)), tmp_path, progress=False)
     found = changed(model, tmp_path)
     assert found and all(".layers.1." in name or name == "model.norm.weight" for name in found)
 
 
 def test_preset_is_a_demonstration_on_two_cores_that_tests_300_unseen_questions():
-    config = configs.compose(["preset=smollm"])
-    run = configs.validate(config)
+    config = compose(["preset=smollm"])
+    run = load(config).settings
     assert run.warm_start.only_successes and run.warm_start.max_steps < 100
     assert 32 <= run.training.trajectories_per_iteration <= 64
     assert run.evaluation.questions >= 300 and run.warm_start.final_samples >= 300
     assert config["world"]["split_by"] == "gold_title" and config["world"]["corpus"] == "contexts"
-    planned = configs.planned_runs("smollm")
+    planned = planned_runs("smollm")
     assert [(r.algorithm, r.seed) for r in planned] == [("token_ppo", 0), ("st_ppo", 0)]

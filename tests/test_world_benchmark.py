@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from stppo import config
+from stppo.config.composition import compose
+from stppo.config.loading import build
 from stppo.retrieval.bm25 import BM25Retriever
 from stppo.retrieval.documents import Document
 from stppo.world import BenchmarkWorld
@@ -265,8 +266,8 @@ def test_the_config_builds_a_world(files):
         f"world.corpus={files['corpus']}",
         f"world.records={{hotpotqa: {files['records']}}}",
     ]
-    node = config.compose([*overrides, "world.train={hotpotqa: 1.0}"])["world"]
-    world = config.build(node, "world")
+    node = compose([*overrides, "world.train={hotpotqa: 1.0}"])["world"]
+    world = build(node, "world")
     assert sum(len(world.questions(split)) for split in ("train", "validation", "test")) == 60
 
 

@@ -184,7 +184,8 @@ def test_a_question_needs_text_and_an_answer(text, answers, problem):
 @pytest.mark.parametrize("answers", [("Plague", "A"), ("Flu", "B"), ("Plague",), ("B", "Plague")])
 def test_a_question_with_options_is_answered_by_one_of_them(answers):
     with pytest.raises(
-        ValueError, match="^question q7: answers .* are not the text and the letter of an option$"
+        ValueError,
+        match="^question q7: its options .* hold no right answer, answers are .*; give the right option",
     ):
         Question("q7", "q?", answers, options=("Flu", "Plague"))
     assert Question("q7", "q?", ("Plague", "B"), options=("Flu", "Plague")).options

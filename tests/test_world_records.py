@@ -151,7 +151,7 @@ def test_csv_quoting_of_trivia_questions_is_undone(text, read):
         (ValueError, "hotpotqa", {"question": "q?", "answer": ["a"]}, "not a hotpotqa record: it has the fields question, answer; wanted"),
         (ValueError, "nq_hotpotqa", {"question": "q?", "golden_answers": ["a"]}, "not a nq_hotpotqa record: .*data_source"),
         (ValueError, "medqa", MEDQA | {"options": {"B": "Plague", "C": "Flu"}}, "question medqa-3: not a medqa record .ValueError: options must be A, B, C, ..., got B, C"),
-        (ValueError, "medqa", MEDQA | {"answer_idx": "E"}, "question medqa-3: not a medqa record"),
+        (ValueError, "medqa", MEDQA | {"answer_idx": "E"}, "question medqa-3: not a medqa record .ValueError: its options A, B hold no right answer, answer_idx is .E."),
     ],
 )  # fmt: skip
 def test_what_a_record_lacks_is_said(kind, benchmark, record, problem):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.rollout.engines import make_rollout
 from stppo.training.metrics import evaluate
 from stppo.training.warm_start import load_warm_start, warm_start
@@ -22,14 +23,14 @@ OVERRIDES = [
 
 @pytest.mark.slow
 def test_new_facts_behind_the_same_names_hardly_change_success(tmp_path):
-    config = configs.compose(OVERRIDES)
-    warm_start(config, tmp_path, progress=False)
+    config = compose(OVERRIDES)
+    warm_start(load(config), tmp_path, progress=False)
     policy, *_ = load_warm_start(tmp_path)
-    rollout = configs.validate(config).rollout
+    rollout = load(config).settings.rollout
     success = {}
     for facts_seed in ("null", 1):
-        renamed = configs.compose([*OVERRIDES, f"world.facts_seed={facts_seed}"])
-        world = configs.build(renamed["world"], "world")
+        renamed = compose([*OVERRIDES, f"world.facts_seed={facts_seed}"])
+        world = build(renamed["world"], "world")
         sampler = make_rollout(world.environment, world.tokenizer, rollout, policy).for_evaluation()
         asked = world.questions("validation") + world.questions("test")
         row, _ = evaluate(sampler, policy, asked, greedy=True, seed=0)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build
 from stppo.preflight import requirements
 from stppo.world import BenchmarkWorld
 from stppo.world.datasets import Reading, hub_sets, locate, read_passages, read_records
@@ -306,7 +307,7 @@ def test_short_prompt_says_what_the_tags_do_in_fewer_words():
 def test_preflight_knows_derived_sets_and_the_records_own_corpus(files):
     section = {"_target_": "stppo.world.BenchmarkWorld", "benchmark": list(SINGLE_HOP), "corpus": "contexts"}
     section["records"] = {name: str(file) for name, file in files.items()}
-    rows = list(requirements.data(configs.build(section, "world"), section))
+    rows = list(requirements.data(build(section, "world"), section))
     assert [row.ok for row in rows] == [True] * 3 and "the records' own passages" in rows[-1].found
 
 
@@ -411,10 +412,8 @@ def test_real_splits_share_no_question_and_no_title(config):
     records = ", ".join(
         f"{n}: {DATA / n / 'records.jsonl'}" for n in ("musique", "2wikimultihopqa", "hotpotqa")
     )
-    node = configs.compose([f"world={config}", f"world.records={{{records}}}", "world.cache_dir=null"])[
-        "world"
-    ]
-    found = configs.build(node, "world")
+    node = compose([f"world={config}", f"world.records={{{records}}}", "world.cache_dir=null"])["world"]
+    found = build(node, "world")
     parts, titles = split_titles(found)
     for one, other in (("train", "test"), ("train", "validation"), ("validation", "test")):
         assert not titles[one] & titles[other]
@@ -447,8 +446,8 @@ def test_how_many_answers_are_known_or_of_one_word_is_told_as_counted():
     chosen = {"smollm": "preset=smollm", "default": "world=single_hop"}
     splits = {}
     for name, choice in chosen.items():
-        settings = configs.compose([choice, f"world.records={records}", "world.cache_dir=null"])
-        found = configs.build(settings["world"], "world")
+        settings = compose([choice, f"world.records={records}", "world.cache_dir=null"])
+        found = build(settings["world"], "world")
         splits[name] = {part: found.questions(part) for part in ("train", "validation", "test")}
     page = " ".join((ROOT / "docs/howto/real-questions.md").read_text(encoding="utf-8").split())
     small, large = splits["smollm"], splits["default"]

@@ -5,7 +5,9 @@ from statistics import fmean
 
 import pytest
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.files import options
+from stppo.config.loading import build
 from stppo.retrieval.bm25 import BM25Retriever
 from stppo.retrieval.documents import Document
 from stppo.world.environment import SearchEnvironment
@@ -18,7 +20,7 @@ SEEDS = (0, 11, 12, 13, 21)
 
 
 def world_of(name, *overrides):
-    return configs.build(configs.compose([f"world={name}", *overrides])["world"], "world")
+    return build(compose([f"world={name}", *overrides])["world"], "world")
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +169,8 @@ def test_long_horizon_has_many_more_turns_and_tokens(long_horizon):
 def test_long_horizon_fits_the_positions_of_every_policy(long_horizon):
     noisy = play(long_horizon, long_horizon.questions("train"), random.Random(0), NOISE)
     longest = max(len(words(episode)) for episode in noisy)
-    for name in configs.options("policy"):
-        assert longest <= configs.compose([f"policy={name}"])["policy"]["max_positions"]
+    for name in options("policy"):
+        assert longest <= compose([f"policy={name}"])["policy"]["max_positions"]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -184,5 +186,89 @@ def test_the_usual_world_of_any_seed_is_as_hard(seed):
     world = world_of("synthetic", f"world.seed={seed}")
     questions = world.questions("train")[:2000]
     assert score(play(world, questions, random.Random(0))) > 0.98
-    noise = DemonstrationNoise(**configs.compose([])["warm_start"]["noise"])
+    noise = DemonstrationNoise(**compose([])["warm_start"]["noise"])
     assert score(play(world, questions, random.Random(0), noise)) == pytest.approx(0.33, abs=0.04)
+
+
+# ---- where luck pays ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def multiple_choice():
+    return world_of("multiple_choice")
+
+
+@pytest.fixture(scope="module")
+def noisy_reward():
+    return world_of("noisy_reward")
+
+
+def test_options_hold_the_answer_once_and_stand_in_the_question(multiple_choice):
+    usual = {question.id: question for question in world_of("synthetic").questions("train")}
+    places = []
+    for question in multiple_choice.questions("train")[:500]:
+        text, letter = question.answers
+        assert len(set(question.options)) == 4 and question.options["ABCD".index(letter)] == text
+        assert question.text.endswith(f"among {' or '.join(question.options)} ?")
+        before = usual[question.id]
+        assert before.answers == (text,) and question.text.startswith(before.text.removesuffix(" ?"))
+        prompt = multiple_choice.environment.start(question).prompt
+        assert multiple_choice.tokenizer.unk_token_id not in multiple_choice.tokenizer(prompt)["input_ids"]
+        places.append(letter)
+    assert min(places.count(letter) for letter in "ABCD") > 90
+
+
+def test_a_blind_guess_among_four_options_succeeds_once_in_four_times(multiple_choice):
+    rng, environment = random.Random(0), multiple_choice.environment
+    episodes = [environment.start(question) for question in multiple_choice.questions("train")[:2000]]
+    environment.step(episodes, [f"<answer> {rng.choice(e.question.options)} </answer>" for e in episodes])
+    assert abs(score(episodes) - 0.25) < 0.04
+
+
+def test_a_reader_without_noise_still_reads_and_an_early_answer_guesses(multiple_choice):
+    questions = multiple_choice.questions("train")[:300]
+    assert score(play(multiple_choice, questions, random.Random(0))) > 0.95
+    early = play(multiple_choice, questions, random.Random(0), DemonstrationNoise(1, 0, 0))
+    asked = [e for e in early if e.question.hops > 1]
+    assert all(e.answer in e.question.options for e in asked)
+    assert abs(score(asked) - 0.25) < 0.08
+
+
+@pytest.mark.parametrize("options", [1, -2, 27, "four", 2.5])
+def test_a_number_of_options_that_cannot_be_is_refused(options):
+    with pytest.raises(ValueError, match="options must be 0 .* or a whole number from 2 to 26, got"):
+        SyntheticWorld(options=options)
+
+
+def test_options_without_a_right_answer_are_refused_in_one_line():
+    wrong = {"answers": ("alba moss", "A"), "options": ("dol ken", "sor vel")}
+    with pytest.raises(ValueError, match="q1: its options .* hold no right answer.*; give the") as error:
+        Question("q1", "mentor of dorn vale ?", **wrong)
+    assert "\n" not in str(error.value)
+
+
+def test_one_reward_in_ten_is_wrong_and_always_the_same_one(noisy_reward):
+    environment, questions = noisy_reward.environment, noisy_reward.questions("train")[:3000]
+
+    def rewards(answer):
+        episodes = [environment.start(question) for question in questions]
+        environment.step(episodes, [f"<answer> {answer(question)} </answer>" for question in questions])
+        return [episode.reward for episode in episodes]
+
+    right, wrong = rewards(lambda q: q.answers[0]), rewards(lambda q: q.gold_paragraphs[0][0])
+    assert abs(fmean(right) - 0.9) < 0.02 and abs(fmean(wrong) - 0.1) < 0.02
+    assert right == rewards(lambda q: q.answers[0].upper()), "the same answer, written otherwise"
+    both = fmean(r == 0 and w == 1 for r, w in zip(right, wrong, strict=True))
+    assert both < 0.02, "a question's answers err apart"
+
+
+def test_evaluations_judge_rightly_and_an_episode_without_answer_gets_nothing(noisy_reward):
+    environment = noisy_reward.environment
+    for split in ("validation", "test"):
+        assert all(question.misjudged == 0 for question in noisy_reward.questions(split))
+    episodes = [environment.start(question) for question in noisy_reward.questions("train")[:200]]
+    for _ in range(environment.turns_with_observation + 1):
+        environment.step(episodes, ["<search> x </search>"] * len(episodes))
+    assert all(episode.done and episode.reward == 0 for episode in episodes)
+    with pytest.raises(ValueError, match="misjudged"):
+        SyntheticWorld(misjudged=1.5)

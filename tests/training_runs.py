@@ -5,13 +5,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from stppo.config.loading import load
 from stppo.record.schema import TIMING_COLUMNS
 from stppo.training.checkpoint import CHECKPOINT_DIR, newest
-from stppo.training.trainer import Trainer
+from stppo.training.run import Run
 
 
 def run(config, folder, start, **options):
-    return Trainer(config, folder, start, progress=False).train(**options)
+    return Run(load(config), folder, start, progress=False).train(**options)
 
 
 def interrupted(config, folder, start, after: int = 2) -> None:
@@ -22,7 +23,7 @@ def interrupted(config, folder, start, after: int = 2) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Trainer(config, folder, start, on_iteration=stop, progress=False).train()
+        Run(load(config), folder, start, on_iteration=stop, progress=False).train()
     assert newest(folder / CHECKPOINT_DIR) is not None
 
 

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
 
 if TYPE_CHECKING:
+    from stppo.config.loading import LoadedRun
     from stppo.config.settings import RunConfig
 
 app = typer.Typer(
@@ -113,36 +114,31 @@ def train(
     A warm start is made first where none is cached. An interrupted run goes on from its checkpoint. Where memory may not
     suffice, a line says so and names the settings that help.
     """
-    from stppo import config
+    from stppo.config.composition import compose, expand_sweep, variant
+    from stppo.config.loading import load_all
 
     if resume not in ("auto", "never", "set_aside"):
         raise ValueError(f"--resume {resume}: allowed are auto, never, set_aside")
-    sweep = config.expand_sweep(overrides or [])
-    jobs = [config.compose(chosen) for chosen in sweep]
+    sweep = expand_sweep(overrides or [])
+    jobs = [compose(chosen) for chosen in sweep]
     if out is not None and len(jobs) > 1:
         raise ValueError(f"--out names one folder but the sweep has {len(jobs)} runs; leave it out")
-    from stppo.waiting import saying
-
-    with saying("checking the settings: the world is built, its questions and passages are read"):
-        runs = [config.validate(job) for job in jobs]
+    runs = load_all(jobs)
     warned: set[str] = set()
     for run in runs:  # all, before the first is trained
-        _check_extras(run)
-        _warn_of_memory(run, warned)
+        _check_extras(run.settings)
+        _warn_of_memory(run.settings, warned)
     with _stopping("run the same command again to go on from the last checkpoint"):
-        for job, chosen in zip(jobs, sweep, strict=True):
+        for run, chosen in zip(runs, sweep, strict=True):
             names = (
-                config.variant(chosen),
-                config.variant(o for o in chosen if any(o not in c for c in sweep)),
+                variant(chosen),
+                variant(o for o in chosen if any(o not in c for c in sweep)),
             )
             # Several vLLM engines in one process, one after the other, can break CUDA's memory pool.
-            apart = len(jobs) > 1 and job["rollout"]["engine"] == "vllm"
-            done = (
-                in_own_process("stppo.cli:train_one", job, out, resume, *names)
-                if apart
-                else train_one(job, out, resume, *names)
-            )
-            typer.echo(done)
+            if len(jobs) > 1 and run.settings.rollout.engine == "vllm":
+                typer.echo(in_own_process("stppo.cli:train_config", run.config, out, resume, *names))
+            else:
+                typer.echo(train_one(run, out, resume, *names))
 
 
 @contextlib.contextmanager
@@ -208,7 +204,7 @@ def train_planned_command(
 
     Example: `stppo train-planned preset=search --jobs 2`
     """
-    from stppo.config import planned_runs
+    from stppo.config.planned import planned_runs
     from stppo.files import repository_path
     from stppo.record.runs import missing_runs
     from stppo.training.campaign import train_planned
@@ -392,37 +388,45 @@ def _progress():
     return report
 
 
-def train_one(job: dict, out: Path | None, resume: str, variant: str = "", differs: str = "") -> str:
-    """Train the run of one composed config, its warm start first where none is cached; returns a line that says so, and
+def train_config(config: dict, *how: Any) -> str:
+    """`train_one` of a config that is loaded in this process."""
+    from stppo.config.loading import load
+
+    return train_one(load(config), *how)
+
+
+def train_one(loaded: LoadedRun, out: Path | None, resume: str, variant: str = "", differs: str = "") -> str:
+    """Train one run, its warm start first where none is cached; returns a line that says so, and
     one of its success before and after.
 
-    variant: its overrides (`config.variant`), for the record; differs: those that not all members of its sweep share,
-    for the names of progress bar and folder.
+    variant: its overrides (`config.composition.variant`), for the record; differs: those that not all members of its
+    sweep share, for the names of progress bar and folder.
     """
     import pandas as pd
 
-    from stppo import config
+    from stppo.config.identity import fingerprint, identity_section, warm_start_dir
     from stppo.files import repository_path
     from stppo.record.compare import before_and_after
-    from stppo.training.trainer import Trainer
+    from stppo.training.run import Run
     from stppo.training.warm_start import WARM_START_FILE, ensure_warm_start
 
-    cached = config.warm_start_dir(job)
+    job = loaded.config
+    cached = warm_start_dir(job)
     log = logging.getLogger("stppo.cli")
     if not (cached / WARM_START_FILE).is_file():
         log.info("no warm start is cached for this world and policy: making one in %s", cached)
-    start = ensure_warm_start(job)
+    start = ensure_warm_start(loaded)
     algorithm, seed = job["algorithm"]["name"], job["seed"]
-    point = config.fingerprint(config.identity_section(job))  # so that no run overwrites another
+    point = fingerprint(identity_section(job))  # so that no run overwrites another
     words = re.sub(r"[^\w.=,+-]+", "_", differs)[:100]
     name = f"{job['training']['regime']}/{algorithm}/seed{seed}-{words}-{point}".replace("--", "-")
     folder = out or repository_path("results") / job["preset"] / "manual" / name
     title = f"algorithm={algorithm} seed={seed} {differs}".strip()
-    trainer = Trainer(job, folder, start, variant=variant, title=title)
-    record = trainer.train(resume)
-    success = before_and_after(pd.DataFrame(trainer.evaluation_rows))
+    run = Run(loaded, folder, start, variant=variant, title=title)
+    record = run.train(resume)
+    success = before_and_after(pd.DataFrame(run.trainer.evaluation_rows))
     after = "" if success is None else f"\n{success}"
-    if trainer.taken_up == trainer.settings.training.iterations:
+    if run.taken_up == run.settings.training.iterations:
         return f"already complete: nothing trained (same config, code and start); --out elsewhere to repeat, {folder}{after}"
     done = f"{record['iterations']} iterations, {record['updates']} updates in {record['wall_seconds']:.0f} s"
     return f"{record['status']}: {done}, {folder}{after}"
@@ -438,11 +442,13 @@ def warm_start_command(
 
     Example: `stppo warm-start preset=smoke warm_start_seed=1`
     """
-    from stppo import config
+    from stppo.config.composition import compose
+    from stppo.config.identity import warm_start_dir
+    from stppo.config.loading import load
     from stppo.training.warm_start import warm_start
 
-    job = config.compose(overrides)
-    record = warm_start(job, out or config.warm_start_dir(job))
+    job = compose(overrides)
+    record = warm_start(load(job), out or warm_start_dir(job))
     record.pop("history")
     typer.echo(json.dumps(record))
 
@@ -519,10 +525,11 @@ def play(
     """
     import random
 
-    from stppo import config
+    from stppo.config.composition import compose
+    from stppo.config.loading import build
     from stppo.world.scripted import play_summary
 
-    world = config.build(config.compose(overrides)["world"], "world")
+    world = build(compose(overrides)["world"], "world")
     asked = world.questions("test")[:questions]
     typer.echo(json.dumps(play_summary(world, asked, random.Random(seed), progress=sys.stderr.isatty())))
 
@@ -559,14 +566,14 @@ def evaluate(
     """
     import pandas as pd
 
-    from stppo import config
+    from stppo.config.composition import compose
     from stppo.record.schema import BENCHMARK_MEANS
     from stppo.training.evaluation import DECODINGS, evaluate_checkpoint
 
     if decoding not in (*DECODINGS, "both"):
         raise ValueError(f"--decoding {decoding}: allowed are {', '.join(DECODINGS)}, both")
     chosen = DECODINGS if decoding == "both" else (decoding,)
-    job = config.compose(overrides)
+    job = compose(overrides)
     with _stopping("run the same command again to go on after the last finished benchmark"):
         rows = evaluate_checkpoint(
             checkpoint,

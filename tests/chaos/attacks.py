@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from stppo import cli
-from stppo import config as configs
+from stppo.config.composition import compose
 from stppo.files import parse_json
 from stppo.policy.policy import load_policy
 from stppo.record.progress import all_progress
@@ -40,8 +40,9 @@ ROOT = Path(__file__).parents[2]
 # bytes holds up.
 TRAIN = """
 import os, resource, signal, sys
-from stppo import config
-from stppo.training.trainer import Trainer
+from stppo.config.composition import compose
+from stppo.config.loading import load
+from stppo.training.run import Run
 from tests.conftest import TINY
 
 folder, start, algorithm, kill_at, room = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
@@ -64,10 +65,11 @@ if kill_at:
         setattr(os, name, watched(getattr(os, name)))
 if room:
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-trainer = Trainer(config.compose([*TINY, f"algorithm={algorithm}"]), folder, start, progress=False)
+its_run = Run(load(compose([*TINY, f"algorithm={algorithm}"])), folder, start, progress=False)
+trainer = its_run.trainer
 print("ready", flush=True)
 try:
-    trainer.train()
+    its_run.train()
 except OSError as error:
     print(f"stopped: {error}", file=sys.stderr)
     sys.exit(3)
@@ -81,7 +83,7 @@ class Stage:
         self.folder = folder
         (folder / "start").mkdir(parents=True)
         self.start = make_start(folder / "start")
-        run(configs.compose([*TINY, "algorithm=st_ppo"]), folder / "undisturbed", self.start)
+        run(compose([*TINY, "algorithm=st_ppo"]), folder / "undisturbed", self.start)
         self.expected = tables(folder / "undisturbed")
         self.number = 0
 
@@ -106,7 +108,7 @@ def train(
 
 
 def assert_ends_as_undisturbed(stage: Stage, folder: Path) -> None:
-    run(configs.compose([*TINY, "algorithm=st_ppo"]), folder, stage.start)
+    run(compose([*TINY, "algorithm=st_ppo"]), folder, stage.start)
     for found, expected in zip(tables(folder), stage.expected, strict=True):
         pd.testing.assert_frame_equal(found, expected, check_exact=True)
     assert not list(folder.rglob(".part-*")) and not (folder / ".lock").exists(), "debris"

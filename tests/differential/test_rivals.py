@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given, settings
 
-from stppo import config as configs
 from stppo.config import files as config_files
+from stppo.config.loading import build
 from tests.differential.cases import cases, referee_settings
 from tests.differential.peers import our_loss, trl_case, value_and_gradient, verl_case
 
@@ -26,7 +26,7 @@ def ours(name, case, **changed):
     section = config_files.lineage("algorithm", name)[0][1]["objective"]
     for part, options in changed.items():
         section = section | {part: section[part] | options if isinstance(options, dict) else options}
-    rule = configs.build(section, "algorithm.objective")
+    rule = build(section, "algorithm.objective")
     return value_and_gradient(our_loss(rule, case), case.logprobs)
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from stppo import config as configs
 from stppo.config import files as config_files
+from stppo.config.loading import build
 from stppo.objectives import loss_weights
 from stppo.trajectories import Layout
 
@@ -13,7 +13,7 @@ def yaml_objective(name, **changes):
     section = config_files.read(config_files.config_dir() / "algorithm" / f"{name}.yaml")["objective"]
     for part, change in changes.items():
         section = section | {part: section[part] | change if isinstance(change, dict) else change}
-    return configs.build(section, "objective")
+    return build(section, "objective")
 
 
 def random_case(seed, spread=0.6, n_rows=6, per_row=False):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import load
 from stppo.policy.compute import body_of, head_of
 from stppo.policy.critic import Critic
 from stppo.policy.frozen import freeze_below, states_below
@@ -16,7 +17,7 @@ from stppo.policy.policy import LoraSettings, load_policy, load_tokenizer, save_
 from stppo.policy.weights import named_weights
 from stppo.training.checkpoint import newest
 from stppo.training.gradients import Passes, PolicyPass, WatchedNorm
-from stppo.training.trainer import Trainer
+from stppo.training.run import Run
 from stppo.training.warm_start import made_for
 from stppo.trajectories import Trajectories
 from tests.conftest import TINY
@@ -39,14 +40,14 @@ def start(barely_trained, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora") / "start"
     shutil.copytree(barely_trained, folder)
     record = json.loads((folder / "warm_start.json").read_text())
-    record["made_for"] = made_for(configs.compose([*TINY, *LORA]))
+    record["made_for"] = made_for(compose([*TINY, *LORA]))
     (folder / "warm_start.json").write_text(json.dumps(record))
     return folder
 
 
 @pytest.fixture
 def trainer(tiny, tmp_path, start):
-    return Trainer(tiny(*LORA), tmp_path / "run", start, progress=False)
+    return Run(load(tiny(*LORA)), tmp_path / "run", start, progress=False)
 
 
 def shake(trainer):
@@ -62,7 +63,7 @@ def test_only_adapters_are_trained_and_start_without_effect(trainer, start):
     assert sum(p.numel() for p in trainer.parameters) < 0.5 * sum(
         p.numel() for p in trainer.policy.parameters()
     )
-    batch = trainer._sample().trajectories
+    batch = trainer.sample().trajectories
     with torch.no_grad():
         plain = score(load_policy(start), batch).logprobs
         torch.testing.assert_close(score(trainer.policy, batch).logprobs, plain)
@@ -70,7 +71,7 @@ def test_only_adapters_are_trained_and_start_without_effect(trainer, start):
 
 
 def test_reference_is_the_policy_without_its_adapters(trainer, start):
-    batch = trainer._sample().trajectories
+    batch = trainer.sample().trajectories
     shake(trainer)
     found = trainer.models.reference_logprobs(batch, Passes(200), 1.0)
     with torch.no_grad():
@@ -81,7 +82,7 @@ def test_reference_is_the_policy_without_its_adapters(trainer, start):
 
 def test_roll_outs_use_the_adapters(trainer):
     shake(trainer)
-    batch = trainer._sample().trajectories
+    batch = trainer.sample().trajectories
     with torch.no_grad():
         again = score(trainer.policy, batch).logprobs
     torch.testing.assert_close(again, batch.behaviour_logprobs, atol=1e-4, rtol=0)
@@ -89,7 +90,7 @@ def test_roll_outs_use_the_adapters(trainer):
 
 def test_saved_policy_has_the_adapters_merged(trainer, tmp_path):
     shake(trainer)
-    batch = trainer._sample().trajectories
+    batch = trainer.sample().trajectories
     save_policy(trainer.policy, tmp_path / "policy")
     merged = load_policy(tmp_path / "policy")
     with torch.no_grad():
@@ -101,7 +102,8 @@ def test_saved_policy_has_the_adapters_merged(trainer, tmp_path):
 
 def test_small_changes_survive_beside_frozen_weights_of_bfloat16(tiny, tmp_path, start):
     """Far below bfloat16's resolution: what is merged and saved is base + delta in float32."""
-    trainer = Trainer(tiny(*LORA, "training.precision=bfloat16"), tmp_path / "run", start, progress=False)
+    its_run = Run(load(tiny(*LORA, "training.precision=bfloat16")), tmp_path / "run", start, progress=False)
+    trainer = its_run.trainer
     with torch.no_grad():
         for name, weight in trainer.policy.named_parameters():
             if "lora_B" in name:
@@ -138,7 +140,7 @@ def test_critic_has_adapters_of_its_own(trainer):
     names = [name for name, weight in trainer.critic.named_parameters() if weight.requires_grad]
     assert {"head.weight", "head.bias"} < set(names)
     assert all("lora_" in name for name in names if not name.startswith("head"))
-    batch = trainer._sample().trajectories
+    batch = trainer.sample().trajectories
     torch.nn.init.normal_(trainer.critic.head.weight)
     with torch.no_grad():
         before = trainer.critic(batch)
@@ -149,7 +151,7 @@ def test_critic_has_adapters_of_its_own(trainer):
 
 
 def test_micro_batches_and_checkpointed_layers_keep_gradient_and_norm(trainer):
-    batch = trainer._sample().trajectories
+    batch = trainer.sample().trajectories
     shake(trainer)
     found = []
     for budget, again in ((None, False), (200, False), (200, True)):
@@ -180,13 +182,14 @@ def test_run_with_adapters_resumes_bit_for_bit_and_saves_them_alone(tmp_path, ti
 
 def test_frozen_weights_are_bfloat16_beside_float32_adapters(tiny, tmp_path, start):
     config = tiny(*LORA, "training.precision=bfloat16", "training.micro_batch_tokens=400")
-    trainer = Trainer(config, tmp_path, start, progress=False)
+    its_run = Run(load(config), tmp_path, start, progress=False)
+    trainer = its_run.trainer
     assert {p.dtype for p in trainer.parameters} == {torch.float32}
     frozen = [
         p for model in (trainer.policy, trainer.critic) for p in model.parameters() if not p.requires_grad
     ]
     assert {p.dtype for p in frozen} == {torch.bfloat16}
-    assert trainer.train()["status"] == "completed"
+    assert its_run.train()["status"] == "completed"
     updates = tables(tmp_path)[0]
     assert updates["kl_reference"].iloc[0] == pytest.approx(0, abs=1e-4), "one model, one precision"
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import load
 from stppo.policy.known_models import KNOWN
 from stppo.policy.policy import load_policy, load_tokenizer
 from stppo.pretrained.fetch import answer
@@ -36,7 +37,7 @@ def config(first_layers, tmp_path):
     """The preset with two layers of the model, of which the upper one is trained, and questions about made-up things."""
     records = tmp_path / "musique.jsonl"
     records.write_text("".join(json.dumps(record) + "\n" for record in made_up(30, 40)))
-    return configs.compose(
+    return compose(
         [
             "preset=smollm",
             f"policy.pretrained={first_layers(2)}",
@@ -92,7 +93,7 @@ def changed(before, after):
 
 def test_a_step_of_warm_start_and_an_iteration_train_the_upper_layer_alone(tmp_path, config, rewarded):
     start, folder = tmp_path / "start", tmp_path / "run"
-    record = warm_start(config, start, progress=False)
+    record = warm_start(load(config), start, progress=False)
     cut, begun = weights(Path(config["policy"]["pretrained"])), weights(start)
     upper = {name for name in cut if ".layers.1." in name} | {"model.norm.weight"}
     assert record["steps"] == 1 and len(upper) == 10 and changed(cut, begun) == upper

@@ -14,13 +14,14 @@ import pandas as pd
 import pytest
 import torch
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.policy.policy import build_policy, score
 from stppo.record.schema import ENGINE_COLUMNS, UPDATES_FILE
 from stppo.rollout.engines import make_rollout
 from stppo.rollout.rollout import RolloutConfig
 from stppo.training.metrics import evaluate
-from stppo.training.trainer import Trainer
+from stppo.training.run import Run
 from stppo.training.warm_start import demonstration_batch, made_for
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.scripted import DemonstrationNoise, play
@@ -70,12 +71,12 @@ def measured(policy, world) -> float:
 
 def started(folder):
     """A warm start on demonstrations full of mistakes, and its success."""
-    config = configs.compose(CONFIG)
-    world, rng = configs.build(config["world"], "world"), random.Random(0)
+    config = compose(CONFIG)
+    world, rng = build(config["world"], "world"), random.Random(0)
     torch.manual_seed(0)
     encoder = DialogueEncoder(world.environment.protocol, world.tokenizer)
     data = demonstration_batch(play(world, world.questions("train") * 16, rng, NOISE), encoder)
-    policy = build_policy(configs.validate(config).policy, world.tokenizer)
+    policy = build_policy(load(config).settings.policy, world.tokenizer)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     for _ in range(STEPS):
         batch = data.select(torch.randint(len(data), (64,)))
@@ -96,9 +97,10 @@ def started(folder):
 
 
 def trained(overrides, folder, start) -> float:
-    trainer = Trainer(configs.compose([*CONFIG, *overrides]), folder, start, progress=False)
+    its_run = Run(load(compose([*CONFIG, *overrides])), folder, start, progress=False)
+    trainer = its_run.trainer
     try:
-        trainer.train()
+        its_run.train()
     finally:
         trainer.sampler.close()
     return measured(trainer.policy, trainer.world)

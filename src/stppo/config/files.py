@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+Config = dict[str, Any]
 VARIABLE = "STPPO_CONFIG_DIR"
 _REMEDY = f"(--config-dir or {VARIABLE})"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stppo.config import Config, planned_runs
+from stppo.config.files import Config
+from stppo.config.planned import planned_runs
 
 # Seconds on one core of the machine of results/reference/speed (policy tiny, world synthetic, compiled kernels), per
 # iteration of 128 trajectories: roll-out and scoring; a pass of the critic; a pass of the actor; the factor of

@@ -100,10 +100,16 @@ class WarmStartConfig(Section):
 
 
 class DivisorsConfig(Section):
-    """Placebo stabiliser: divide the gradient by what another run divided its own by (see `training.controls`)."""
+    """Placebo stabiliser: divide the gradient by what another run divided its own by (see `training.controls`).
+
+    divides: the gradient, or the step, as that run's stabiliser does. constant: by one number, whose reciprocal is the mean of
+    the divisors' reciprocals. Neither stands in the configs of earlier runs.
+    """
 
     from_run: str | None
     shuffle: bool
+    constant: bool = False
+    divides: Literal["gradient", "step"] = "gradient"
 
     @model_validator(mode="after")
     def _shuffle_has_something(self) -> "DivisorsConfig":
@@ -111,6 +117,11 @@ class DivisorsConfig(Section):
             raise ValueError(
                 "training.divisors.shuffle=true shuffles the divisors of training.divisors.from_run; "
                 "give that run's folder"
+            )
+        if self.constant and (self.shuffle or self.from_run is None):
+            raise ValueError(
+                "training.divisors.constant=true divides by one number made of the divisors of training.divisors.from_run; "
+                "give that run's folder, and leave training.divisors.shuffle false"
             )
         return self
 

@@ -11,8 +11,10 @@ from typing import Any
 import pandas as pd
 import torch
 
-from stppo import config
 from stppo.config import algorithms as registry
+from stppo.config.composition import compose
+from stppo.config.files import Config
+from stppo.config.loading import build
 from stppo.figures import schematic
 from stppo.figures.style import Plot
 from stppo.objectives import (
@@ -85,7 +87,7 @@ def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
     given = order if algorithms is None else set(algorithms)
     rows = {}
     for name in sorted(given, key=lambda name: (order.index(name) if name in order else len(order), name)):
-        point = _point(_objective(config.compose([f"algorithm={name}"])["algorithm"]))
+        point = _point(_objective(compose([f"algorithm={name}"])["algorithm"]))
         its = registry.look(name)
         rows[name] = {"label": its.label, "v1": its.v1, "v2": its.v2, **point, "source": its.source}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("algorithm")
@@ -114,7 +116,7 @@ def worked_example(algorithm: str) -> pd.DataFrame:
     norm that the stabiliser reads, over log-probabilities of this one trajectory; the same in every row) and
     `step` = gradient / divisor.
     """
-    objective = _objective(config.compose([f"algorithm={algorithm}"])["algorithm"])
+    objective = _objective(compose([f"algorithm={algorithm}"])["algorithm"])
     agent = torch.tensor([[ratio is not None for ratio in TOKEN_RATIOS]])
     layout = Layout.of(agent)
     ratios = torch.tensor([ratio for ratio in TOKEN_RATIOS if ratio is not None], dtype=torch.float64)
@@ -148,8 +150,8 @@ def worked_example(algorithm: str) -> pd.DataFrame:
     return frame
 
 
-def _objective(composed: config.Config) -> Objective:
-    return config.build(composed["objective"], "algorithm.objective")
+def _objective(composed: Config) -> Objective:
+    return build(composed["objective"], "algorithm.objective")
 
 
 def _point(objective: Objective) -> dict[str, str]:
@@ -202,8 +204,11 @@ def _stabiliser(stabilizer: Stabilizer) -> str:
     if isinstance(stabilizer, ClippingBiasNorm):
         c0 = f"{stabilizer.c0:g}"
         forms = {"max": f"max(1, ‖C‖/{c0})", "one_plus": f"(1 + ‖C‖/{c0})", "floor": f"max(‖C‖, {c0})"}
+        forms["bare"] = "‖C‖"
         estimate = "" if stabilizer.estimator == "exact" else f", {stabilizer.estimator} estimate"
-        return f"÷ {forms[stabilizer.form]}{estimate}"
+        of_step = ", of the step" if stabilizer.divides == "step" else ""
+        over = " over its running median" if stabilizer.over_median else ""
+        return f"÷ {forms[stabilizer.form]}{over}{estimate}{of_step}"
     if isinstance(stabilizer, CtnKL):
         pair = "π‖π_old" if stabilizer.kl == "policy_to_behaviour" else "π_old‖π"
         product = "E[share · KL" if stabilizer.formula == "inside" else "E[share] · E[KL"

@@ -10,8 +10,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stppo import config
 from stppo.config import algorithms as registry
+from stppo.config.composition import compose
+from stppo.config.loading import build
 from stppo.figures.style import Plot, style
 from stppo.oracle import Oracle, TabularSoftmax, TokenMDP
 from stppo.oracle.comparison import gradient_quality
@@ -45,8 +46,8 @@ def bias_variance_table(
     )
     rows = []
     for name in names:
-        composed = config.compose([f"algorithm={name}"])["algorithm"]
-        objective = config.build(composed["objective"], "algorithm.objective")
+        composed = compose([f"algorithm={name}"])["algorithm"]
+        objective = build(composed["objective"], "algorithm.objective")
         for data, theta in points.items():
             found = gradient_quality(oracle, objective, theta, batch_size, n_batches, seed)
             rows.append({"algorithm": name, "label": registry.look(name).label, "data": data} | vars(found))

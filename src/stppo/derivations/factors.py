@@ -14,8 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from stppo import config
 from stppo.config import algorithms as registry
+from stppo.config.composition import compose
+from stppo.config.loading import build
 from stppo.derivations.axes import ENTROPY, PROBABILITY, worked_example
 from stppo.figures.style import Plot, style
 from stppo.trajectories import Layout
@@ -51,8 +52,8 @@ def factor_table(
     layout = Layout.of(torch.ones(len(ratios), 1, dtype=torch.bool))
     frames = []
     for name in _names(algorithms):
-        composed = config.compose([f"algorithm={name}"])["algorithm"]
-        objective = config.build(composed["objective"], "algorithm.objective")
+        composed = compose([f"algorithm={name}"])["algorithm"]
+        objective = build(composed["objective"], "algorithm.objective")
         log_ratio = ratios.log().requires_grad_()
         surrogate = objective.evaluate(
             log_ratio,

@@ -12,6 +12,7 @@ one method to write, in any module, named by `_target_` in an algorithm's YAML.
 | the same, of the form sg(f) A log pi | Weight | factor | ClippedWeight, Mask |
 | stabiliser: divides the gradient | Divisor | divisor | ClippingBiasNorm |
 | stabiliser: adds to the loss | Penalty | penalty | CtnKL |
+| stabiliser: weighs each sample | SampleWeight | weights | OwnClippingBias |
 | the same, as a mean over tokens | TokenPenalty | costs | |
 
 The rules of related methods are in `stppo.objectives.rivals`.
@@ -38,7 +39,9 @@ from stppo.objectives.stabilizers import (
     CtnKL,
     Divisor,
     NoStabilizer,
+    OwnClippingBias,
     Penalty,
+    SampleWeight,
     Stabilizer,
     TokenPenalty,
 )
@@ -65,9 +68,11 @@ __all__ = [
     "MinClip",
     "NoStabilizer",
     "Objective",
+    "OwnClippingBias",
     "Penalty",
     "Ratio",
     "RatioRule",
+    "SampleWeight",
     "Stabilizer",
     "Surrogate",
     "SurrogateRule",

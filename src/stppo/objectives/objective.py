@@ -15,7 +15,7 @@ from stppo.objectives.diagnostics import diagnose
 from stppo.objectives.ratios import RatioRule
 from stppo.objectives.stabilizers import Stabilizer
 from stppo.objectives.surrogates import MinClip, SurrogateRule, Terms
-from stppo.objectives.tokens import Tokens
+from stppo.objectives.tokens import Tokens, per_token
 from stppo.trajectories import SEGMENTS, Layout, Trajectories
 
 LOSS_AGGREGATIONS = ("trajectory_mean", "token_mean", "turn_mean")
@@ -109,6 +109,10 @@ class Objective:
         with torch.enable_grad():
             tokens = self.tokens(log_ratio, advantages, layout, behaviour_logprobs, entropy)
             terms, bounds = self.terms(tokens)
+            scale = self.stabilizer.weights(tokens, terms)
+            if scale is not None:
+                scale = per_token(scale.detach(), tokens, f"{type(self.stabilizer).__name__}.weights")
+                weights = weights * scale
             ppo_loss = -(weights * terms.terms).sum()
             bias_surrogate = (weights * (terms.unrestricted - terms.terms)).sum()
             penalty = self.stabilizer.penalty(tokens, bounds)
@@ -117,6 +121,8 @@ class Objective:
         given = replace(tokens, advantages=advantages.detach().to(log_ratio.dtype))
         values = diagnose(given, bounds, terms, gradient)
         values["ctn_penalty"] = torch.zeros(()) if penalty is None else penalty.detach()
+        if scale is not None:
+            values["sample_divisor"] = (1 / scale).mean()
         values["any_clipped"] = (terms.terms != terms.unrestricted).any()
         # One host transfer for all of them: per-key .item() calls would cost more than the loss itself.
         host = torch.stack([value.to(torch.float64) for value in values.values()]).tolist()

@@ -62,6 +62,11 @@ class _Exp(torch.autograd.Function):
         return torch.where(gradient == 0, gradient, gradient * value)
 
 
+def safe_exp(x: Tensor) -> Tensor:
+    """exp(x), whose gradient is 0 where none is asked for, even if it overflows."""
+    return _Exp.apply(x)
+
+
 @dataclass(frozen=True)
 class Ratio(RatioRule):
     """Importance ratio w_t shared by the segment (token, turn, sentence, whole trajectory) that holds agent token t.
@@ -84,15 +89,15 @@ class Ratio(RatioRule):
 
     def ratio(self, log_ratio: Tensor, layout: Layout) -> Tensor:
         if self.granularity == "token":
-            return _Exp.apply(log_ratio)
+            return safe_exp(log_ratio)
         segments = layout.segments(self.granularity)
         total = segments.share(
-            segments.sum(_Exp.apply(log_ratio) if self.aggregation == "arithmetic" else log_ratio)
+            segments.sum(safe_exp(log_ratio) if self.aggregation == "arithmetic" else log_ratio)
         )
         mean = total / segments.share(segments.lengths)
         if self.aggregation == "arithmetic":
             return mean
-        return _Exp.apply(total if self.aggregation == "product" else mean)
+        return safe_exp(total if self.aggregation == "product" else mean)
 
     def pullback(self, log_ratio: Tensor, ratio: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         """In closed form (no graph needed)."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from stppo.checks import in_range, one_of
 from stppo.objectives.advantages import Estimate, LeaveOneOut, TokenGAE
 from stppo.objectives.clipping import Bounds, Clip, ClipRule
-from stppo.objectives.ratios import Ratio, RatioRule
+from stppo.objectives.ratios import Ratio, RatioRule, safe_exp
 from stppo.objectives.stabilizers import Divisor, Stabilizer, TokenPenalty
 from stppo.objectives.surrogates import (
     ClippedWeight,
@@ -105,6 +105,32 @@ class StandardisedByTurn(RatioRule):
         square = values.new_zeros(len(count)).index_add(0, place, centred.square()) / count
         scale = (centred.square().mean().sqrt() + self.floor) / (square.sqrt() + self.floor)
         return ((log_ratio - mean[place]) * scale[place]).exp()
+
+
+@dataclass(frozen=True)
+class PrefixRatio(RatioRule):
+    """The ratio of everything that the trajectory's agent wrote up to and including token t, over its s <= t agent tokens:
+
+        product    exp(sum l_s)    the exact correction of token t for the state that it was drawn in
+        geometric  exp(mean l_s)   the same, length-normalised
+
+    MinPRO (arXiv 2601.22718) and CTPO (arXiv 2605.07331) argue for the prefix; what else they do is not here. The first
+    token's is its token ratio, the last one's that of the whole trajectory. Every token has a ratio of its own.
+    """
+
+    granularity: ClassVar[str] = "token"
+    aggregation: str = "geometric"
+
+    def __post_init__(self) -> None:
+        one_of(self, "aggregation", ("geometric", "product"))
+
+    def ratio(self, log_ratio: Tensor, layout: Layout) -> Tensor:
+        rows = layout.segments("sequence")
+        place = torch.arange(len(layout.rows), device=log_ratio.device) - rows.share(rows.starts)
+        # One row of the table a trajectory: a cumulative sum over all would carry rounding, and inf, into the next one.
+        table = log_ratio.new_zeros(layout.shape[0], int(layout.row_lengths.max()))
+        total = table.index_put((layout.rows, place), log_ratio).cumsum(1)[layout.rows, place]
+        return safe_exp(total if self.aggregation == "product" else total / (place + 1))
 
 
 # --- clip ------------------------------------------------------------------------------------------

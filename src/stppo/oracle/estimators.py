@@ -15,6 +15,7 @@ from stppo.objectives import (
     MinClip,
     Objective,
     Penalty,
+    SampleWeight,
     Terms,
     TokenPenalty,
     Tokens,
@@ -354,6 +355,12 @@ def _check_estimator(objective: Objective, known: tuple[str, ...]) -> None:
             f"{type(stabilizer).__name__}.estimator={stabilizer.estimator!r}: the oracle divides here by functions of "
             f"{', '.join(known)} alone"
         )
+    if stabilizer.over_median:
+        raise ValueError(
+            f"{type(stabilizer).__name__}.over_median=True: a run's median, which the oracle has none of"
+        )
+    if isinstance(stabilizer, SampleWeight):
+        raise ValueError(f"{type(stabilizer).__name__}: the oracle weighs no samples")
 
 
 def _check_batch_size(batch_size: int) -> None:

@@ -45,6 +45,8 @@ _OUR_LEVEL = "it is importance_sampling_level="
 _ELSEWHERE = {
     "verl": {
         "token_ppo": "verl has it: loss_mode=vanilla",
+        "token_ppo_fixed": "verl has it: loss_mode=vanilla",
+        "turn_ppo_fixed": "it is loss_mode=turn_ppo",
         "dual_clip": "verl has it: loss_mode=vanilla, clip_ratio_c",
         "grad_clip": "verl has it: loss_mode=vanilla, grad_clip",
         "grpo": "verl has it: loss_mode=vanilla, algorithm.adv_estimator=grpo",
@@ -70,6 +72,8 @@ _ELSEWHERE = {
     "trl": {
         "token_ppo": f"{_CRITIC}grpo's",
         "turn_ppo": f"{_CRITIC}that of importance_sampling_level='turn'",
+        "token_ppo_fixed": f"{_CRITIC}grpo's",
+        "turn_ppo_fixed": f"{_CRITIC}that of importance_sampling_level='turn'",
         "s_ppo": f"{_CRITIC}that of stabilizer='clipping_bias_norm', importance_sampling_level='token'",
         "s_ppo_cheap": f"{_CRITIC}s_ppo's, with bias_norm_estimator='logprob'",
         "st_ppo": f"{_CRITIC}so_grpo's",
@@ -162,7 +166,7 @@ def objective(
 
 @lru_cache
 def _built(name: str, given: str, option: str) -> Objective:
-    from stppo.config import build  # brings Hydra: not for those who look names up
+    from stppo.config.loading import build  # brings Hydra: not for those who look names up
 
     section = _section(name)
     for part, keys in json.loads(given).items():

@@ -126,7 +126,7 @@ class TurnGRPOConfig(GRPOConfig):
     bias_norm_c0: from which norm on the divisor acts. It belongs to an estimator, a batch size, a completion length
         and a loss_type. exact: 0.1 if not set. logprob: no default; run with stabilizer="none", which logs
         `stabilizer/clipping_bias_norm_logprob`, and take a fixed share of its median.
-    bias_norm_form: max, one_plus or floor, as in `stppo.objectives.ClippingBiasNorm`.
+    bias_norm_form: max, one_plus, floor or bare, as in `stppo.objectives.ClippingBiasNorm`.
     ctn_coefficient, ctn_formula, ctn_kl: as in `stppo.objectives.CtnKL`.
     objective: name of a related method (`stppo.plugins.methods.OFFERED`), which has ratio, clip, surrogate and penalty
         of its own; importance_sampling_level is then not read.
@@ -149,7 +149,7 @@ class TurnGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Norm of the clipping bias from which on the divisor acts."}
     )
     bias_norm_form: str = field(
-        default="max", metadata={"help": "max(1, n/c0), one_plus (1 + n/c0) or floor (max(n, c0))."}
+        default="max", metadata={"help": "max(1, n/c0), one_plus (1 + n/c0), floor (max(n, c0)) or bare (n)."}
     )
     bias_norm_estimator: str = field(
         default="logprob", metadata={"help": "logprob (cheap) or exact (a second backward pass)."}

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from stppo import config as configs
+from stppo.config.composition import compose
+from stppo.config.loading import build, load
 from stppo.config.settings import RunConfig
 from stppo.files import repository_path
 from stppo.policy.known_models import KNOWN
@@ -133,10 +134,9 @@ def preflight(
     gpu_gib: memory (GiB) of the GPU to plan for; None takes what is here. out: where the run will be written.
     Raises ConfigError where the config itself is wrong, FileNotFoundError where the policy's sizes are unknown.
     """
-    config = configs.compose(overrides)
-    run = configs.validate(config)
-    world = configs.build(config["world"], "world")
-    objective = configs.build(config["algorithm"]["objective"], "algorithm.objective")
+    config = compose(overrides)
+    loaded = load(config)
+    run, world, objective = loaded.settings, loaded.world, loaded.objective
     folder = out or repository_path("results") / config["preset"]
     machine = Machine.found(folder, gpu_gib, run.training.device)
     vocabulary = None if world.tokenizer is None else len(world.tokenizer)
@@ -165,10 +165,10 @@ def shortage(run: RunConfig) -> str | None:
     Raises FileNotFoundError where the policy's sizes are not known here, ConfigError where what is to be trained of it is
     not there.
     """
-    objective = configs.build(run.algorithm.objective, "algorithm.objective")
+    objective = build(run.algorithm.objective, "algorithm.objective")
     vocabulary = None
     if run.policy.pretrained is None:
-        vocabulary = len(configs.build(run.world, "world").tokenizer)
+        vocabulary = len(build(run.world, "world").tokenizer)
     machine = Machine.found(Path(), device=run.training.device)
     made = estimate(run, objective, vocabulary, machine.gpu, machine.gpu_name)
     check_trained_part(run.policy, made.shape, made.algorithm.critic)
@@ -314,7 +314,7 @@ def _variants(
         changed = replace(policy, lora=LoraSettings())
         yield "'policy.lora={rank: 16}'", run.model_copy(update={"policy": changed}), objective
     if made.algorithm.critic:
-        other = configs.build(configs.compose(["algorithm=grpo"])["algorithm"]["objective"], "algorithm")
+        other = build(compose(["algorithm=grpo"])["algorithm"]["objective"], "algorithm")
         yield "algorithm=grpo (no critic)", run, other
     if policy.pretrained and (name := smaller(policy.pretrained)):
         changed = replace(policy, pretrained=name)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 from transformers.pytorch_utils import Conv1D
 
-from stppo.config import ConfigError
+from stppo.config.files import ConfigError
 from stppo.policy.frozen import layers_of
 from stppo.policy.known_models import KNOWN
 from stppo.policy.policy import UNREADABLE, LoraSettings, PolicyConfig, load_shape, why

@@ -20,7 +20,7 @@ from stppo.config.algorithms import Algorithm, in_order, look
 from stppo.files import parse_json, repository_path, write_atomically
 from stppo.record import schema
 from stppo.record.outcomes import AFTER, Outcome, judge, with_zeros
-from stppo.record.tidy import KEYS, Runs, clips, main_regime, stopped_at, tidy  # noqa: F401 (clips: notebooks take it from here)
+from stppo.record.tidy import KEYS, Runs, clips, main_regime, stopped_at, tidy  # noqa: F401 (clips)
 from stppo.stats import area_under_curve, final_mean
 
 CROWD = 12  # algorithms beyond which a picture shows those with a file of their own alone
@@ -86,7 +86,7 @@ def _read_parquet(path: Path, columns: Iterable[str], remedy: str) -> pd.DataFra
     return frame.astype({c: "float64" for c in frame.select_dtypes("float32").columns})
 
 
-def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]:
+def read_run(run_dir: str | Path) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]:
     """Record, updates and evaluations of one finished run.
 
     FileNotFoundError or ValueError names the run and the command that makes it, if a part is missing,
@@ -95,57 +95,12 @@ def read_run(run_dir: str | Path) -> tuple[schema.RunRecord, pd.DataFrame, pd.Da
     run_dir = Path(run_dir)
     remedy = make_command(run_dir / schema.RUN_FILE)
     record = _read_json(run_dir / schema.RUN_FILE, remedy)
-    check_record(record, str(run_dir / schema.RUN_FILE), remedy)
+    schema.check_record(record, str(run_dir / schema.RUN_FILE), remedy)
     if record["status"] not in (schema.COMPLETED, schema.NON_FINITE):
         raise ValueError(f"run {run_dir} is unfinished (status {record['status']}); finish it with: {remedy}")
     updates = _read_parquet(run_dir / schema.UPDATES_FILE, ("update", "iteration", *_MEASURED), remedy)
     evaluations = _read_parquet(run_dir / schema.EVALUATIONS_FILE, ("iteration", *_EVALUATED), remedy)
     return record, updates, evaluations
-
-
-# What summary, pictures, `compare` and claims read of a record, with its kind; the second list may be missing
-# or null.
-_REQUIRED = {
-    "regime": str,
-    "algorithm": str,
-    "seed": int,
-    "status": str,
-    "preset": str,
-    "world": str,
-    "world_seed": int,
-    "warm_start_seed": int,
-    "iterations": int,
-    "updates": int,
-    "warm_start": dict,
-    "wall_seconds": int | float,
-}
-_OPTIONAL = {
-    "label": str,
-    "variant": str,
-    "non_finite": dict,
-    "objective": dict,
-    "training": dict,
-    "versions": dict,
-    "hardware": dict,
-    "resumed_on": list,
-}
-
-
-def check_record(record: Any, place: str, remedy: str) -> None:
-    """ValueError of one line that names a field which is missing, or of another kind than a run writes."""
-    if not isinstance(record, dict) or (missing := [name for name in _REQUIRED if name not in record]):
-        name = missing[0] if isinstance(record, dict) else "every field"
-        raise ValueError(f"{place} lacks {name}; make it anew with: {remedy}")
-    known = {name: kind | None for name, kind in _OPTIONAL.items() if name in record}
-    for name, kind in (_REQUIRED | known).items():
-        value = record[name]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(
-                f"{place}: {name} = {value!r} is not what a run writes; make it anew with: {remedy}"
-            )
-    for name in ("success_sampled", "success_greedy"):
-        if not isinstance(record["warm_start"].get(name), int | float):
-            raise ValueError(f"{place}: warm_start lacks the number {name}; make it anew with: {remedy}")
 
 
 def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
@@ -165,7 +120,7 @@ def _write_table(frame: pd.DataFrame, path: Path) -> None:
     write_atomically(path, lambda p: pq.write_table(table, p, compression="zstd", compression_level=9))
 
 
-def _keyed(frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
+def _keyed(frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
     keys = pd.DataFrame({name: [record[name]] * len(frame) for name in KEYS}, index=frame.index)
     return pd.concat([keys, frame.drop(columns=KEYS, errors="ignore")], axis=1)
 
@@ -206,7 +161,7 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     return metrics
 
 
-def told_apart(records: Sequence[schema.RunRecord]) -> list[tuple[str, str]]:
+def told_apart(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """(algorithm, variant) of each run: of its recorded overrides those that not all runs of its regime
     share."""
     given = [shlex.split(record.get("variant") or "") for record in records]
@@ -223,7 +178,7 @@ def told_apart(records: Sequence[schema.RunRecord]) -> list[tuple[str, str]]:
     ]
 
 
-def recorded(source: Path) -> Iterator[tuple[schema.RunRecord, pd.DataFrame, pd.DataFrame]]:
+def recorded(source: Path) -> Iterator[tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]]:
     """Record, iterations and evaluations of a run folder's run, or of each run of a metrics folder."""
     if not (source / schema.RUNS_FILE).exists():
         record, updates, evaluations = read_run(source)
@@ -277,7 +232,7 @@ def load_metrics(metrics_dir: str | Path) -> Metrics:
         what = "holds no runs" if runs == [] else "is no list of runs"
         raise ValueError(f"{file} {what}; make it anew with: {remedy}")
     for number, record in enumerate(runs, start=1):
-        check_record(record, f"{file}, run {number}", remedy)
+        schema.check_record(record, f"{file}, run {number}", remedy)
     rows = [*KEYS, "iteration"]
     return Metrics(
         runs=runs,
@@ -292,7 +247,7 @@ def load_metrics(metrics_dir: str | Path) -> Metrics:
 class Metrics:
     """All recorded metrics of a set of runs."""
 
-    runs: list[schema.RunRecord]
+    runs: list[dict[str, Any]]
     iterations: pd.DataFrame  # one row per run and iteration
     evaluations: pd.DataFrame  # one row per run and evaluation
 
@@ -332,7 +287,7 @@ class Metrics:
         regime = main_regime(self.all.runs)
         return self.all.of([regime], self.methods(regime))
 
-    def select(self, frame: pd.DataFrame, record: schema.RunRecord) -> pd.DataFrame:
+    def select(self, frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
         """Rows of one run in `iterations` or `evaluations`."""
         by_run = self._iterations_by_run if frame is self.iterations else self._evaluations_by_run
         return by_run.get(tuple(record[name] for name in KEYS), frame.iloc[:0])
@@ -345,12 +300,17 @@ class Metrics:
     def _evaluations_by_run(self) -> dict[tuple, pd.DataFrame]:
         return dict(iter(self.evaluations.groupby(KEYS, sort=False)))
 
-    def success(self, record: schema.RunRecord, temperature: float = 1.0) -> pd.DataFrame:
+    def rows_of(self, regime: str, algorithm: str, evaluations: bool = False) -> pd.DataFrame:
+        """Rows of all runs of an algorithm in a regime, in `iterations` or in `evaluations`."""
+        frame = self.evaluations if evaluations else self.iterations
+        return frame[(frame["regime"] == regime) & (frame["algorithm"] == algorithm)]
+
+    def success(self, record: dict[str, Any], temperature: float = 1.0) -> pd.DataFrame:
         """Evaluations of one run at a temperature, in order of iteration."""
         rows = self.select(self.evaluations, record)
         return rows[rows["temperature"] == temperature].sort_values("iteration")
 
-    def settings(self, record: schema.RunRecord) -> dict[str, float]:
+    def settings(self, record: dict[str, Any]) -> dict[str, float]:
         """learning_rate, epochs and staleness (iterations) of a run: as configured or, where the record lacks
         the config, as its rows have them; NaN where unknown (epochs of a run that ended some of its
         iterations early)."""
@@ -366,14 +326,14 @@ class Metrics:
             "staleness": float(rows["staleness_iterations"].max()),
         }
 
-    def outcome(self, record: schema.RunRecord) -> Outcome:
+    def outcome(self, record: dict[str, Any]) -> Outcome:
         """The rules of `results.outcomes` applied to one run."""
         rows = self.success(record)
         start = record["warm_start"]["success_sampled"]
         stopped, horizon = self._stopped(record)
         return judge(rows["iteration"], rows["success"], start, stopped, horizon)
 
-    def _stopped(self, record: schema.RunRecord) -> tuple[float | None, int]:
+    def _stopped(self, record: dict[str, Any]) -> tuple[float | None, int]:
         """Where a number that is not finite ended a run, None for any other; iterations of its regime."""
         return stopped_at(record, self.select(self.iterations, record)), self.horizons[record["regime"]]
 

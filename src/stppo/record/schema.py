@@ -5,8 +5,12 @@ Training writes these names and the analysis reads them; this file is all the tw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 # --- files of one run folder -----------------------------------------------------------------
 RUN_FILE = "run.json"
@@ -45,91 +49,160 @@ KEY_COLUMNS: dict[str, str] = {
 }
 
 
-class WarmStart(TypedDict):
+class Recorded(BaseModel):
+    """Part of a record: fields of another kind are errors, further ones stay as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+class WarmStart(Recorded):
     """What the supervised start scores, from at least 2,048 sampled trajectories on full presets."""
 
     success_sampled: float
     success_greedy: float
-    n_sampled: int
+    n_sampled: int = 0
 
 
-class NonFinite(TypedDict):
+class NonFinite(Recorded):
     """Which quantity stopped being finite, and at which update."""
 
     what: str
     update: int
 
 
-class RunRecord(TypedDict):
-    """The content of `run.json`."""
-
-    status: str
-    regime: str
-    algorithm: str
-    label: str | None
-    seed: int
-    variant: str  # overrides but for algorithm and seed, as typed; "" for runs of a pipeline
-    preset: str
-    policy: str
-    policy_parameters: int
-    world: str
-    warm_start_seed: int
-    warm_start_folder: str
-    warm_start_weights: str
-    world_seed: int
-    config_fingerprint: str
-    code_hash: str
-    git_commit: str | None
-    git_dirty: bool | None
-    versions: dict[str, str]
-    hardware: dict[str, Any]
-    resumed_on: list[dict[str, Any]]
-    kernels: list[str]
-    started: str
-    wall_seconds: float
-    cpu_seconds: float
-    peak_memory_mb: float
-    gpu_peak_memory_mb: float | None
-    iterations: int
-    updates: int
-    warm_start: WarmStart
-    non_finite: NonFinite | None
+def _said(meaning: str, **options: Any) -> Any:
+    return Field(description=meaning, **options)
 
 
-RUN_FIELDS: dict[str, str] = {
-    "status": f"{COMPLETED}, {NON_FINITE} (stopped by a non-finite loss or gradient) or {RUNNING}",
-    **KEY_COLUMNS,
-    "label": "what figures call the algorithm, where its config says so; else null",
-    "variant": "overrides that it was started with but for algorithm and seed, as typed; empty for runs of a pipeline",
-    "preset": "name of the preset, e.g. laptop",
-    "policy": "name of the policy config, e.g. tiny",
-    "policy_parameters": "number of trainable parameters of the policy, critic not counted",
-    "world": "name of the world config, e.g. synthetic",
-    "warm_start_seed": "seed of the supervised start",
-    "warm_start_folder": "name of the folder with the supervised start; another version of the code would name it differently",
-    "warm_start_weights": "hash of the weights in that folder, which every run that begins alike shares",
-    "world_seed": "seed of the synthetic knowledge base",
-    "config_fingerprint": "hash of the composed config",
-    "code_hash": "hash of the syntax tree of every module that training imports",
-    "git_commit": "commit of the source tree; null outside git",
-    "git_dirty": "true if the source tree had uncommitted changes; null outside git",
-    "versions": "versions of Python and the main packages",
-    "hardware": "processor, cores, memory, GPU",
-    "resumed_on": "versions, hardware and commit of each later part that ran under others than the part before it; mostly empty",
-    "kernels": "what computed policy and critic: compiled or eager; both where the run went on under the other",
-    "started": "start time, ISO 8601, UTC",
-    "wall_seconds": "seconds of training in all, resumed parts added up",
-    "cpu_seconds": "CPU seconds of the training process, all threads, resumed parts added up",
-    "peak_memory_mb": "largest resident memory of the process, MiB",
-    "gpu_peak_memory_mb": "largest memory allocated on the GPU, MiB, as PyTorch counts it (torch.cuda.max_memory_allocated); null on a CPU",
-    "iterations": "iterations done",
-    "updates": "optimiser updates done",
-    "warm_start": "success of the policy before training: sampled, greedy, number sampled",
-    "non_finite": "what became non-finite and at which update; null if nothing did",
+class RunRecord(Recorded):
+    """The content of `run.json`. A field with a default may be missing in records of earlier versions."""
+
+    status: str = _said(f"{COMPLETED}, {NON_FINITE} (stopped by a non-finite loss or gradient) or {RUNNING}")
+    regime: str = _said(KEY_COLUMNS["regime"])
+    algorithm: str = _said(KEY_COLUMNS["algorithm"])
+    seed: int = _said(KEY_COLUMNS["seed"])
+    label: str | None = _said(
+        "what figures call the algorithm, where its config says so; else null", default=None
+    )
+    variant: str | None = _said(
+        "overrides that it was started with but for algorithm and seed, as typed; empty for runs of a pipeline",
+        default=None,
+    )
+    preset: str = _said("name of the preset, e.g. laptop")
+    policy: str | None = _said("name of the policy config, e.g. tiny", default=None)
+    policy_parameters: int | None = _said(
+        "number of trainable parameters of the policy, critic not counted", default=None
+    )
+    world: str = _said("name of the world config, e.g. synthetic")
+    warm_start_seed: int = _said("seed of the supervised start")
+    warm_start_folder: str | None = _said(
+        "name of the folder with the supervised start; another version of the code would name it differently",
+        default=None,
+    )
+    warm_start_weights: str | None = _said(
+        "hash of the weights in that folder, which every run that begins alike shares", default=None
+    )
+    world_seed: int = _said("seed of the synthetic knowledge base")
+    config_fingerprint: str | None = _said("hash of the composed config", default=None)
+    code_hash: str | None = _said(
+        "hash of the syntax tree of every module that training imports", default=None
+    )
+    git_commit: str | None = _said("commit of the source tree; null outside git", default=None)
+    git_dirty: bool | None = _said(
+        "true if the source tree had uncommitted changes; null outside git", default=None
+    )
+    versions: dict[str, str] | None = _said("versions of Python and the main packages", default=None)
+    hardware: dict[str, Any] | None = _said("processor, cores, memory, GPU", default=None)
+    resumed_on: list[dict[str, Any]] | None = _said(
+        "versions, hardware and commit of each later part that ran under others than the part before it; mostly "
+        "empty",
+        default=None,
+    )
+    kernels: list[str] | None = _said(
+        "what computed policy and critic: compiled or eager; both where the run went on under the other",
+        default=None,
+    )
+    started: str | None = _said("start time, ISO 8601, UTC", default=None)
+    wall_seconds: float = _said("seconds of training in all, resumed parts added up")
+    cpu_seconds: float | None = _said(
+        "CPU seconds of the training process, all threads, resumed parts added up", default=None
+    )
+    peak_memory_mb: float | None = _said("largest resident memory of the process, MiB", default=None)
+    gpu_peak_memory_mb: float | None = _said(
+        "largest memory allocated on the GPU, MiB, as PyTorch counts it (torch.cuda.max_memory_allocated); null on a "
+        "CPU",
+        default=None,
+    )
+    iterations: int = _said("iterations done")
+    updates: int = _said("optimiser updates done")
+    warm_start: WarmStart = _said("success of the policy before training: sampled, greedy, number sampled")
+    non_finite: NonFinite | None = _said(
+        "what became non-finite and at which update; null if nothing did", default=None
+    )
+    # of a metrics folder, from the run's config.yaml
+    objective: dict[str, Any] | None = _said("the objective's section of the config", default=None)
+    training: dict[str, Any] | None = _said("the training section of the config", default=None)
+
+
+def check_record(record: Any, place: str, remedy: str) -> None:
+    """ValueError of one line that names a field of `RunRecord` which is missing, or of another kind than a run writes."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} lacks every field; make it anew with: {remedy}")
+    try:
+        RunRecord.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise ValueError(f"{place} lacks {field}; make it anew with: {remedy}") from None
+        raise ValueError(
+            f"{place}: {field} = {first['input']!r} is not what a run writes; make it anew with: {remedy}"
+        ) from None
+
+
+# Of `run.json`: name -> meaning.
+RUN_FIELDS = {
+    name: field.description or ""
+    for name, field in RunRecord.model_fields.items()
+    if name not in ("objective", "training")
 }
 
 
-def _ratio_columns() -> dict[str, str]:
+class Column(str):
+    """A column of a table: its meaning in one line, with the module that writes it and its unit."""
+
+    writer: str
+    unit: str
+
+    def __new__(cls, meaning: str, writer: str = "", unit: str = "") -> Column:
+        self = super().__new__(cls, meaning)
+        self.writer, self.unit = writer, unit
+        return self
+
+
+class Row(dict[str, Any]):
+    """A row of a table while it is written: a name that is no column is a KeyError where it is written."""
+
+    def __init__(self, table: Mapping[str, Column], values: Mapping[str, Any]) -> None:
+        self.table = table
+        super().__init__()
+        self |= values
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._check(name)
+        super().__setitem__(name, value)
+
+    def __ior__(self, values: Mapping[str, Any]) -> Row:
+        self._check(*values)
+        self.update(values)
+        return self
+
+    def _check(self, *names: str) -> None:
+        if unknown := sorted(set(names) - set(self.table)):
+            raise KeyError(f"{unknown[0]} is no column of this table (stppo.record.schema)")
+
+
+def _ratio_columns() -> dict[str, Column]:
     """Mean, max, 99th percentile and min of the importance ratio at each granularity.
 
     Each statistic is over the minibatch with one value per token, turn or trajectory.
@@ -141,105 +214,26 @@ def _ratio_columns() -> dict[str, str]:
         "sequence": "sequence importance ratio (geometric) in the minibatch, one value per trajectory",
     }
     return {
-        f"ratio_{statistic}_{segment}": f"{adjective} {text}"
+        f"ratio_{statistic}_{segment}": Column(f"{adjective} {text}", "stppo.objectives.diagnostics", "ratio")
         for segment, text in segments.items()
         for statistic, adjective in statistics.items()
     }
 
 
-# Norms that cost a backward pass of their own and that not every objective needs.
-_WATCHED = (
-    "where the objective does not use it, it is sampled on one update in bias_norm_every, at a place in the "
-    "epoch that rotates from iteration to iteration, and NaN on the others; infinite where float32 has no number for it"
-)
+def _table(name: str) -> dict[str, Column]:
+    """Columns by name, as columns.yaml has them."""
+    return {
+        column: Column(meaning, f"stppo.{writer}", unit)
+        for writer, written in _COLUMNS[name].items()
+        for column, (unit, meaning) in written.items()
+    }
 
-# One row per optimiser update. Values that belong to an iteration repeat on each of its rows.
-UPDATE_COLUMNS: dict[str, str] = {
-    "update": "optimiser updates done so far, counting this one",
-    "iteration": "roll-out batches trained on so far, counting this one",
-    "epoch": "pass over the batch, from 0",
-    "minibatch": "minibatch within the epoch, from 0",
-    "success_train": "share of the iteration's sampled training trajectories with exact match 1",
-    "reward_train": "mean reward of the iteration's training trajectories",
-    "valid_format_rate": "share of turns that parse as one well-formed search or answer",
-    "turns_per_trajectory": "mean number of agent turns",
-    "searches_per_trajectory": "mean number of valid searches",
-    "agent_tokens_per_turn": "mean number of agent tokens in a turn",
-    "trajectory_tokens": "mean length of a trajectory, prompt and environment tokens included",
-    "gradient_norm": "global L2 norm of the actor's gradient before clipping, regularisers included",
-    "ppo_gradient_norm": f"global L2 norm of the gradient of the PPO surrogate alone; {_WATCHED}",
-    "clipping_bias_norm": f"L2 norm of C, the gradient that clipping removed; {_WATCHED}",
-    "clipping_bias_norm_last_block": "the same over the last transformer block alone, without the output layer",
-    "clipping_bias_norm_logprob": "estimate of clipping_bias_norm in log-probability space, no second backward pass",
-    "clipping_bias_norm_logit": "estimate of the same in logit space, no second backward pass",
-    "stabilizer_divisor": "number the gradient was divided by; 1 where nothing divides it",
-    "update_norm": "L2 norm of the parameter change that the optimiser made",
-    "clip_low": "lower clip bound of the ratio that was used, mean over agent tokens",
-    "clip_high": "upper clip bound of the ratio that was used, mean over agent tokens",
-    "clip_fraction": "clipped agent tokens / agent tokens; with PPO's min sign-aware: the term takes the clipped branch; "
-    "for other surrogates see stppo.objectives.surrogates",
-    "clip_fraction_high": "share of agent tokens clipped with a ratio above 1; with PPO's min: advantage > 0 and ratio "
-    "above its bound",
-    "clip_fraction_low": "share of agent tokens clipped with a ratio below 1; with PPO's min: advantage < 0 and ratio "
-    "below its bound",
-    "out_of_range_fraction": "share of agent tokens whose ratio leaves the bounds that were used, whatever the advantage",
-    "out_of_range_fraction_token": "the same for the token-level ratio, whatever ratio the objective uses",
-    "turn_fully_clipped_fraction": "share of turns of which every token is clipped",
-    **_ratio_columns(),
-    "effective_sample_size": "(sum w)^2 / sum w^2 of trajectory product ratios, as a share of the minibatch",
-    "kl_behaviour_k1": "mean of -log r on behaviour samples: estimates KL(behaviour || policy), nats per token",
-    "kl_behaviour_k3": "mean of r - 1 - log r: estimates KL(behaviour || policy), nats per token, never negative",
-    "kl_policy_to_behaviour": "mean of r log r - r + 1: estimates KL(policy || behaviour), nats per token",
-    "negative_advantage_gradient_share": "share of the surrogate's gradient mass (by |d loss / d log-prob|) on tokens with negative advantage",
-    "advantage_mean": "mean advantage over agent tokens, as the loss sees it",
-    "advantage_std": "standard deviation of the advantage over agent tokens, as the loss sees it",
-    "advantage_max": "largest absolute advantage over agent tokens, as the loss sees it",
-    "ctn_penalty": "value of the clipping-triggered KL penalty; 0 without it",
-    "kl_reference": "mean of r - 1 - log r with r = warm start / policy (k3 estimator), nats per token, over the "
-    "agent tokens that the behaviour policy sampled: estimates KL(policy || warm start) only on-policy; NaN where it is not "
-    "scored: pretrained policies without kl_coefficient",
-    "entropy": "mean entropy of the policy's next-token distribution at agent tokens, nats",
-    "advantage_raw_std": "standard deviation of the iteration's advantages before whitening and pooling",
-    "critic_loss": "half the mean squared error of the critic; NaN without critic",
-    "critic_explained_variance": "1 - Var(return - V) / Var(return); NaN without critic or without reward variance",
-    "critic_value_rmse": "root mean squared error of the critic's values that the iteration's credit reads against "
-    "Monte-Carlo values of the policy that sampled its batch, at starts of turns, Monte-Carlo noise subtracted; units "
-    "of reward; NaN where not measured (evaluation.value_error_every) and without critic",
-    "true_value_std": "standard deviation of those Monte-Carlo values over the same states, noise subtracted; NaN "
-    "where not measured and where the noise leaves no variance",
-    "staleness_iterations": "iterations between sampling the batch and training on it",
-    "staleness_updates": "optimiser updates made since the batch was sampled",
-    "learning_rate": "learning rate of the actor",
-    "seconds_rollout": "seconds the iteration spent sampling, scoring what was sampled not among them",
-    "seconds_sync": "seconds of these spent handing weights to the sampling engine and checking it; NaN in PyTorch",
-    "seconds_scoring": "seconds the iteration spent on critic values, Monte-Carlo values and other scoring passes",
-    "seconds_critic": "seconds the iteration spent training the critic; 0 without critic",
-    "seconds_update": "seconds of this update",
-    "tokens_rollout": "agent tokens sampled in the iteration",
-    "tokens_per_second": "agent tokens sampled per second of roll-out",
-    "prefix_cache_hit_rate": "share of prompt tokens that the sampling engine had cached from earlier turns; NaN in "
-    "PyTorch",
-    "mismatch_mean": "mean |difference| between the log-probs that trainer and sampling engine give to the sampled "
-    "tokens, nats; like all mismatch columns NaN where both are one, in PyTorch in float32",
-    "mismatch_max": "largest such difference over the agent tokens of the batch",
-    "mismatch_kl": "KL(engine || trainer) by k3 = r - 1 - log r, r = pi_trainer / pi_engine",
-    "mismatch_effective_sample_size": "of the trajectories' product ratios r, as share of the batch",
-}
 
+_COLUMNS = yaml.safe_load(Path(__file__).with_name("columns.yaml").read_text(encoding="utf-8"))
+# One row per optimiser update; values that belong to an iteration repeat on each of its rows.
+UPDATE_COLUMNS = _table("updates") | _ratio_columns()
 # One row per evaluation on the fixed held-out questions.
-EVALUATION_COLUMNS: dict[str, str] = {
-    "iteration": "iterations done when evaluated; 0 is the warm start",
-    "update": "optimiser updates done when evaluated",
-    "temperature": "1.0: sampled; 0.0: greedy",
-    "n_questions": "number of held-out questions",
-    "success": "share of questions answered with exact match 1",
-    "f1": "mean token F1 of the answers",
-    "valid_format_rate": "share of turns that parse as one well-formed search or answer",
-    "turns": "mean number of agent turns",
-    "searches": "mean number of valid searches",
-    "entropy_of_sampled": "mean of -log-probability of the sampled agent tokens, nats",
-    "seconds": "seconds the evaluation took",
-}
+EVALUATION_COLUMNS = _table("evaluations")
 
 # One row per benchmark and decoding of `stppo evaluate`; each mean has its standard error over questions beside it.
 BENCHMARK_MEANS: dict[str, str] = {

@@ -88,7 +88,7 @@ class Runs:
 
 
 def tidy(
-    records: Sequence[schema.RunRecord],
+    records: Sequence[dict[str, Any]],
     iterations: pd.DataFrame,
     evaluations: pd.DataFrame,
     summary: pd.DataFrame,
@@ -128,7 +128,7 @@ def tidy(
     return Runs(_told(rows), runs)
 
 
-def _success(records: Sequence[schema.RunRecord], evaluations: pd.DataFrame) -> pd.DataFrame:
+def _success(records: Sequence[dict[str, Any]], evaluations: pd.DataFrame) -> pd.DataFrame:
     """One row per run and evaluation: `SUCCESS` and `GREEDY`.
 
     Both count as 0 after a run stopped for a number that is not finite, wherever another of its regime was
@@ -170,7 +170,7 @@ def _told(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.drop(columns=["clips", "plain_loss"])
 
 
-def clips(record: schema.RunRecord) -> bool:
+def clips(record: dict[str, Any]) -> bool:
     """Whether a run's clip fraction is one: not where a weight takes the ratio's place, which differs from it
     everywhere."""
     rules = record.get("objective") or {}
@@ -180,7 +180,7 @@ def clips(record: schema.RunRecord) -> bool:
     return not (weighs or by_sign or surrogate.get("weighed") is False)
 
 
-def family(record: schema.RunRecord, its: Algorithm) -> str:
+def family(record: dict[str, Any], its: Algorithm) -> str:
     """What a run's ratio is one of, or that it clips none."""
     if not clips(record):
         return "no clip"
@@ -206,7 +206,7 @@ def main_regime(runs: pd.DataFrame) -> str:
     return str(counts.sort_index().sort_values(list(counts), ascending=False, kind="stable").index[0])
 
 
-def stopped_at(record: schema.RunRecord, iterations: pd.DataFrame) -> float | None:
+def stopped_at(record: dict[str, Any], iterations: pd.DataFrame) -> float | None:
     """The iteration in which a number that is not finite ended a run, given its rows; None for any other
     run."""
     if not record.get("non_finite"):

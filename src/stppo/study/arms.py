@@ -19,8 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stppo.config import Config, ConfigError, arms_of, compose
 from stppo.config.algorithms import look
+from stppo.config.composition import compose
+from stppo.config.files import Config, ConfigError
+from stppo.config.planned import arms_of
 
 MAIN = "OFF_POLICY"  # the regime of an arm that is named without one
 

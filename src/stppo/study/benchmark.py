@@ -19,10 +19,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from stppo.config import ConfigError, PlannedRun, options
 from stppo.config.algorithms import in_order, look
-from stppo.config.files import NO_KNOB, Prior, lineage
+from stppo.config.files import NO_KNOB, ConfigError, Prior, lineage, options
 from stppo.config.files import value as stated
+from stppo.config.planned import PlannedRun
 from stppo.files import repository_path
 from stppo.record.runs import Metrics, load_metrics
 from stppo.record.schema import COMPLETED, NON_FINITE, RUN_FILE

@@ -1,5 +1,5 @@
-"""The claims ledger and its verdicts: `claims.yaml` says what is claimed and what would show it, `evaluate`
-what runs show.
+"""The claims ledgers and their verdicts: `claims.yaml` says what is claimed and what would show it,
+`evaluate` what runs show.
 
 An entry is a sentence with conditions. A condition names one number per run (`stppo.study.measures`) of arms
 and a threshold: `mean` of an arm, `difference` of two arms, or `main_effect` of a factor of a factorial
@@ -50,6 +50,7 @@ from stppo.study.measures import COLUMNS, SHARES, per_run
 from stppo.study.questions import questions_figure
 
 LEDGER_FILE = Path(__file__).with_name("claims.yaml")
+LEDGER_FILES = (LEDGER_FILE, Path(__file__).with_name("claims_divisor.yaml"))  # one a preset
 SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE, NOT_ASKED = "supported", "not supported", "inconclusive", "not asked"
 HOLDS, FAILS, OPEN = "holds", "fails", "open"
 CSV_FILE, MARKDOWN_FILE = "claims.csv", "claims.md"
@@ -155,6 +156,12 @@ def load_ledger(path: str | Path = LEDGER_FILE) -> Ledger:
         raise ValueError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
+def ledger_of(metrics: Metrics) -> Ledger | None:
+    """The first shipped ledger of whose preset there is a run; None where there is none."""
+    presets = {run["preset"] for run in metrics.runs}
+    return next((found for found in map(load_ledger, LEDGER_FILES) if found.preset in presets), None)
+
+
 @dataclass(frozen=True)
 class Check:
     """What the runs say of one condition."""
@@ -185,13 +192,14 @@ def evaluate(
     labels: Mapping[str, str] | None = None,
     planned: Mapping[str, int] | None = None,
 ) -> list[Verdict]:
-    """Verdicts in the ledger's order; none where no run is of the ledger's preset.
+    """Verdicts in the order of the ledger (default: `ledger_of` the runs); none where no run is of its
+    preset.
 
     groups, labels: of that preset (default: read from its YAML); planned: `REGIME/arm` -> runs.
     Deterministic.
     """
-    ledger = ledger or load_ledger()
-    if all(run["preset"] != ledger.preset for run in metrics.runs):
+    ledger = ledger or ledger_of(metrics)
+    if ledger is None or all(run["preset"] != ledger.preset for run in metrics.runs):
         return []
     groups = arms.groups(ledger.preset) if groups is None else groups
     labels = arms.labels(ledger.preset) if labels is None else labels
@@ -401,7 +409,7 @@ def read_planned(file: Path) -> dict[str, int]:
 def write_claims(
     metrics: Metrics, out_dir: str | Path, planned: Mapping[str, int] | None = None
 ) -> list[Path]:
-    """Write claims.csv and claims.md of the shipped ledger into a folder, and the picture of the runs'
+    """Write claims.csv and claims.md of the runs' ledger into a folder, and the picture of the runs'
     questions; returns the paths."""
     verdicts = evaluate(metrics, planned=planned)
     csv = table(verdicts).to_csv(index=False, float_format="%.5g", lineterminator="\n")

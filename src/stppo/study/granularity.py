@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,6 @@ from stppo.figures.curves import INK, LEVEL, page, source_of, start_handle, star
 from stppo.figures.style import Plot, style
 from stppo.figures.words import compare, hedged, too_short
 from stppo.record.runs import Metrics
-from stppo.record.schema import RunRecord
 from stppo.record.tidy import Runs
 from stppo.stats import by_world, fewest_worlds, mean
 
@@ -130,10 +130,10 @@ def _title(runs: Runs, ladders: list[dict[str, str]]) -> str:
     )
 
 
-def families(records: Iterable[RunRecord], order: list[str]) -> list[dict[str, str]]:
+def families(records: Iterable[dict[str, Any]], order: list[str]) -> list[dict[str, str]]:
     """Granularity -> algorithm, for each set of algorithms whose recorded configs differ in it alone; in an
     order of names."""
-    first: dict[str, RunRecord] = {}
+    first: dict[str, dict[str, Any]] = {}
     for record in records:
         first.setdefault(record["algorithm"], record)
     found: dict[str, dict[str, str]] = {}

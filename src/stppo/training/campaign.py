@@ -21,7 +21,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from stppo.config import PlannedRun, warm_start_dir
+from stppo.config.identity import warm_start_dir
+from stppo.config.planned import PlannedRun
 from stppo.files import repository_path
 from stppo.record.ownership import announce_parent, is_orphan
 from stppo.training.processes import engine_apart
@@ -177,8 +178,8 @@ def _start(config: dict) -> Done:
         if (path / WARM_START_FILE).is_file():
             return Done(name, 0.0, "there already")
         kept = recorded_start(config)
-        arguments = config, path, False, False
-        record = engine_apart(config["rollout"]["engine"], "stppo.training.warm_start:warm_start", *arguments)
+        engine = config["rollout"]["engine"]
+        record = engine_apart(engine, "stppo.training.warm_start:warm_start_of", config, path, False)
     except Exception as error:  # one job's failure is reported; the others go on
         return Done(name, time.perf_counter() - began, "", _line(error))
     text = f"sampled {record['success_sampled']:.2f}, greedy {record['success_greedy']:.2f}"
@@ -200,13 +201,14 @@ def _train(name: str, config: dict, folder: Path, start: Path) -> Done:
 
 def train_run(config: dict, folder: Path, start: Path) -> str:
     """Train one run; returns how it ended."""
+    from stppo.config.loading import load
     from stppo.training.metrics import forget_peaks
-    from stppo.training.trainer import Trainer
+    from stppo.training.run import Run
 
     forget_peaks()
-    trainer = Trainer(config, folder, start, progress=False)
-    record = trainer.train()
-    rows = [row["success"] for row in trainer.evaluation_rows if row["temperature"] == 1.0]
+    run = Run(load(config), folder, start, progress=False)
+    record = run.train()
+    rows = [row["success"] for row in run.trainer.evaluation_rows if row["temperature"] == 1.0]
     ends = f"{rows[0]:.2f} to {rows[-1]:.2f}" if rows else "no evaluation"
     return f"{record['status']}, sampled {ends}"
 

@@ -10,7 +10,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from stppo.config import Config, ConfigError, fingerprint, identity_section
+from stppo.config.files import Config, ConfigError
+from stppo.config.identity import fingerprint, identity_section
 from stppo.config.settings import TrainingConfig
 from stppo.files import parse_json, repository_path
 from stppo.objectives import NoStabilizer, Objective
@@ -30,7 +31,8 @@ class ReplayedDivisors:
     """A placebo for a stabiliser: its divisors, cut off from the updates that called for them.
 
     They are those that another run recorded (`stabilizer_divisor` in its updates.parquet), matched by
-    iteration, epoch and minibatch; with `shuffle` permuted within each iteration. A source that ended non-finite
+    iteration, epoch and minibatch; with `shuffle` permuted within each iteration, with `constant` all replaced by their
+    harmonic mean, which shortens plain gradient descent by as much on average. A source that ended non-finite
     may be shorter than this run: the divisors of its last whole iteration then go on to the end.
 
     Called with iteration (from 1), epoch and minibatch (from 0) it returns the divisor. Raises ConfigError for a
@@ -62,11 +64,15 @@ class ReplayedDivisors:
                 "same training settings that ran as long"
             )
         table = recorded[[min(i, n - 1) for i in range(wanted)]]
+        self.divides = training.divisors.divides
         self.content = {"values": fingerprint(table.tolist()), "shuffle": training.divisors.shuffle}
+        self.content |= training.divisors.model_dump(include={"constant", "divides"}, exclude_defaults=True)
         if training.divisors.shuffle:
             for i, row in enumerate(table):
                 generator = generator_for("divisors", seed, i + 1)
                 table[i] = row[torch.randperm(len(row), generator=generator)]
+        if training.divisors.constant:
+            table = torch.full_like(table, 1 / table.reciprocal().mean())
         self.table = table.view(wanted, training.epochs, training.minibatches)
 
     def __call__(self, iteration: int, epoch: int, minibatch: int) -> float:

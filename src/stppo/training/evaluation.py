@@ -18,7 +18,9 @@ import yaml
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from stppo.config import Config, build, data_section, fingerprint, validate, world_section
+from stppo.config.files import Config
+from stppo.config.identity import data_section, fingerprint, world_section
+from stppo.config.loading import load
 from stppo.config.provenance import environment
 from stppo.files import parse_json, write_atomically, write_json
 from stppo.policy.compiled import choose_kernels
@@ -84,8 +86,8 @@ def evaluate_checkpoint(
         raise ValueError(f"decoding must be of {', '.join(DECODINGS)}, got {unknown[0]!r}")
     folder = _policy_folder(checkpoint)
     # The checkpoint is the policy: the sizes of the config's own limit nothing here.
-    settings = validate(config | {"policy": config["policy"] | {"pretrained": str(folder)}})
-    world: World = build(config["world"], "world")
+    loaded = load(config | {"policy": config["policy"] | {"pretrained": str(folder)}})
+    settings, world = loaded.settings, loaded.world
     test = _unseen(world.questions("test"), trained_on or _config_of(checkpoint), config["world"])
     asked = sample_of_each(test, questions, seed)
     policy = load_policy(folder, settings.policy.attention)

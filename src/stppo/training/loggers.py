@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from stppo.config import ConfigError
+from stppo.config.files import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from stppo.record.schema import (
     BY_BENCHMARK_FILE,
     EVALUATION_COLUMNS,
     EVALUATIONS_FILE,
-    RUN_FILE,
     TRAJECTORIES_FILE,
     UPDATE_COLUMNS,
     UPDATES_FILE,
@@ -94,9 +93,6 @@ def write_tables(run_dir: Path, updates: list[dict], evaluations: list[dict]) ->
         (EVALUATIONS_FILE, EVALUATION_COLUMNS, evaluations),
     ):
         table = pd.DataFrame(rows, columns=list(columns))
-        unknown = {key for row in rows for key in row} - set(columns)
-        if unknown:
-            raise KeyError(f"columns missing from stppo.record.schema: {sorted(unknown)}")
         write_atomically(run_dir / name, lambda part, table=table: table.to_parquet(part, index=False))
 
 
@@ -104,10 +100,6 @@ def read_tables(run_dir: Path) -> tuple[list[dict], list[dict]]:
     """The rows that `write_tables` wrote, of updates and of evaluations. OSError where a table is missing."""
     updates, evaluations = (pd.read_parquet(run_dir / name) for name in (UPDATES_FILE, EVALUATIONS_FILE))
     return updates.to_dict("records"), evaluations.to_dict("records")
-
-
-def write_record(run_dir: Path, record: dict[str, Any]) -> None:
-    write_json(run_dir / RUN_FILE, record)
 
 
 def trajectory_records(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, n: int) -> list[dict[str, Any]]:

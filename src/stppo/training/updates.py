@@ -1,13 +1,16 @@
 """One optimiser step of the policy, with everything it records, and a pass of the critic."""
 
+import bisect
 import math
 import time
+from collections.abc import Iterable
+from statistics import median
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stppo.config import ConfigError
+from stppo.config.files import ConfigError
 from stppo.config.settings import TrainingConfig
 from stppo.objectives import Objective, Surrogate, estimated_bias_norms
 from stppo.policy.compute import last_block
@@ -37,7 +40,8 @@ def require_finite(value: Tensor | float, what: str, update: int, iteration: int
 class PolicyUpdates:
     """Steps of the policy's optimiser.
 
-    temperature: that of the roll-outs. divisors: a placebo in the stabiliser's place, or None.
+    temperature: that of the roll-outs. divisors: a placebo in the stabiliser's place, or None. past: the stabiliser's divisors
+    of the run so far, in order of size, where it divides by them over their median.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class PolicyUpdates:
         self.policy, self.optimizer, self.objective = policy, optimizer, objective
         self.training, self.passes, self.temperature = training, passes, temperature
         self.divisors = divisors
+        self.past: list[float] = []
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
         self.norm_over = {
             BIAS_NORM_COLUMNS["exact"]: self.parameters
@@ -162,6 +167,18 @@ class PolicyUpdates:
     def _divisor(self, row: dict[str, float]) -> float:
         if self.divisors is not None:
             return self.divisors(row["iteration"], row["epoch"], row["minibatch"])
+        divisor = self._own_divisor(row)
+        if not self.objective.stabilizer.over_median or not math.isfinite(divisor):
+            return divisor  # one that is not finite ends the run
+        bisect.insort(self.past, divisor)
+        return divisor / median(self.past)
+
+    def remember(self, rows: Iterable[dict[str, float]]) -> None:
+        """Take up the divisors of a run that goes on, from its rows: they are functions of what these hold."""
+        if self.objective.stabilizer.over_median:
+            self.past = sorted(map(self._own_divisor, rows))
+
+    def _own_divisor(self, row: dict[str, float]) -> float:
         stabilizer = self.objective.stabilizer
         if stabilizer.estimator is None:
             return 1.0
@@ -177,7 +194,7 @@ class PolicyUpdates:
         """Clip, divide, step; returns the norm of the parameters' change. Dividing after a clip keeps the divisor; a
         clip that binds afterwards cancels it. A divisor of the step divides the learning rate of this update alone."""
         training = self.training
-        of_step = self.objective.stabilizer.divides == "step"
+        of_step = (self.divisors or self.objective.stabilizer).divides == "step"
         before = [p.detach().clone() for p in self.parameters]
 
         def divide() -> None:

@@ -21,16 +21,10 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from stppo.config import (
-    Config,
-    build,
-    compose,
-    data_section,
-    fingerprint,
-    validate,
-    warm_start_dir,
-    world_section,
-)
+from stppo.config.composition import compose
+from stppo.config.files import Config
+from stppo.config.identity import data_section, fingerprint, warm_start_dir, world_section
+from stppo.config.loading import LoadedRun, load
 from stppo.config.settings import RunConfig, WarmStartConfig
 from stppo.files import parse_json, repository_path, write_json
 from stppo.policy.compiled import choose_kernels
@@ -52,7 +46,7 @@ from stppo.training.failures import warm_start_stopped
 from stppo.training.gradients import Passes
 from stppo.training.metrics import evaluate
 from stppo.training.optimizers import make_optimizer
-from stppo.training.processes import engine_apart
+from stppo.training.processes import in_own_process
 from stppo.trajectories import Trajectories
 from stppo.waiting import saying
 from stppo.world.encoding import DialogueEncoder
@@ -109,7 +103,7 @@ def demonstration_batch(episodes: list[Episode], encoder: DialogueEncoder) -> Tr
     )
 
 
-def warm_start(config: Config, out_dir: Path, progress: bool = True, again: bool = True) -> dict:
+def warm_start(run: LoadedRun, out_dir: Path, progress: bool = True, again: bool = True) -> dict:
     """Train and save a warm start in `out_dir` (weights, tokenizer, `warm_start.json`); returns the record.
 
     With max_steps=0 nothing is trained: pretrained weights are measured and saved as they are. Else all weights are
@@ -120,7 +114,7 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True, again: bool
     for. again=False: a finished one is left as it is. Where the folder holds none and `recorded_start` finds one, that
     is copied in place of training.
     """
-    run = validate(config)
+    config, settings = run.config, run.settings
     record = out_dir / WARM_START_FILE
     make_folder(out_dir)
     try:
@@ -142,20 +136,20 @@ def warm_start(config: Config, out_dir: Path, progress: bool = True, again: bool
                 found = read_record(kept / WARM_START_FILE)
                 write_json(record, found)  # last, as below
                 return found
-            return _warm_start(config, run, out_dir, progress)
+            return _warm_start(run, out_dir, progress)
     except Exception as error:
-        stopped = warm_start_stopped(error, run)
+        stopped = warm_start_stopped(error, settings)
         if stopped is None:
             raise
         raise stopped from error
 
 
-def _warm_start(config: Config, run: RunConfig, out_dir: Path, progress: bool) -> dict:
+def _warm_start(loaded: LoadedRun, out_dir: Path, progress: bool) -> dict:
+    config, world, run = loaded.config, loaded.world, loaded.settings
     settings, training = run.warm_start, run.training
     torch.set_num_threads(1)
     torch.manual_seed(run.warm_start_seed)
     began = time.perf_counter()
-    world = build(config["world"], "world")
     tokenizer = world.tokenizer
     if tokenizer is None:
         tokenizer = load_tokenizer(run.policy.pretrained)
@@ -414,13 +408,21 @@ def recorded_start(config: Config) -> Path | None:
     return None
 
 
-def ensure_warm_start(config: Config) -> Path:
-    """The folder of the cached warm start, made first where there is none (`engine_apart`)."""
-    path = warm_start_dir(config)
-    if not (path / WARM_START_FILE).is_file():
-        engine = config["rollout"]["engine"]
-        engine_apart(engine, "stppo.training.warm_start:warm_start", config, path, True, False)
+def ensure_warm_start(run: LoadedRun) -> Path:
+    """The folder of the cached warm start, made first where there is none: with vLLM in a process of its own."""
+    path = warm_start_dir(run.config)
+    if (path / WARM_START_FILE).is_file():
+        return path
+    if run.settings.rollout.engine == "vllm":
+        in_own_process("stppo.training.warm_start:warm_start_of", run.config, path)
+    else:
+        warm_start(run, path, again=False)
     return path
+
+
+def warm_start_of(config: Config, path: Path, progress: bool = True) -> dict:
+    """`warm_start` of a config that is loaded in this process; a finished one is left as it is."""
+    return warm_start(load(config), path, progress, again=False)
 
 
 def read_record(file: Path) -> dict:

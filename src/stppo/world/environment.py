@@ -7,7 +7,7 @@ from stppo.checks import one_of, whole_number
 from stppo.retrieval.documents import Retriever
 from stppo.world.episodes import Episode, Turn
 from stppo.world.protocol import Protocol, Question
-from stppo.world.rewards import MEASURES, score
+from stppo.world.rewards import MEASURES, judge
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class SearchEnvironment:
             observation, documents = None, ()
             if action.kind == "answer":
                 episode.answer = action.content
-                episode.reward = score(episode.question, action.content, self.reward)
+                episode.reward = judge(episode.question, action.content, self.reward)
             elif not final and action.kind == "search":
                 documents = tuple(document for document, _ in next(found))
                 observation = self.protocol.information(documents)

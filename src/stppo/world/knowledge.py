@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from stppo.retrieval.documents import Document
 from stppo.world.environment import SearchEnvironment
 from stppo.world.episodes import Episode, Turn
 from stppo.world.protocol import TAGS, Action, Protocol, Question
-from stppo.world.scripted import DemonstrationNoise, SyntheticReader
+from stppo.world.scripted import AMONG, OR, DemonstrationNoise, SyntheticReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -71,6 +72,9 @@ class SyntheticWorld:
     retrieve_first: the environment makes the first of these searches itself, with the question as the query, and shows
         the result in the prompt (with turn_budget 1: episodes of one turn).
     think_probability: how often a scripted turn starts with a thought.
+    options: entities that a question names as possible answers, one of them right, drawn for each question (0: none; from 2
+        on). A blind guess then succeeds once in so many times.
+    misjudged: share of the answers to training questions whose reward is wrong; validation and test judge rightly.
     cache_dir: where the retriever keeps its index (None: in memory; it is built in milliseconds).
 
     ValueError names the field that is out of range.
@@ -95,6 +99,8 @@ class SyntheticWorld:
     think_probability: float = 0.9
     reward: str = "em"
     retrieve_first: bool = False
+    options: int = 0
+    misjudged: float = 0.0
     cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -113,7 +119,12 @@ class SyntheticWorld:
         )
         whole_number(self, *counts, "turn_budget")
         whole_number(self, "seed", *(["facts_seed"] if self.facts_seed is not None else []), at_least=0)
-        probability(self, "neighbour_share", "held_out", "think_probability")
+        probability(self, "neighbour_share", "held_out", "think_probability", "misjudged")
+        most = min(self.n_entities, len(string.ascii_uppercase))
+        if self.options != 0 and (not isinstance(self.options, int) or not 2 <= self.options <= most):
+            raise ValueError(
+                f"options must be 0 (none) or a whole number from 2 to {most}, got {self.options!r}"
+            )
         if self.n_name_parts > _MOST_NAME_PARTS:
             raise ValueError(f"n_name_parts must be at most {_MOST_NAME_PARTS}, got {self.n_name_parts}")
         if not self.facts_per_document <= self.n_relations <= len(RELATIONS):
@@ -255,11 +266,32 @@ class SyntheticWorld:
                 drawn = iter(rng.sample(chains, needed))
                 for name, size in sizes.items():
                     splits[name] += [
-                        _question(*chain, texts, hops) for chain in itertools.islice(drawn, size[hops - 1])
+                        self._question(*chain, texts, hops, name)
+                        for chain in itertools.islice(drawn, size[hops - 1])
                     ]
         for questions in splits.values():
             rng.shuffle(questions)
         return splits
+
+    def _question(
+        self,
+        entities: tuple[str, ...],
+        relations: tuple[str, ...],
+        texts: dict[str, str],
+        hops: int,
+        split: str,
+    ) -> Question:
+        name, text = f"{entities[0]}.{'.'.join(relations)}", " of ".join([*reversed(relations), entities[0]])
+        answers, options = (entities[-1],), ()
+        if self.options:
+            rng = random.Random(f"options {self._facts_seed} {name}")
+            drawn = [entity for entity in rng.sample(self.entities, self.options) if entity != entities[-1]]
+            options = tuple(rng.sample([entities[-1], *drawn[: self.options - 1]], self.options))
+            answers = entities[-1], string.ascii_uppercase[options.index(entities[-1])]
+            text = f"{text} {AMONG} {f' {OR} '.join(options)}"
+        gold = tuple((entity, texts[entity]) for entity in entities[:-1])
+        misjudged = self.misjudged if split == SPLITS[0] else 0.0
+        return Question(name, f"{text} ?", answers, gold, hops, options=options, misjudged=misjudged)
 
     def _too_few(self, names: Sequence[str], hops: int, needed: int, found: int) -> str:
         asking = " + ".join(f"n_{name}" for name in names)
@@ -315,9 +347,9 @@ class SyntheticWorld:
         """Every word of the world, special tokens first; a word's place is its token id."""
         tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
         firsts, lasts = self.name_parts
-        return tuple(
-            dict.fromkeys([PAD, EOS, UNKNOWN, *tags, *_GRAMMAR_WORDS, *self.relations, *firsts, *lasts])
-        )
+        choice = (AMONG, OR) if self.options else ()
+        names = [*self.relations, *choice, *firsts, *lasts]
+        return tuple(dict.fromkeys([PAD, EOS, UNKNOWN, *tags, *_GRAMMAR_WORDS, *names]))
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
@@ -343,14 +375,6 @@ class SyntheticWorld:
     ) -> SyntheticReader:
         searches = self.environment.turns_with_observation
         return SyntheticReader(question, rng, self.relations, searches, self.think_probability, noise)
-
-
-def _question(
-    entities: tuple[str, ...], relations: tuple[str, ...], texts: dict[str, str], hops: int
-) -> Question:
-    start = " of ".join([*reversed(relations), entities[0]])
-    gold = tuple((entity, texts[entity]) for entity in entities[:-1])
-    return Question(f"{entities[0]}.{'.'.join(relations)}", f"{start} ?", (entities[-1],), gold, hops)
 
 
 def _apportion(total: int, shares: Sequence[float]) -> list[int]:

@@ -57,6 +57,7 @@ class Question:
     source: the benchmark it comes from, "" in the synthetic world.
     options: texts of a multiple-choice question's options A, B, ...; `answers` then holds the correct one's text and
     its letter, in this order, and `rewards.score` says which replies name it.
+    misjudged: share of the answers to it whose reward is wrong, see `rewards.judge`.
     """
 
     id: str
@@ -66,6 +67,7 @@ class Question:
     hops: int = 1
     source: str = ""
     options: tuple[str, ...] = ()
+    misjudged: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -74,7 +76,8 @@ class Question:
             raise ValueError(f"question {self.id}: no answer")
         if self.options and self.answers not in zip(self.options, ascii_uppercase, strict=False):
             raise ValueError(
-                f"question {self.id}: answers {self.answers} are not the text and the letter of an option"
+                f"question {self.id}: its options {self.options} hold no right answer, answers are {self.answers}; give the "
+                "right option's text and its letter, in this order"
             )
 
 

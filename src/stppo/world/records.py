@@ -201,6 +201,10 @@ def _medqa(record: Record) -> _Parts:
         raise ValueError(f"options must be A, B, C, ..., got {', '.join(options) or 'none'}")
     shown = "\n".join(f"({letter}) {text}" for letter, text in options.items())
     letter = record["answer_idx"]
+    if letter and letter not in options:
+        raise ValueError(
+            f"its options {', '.join(options)} hold no right answer, answer_idx is {letter!r}; correct one of the two"
+        )
     answers = (options[letter], letter) if letter else ()
     return _Parts(
         f"{record['question'].strip()}\n{shown}\nWhich option is correct?",

@@ -1,5 +1,6 @@
 """Exact match and F1 as in the SQuAD and HotpotQA evaluation scripts, choices, and Search-R1's own scoring."""
 
+import hashlib
 import re
 import string
 from collections import Counter, defaultdict
@@ -78,6 +79,16 @@ def score(question: Question, reply: str | None, measure: str = "em") -> float:
         correct = string.ascii_uppercase.index(question.answers[1])
         return float(chosen_option(reply, question.options) == correct)
     return MEASURES[measure](reply, question.answers)
+
+
+def judge(question: Question, reply: str, measure: str = "em") -> float:
+    """The reward of an answer in training: its `score`, or 1 less that for a share `question.misjudged` of all answers. Question
+    and answer alone tell which: who judges wrongly once does so again, whatever the run."""
+    value = score(question, reply, measure)
+    if not question.misjudged:
+        return value
+    digest = hashlib.sha256(f"{question.id}/{_key(reply)}".encode()).digest()
+    return 1.0 - value if int.from_bytes(digest[:4], "big") < question.misjudged * 2**32 else value
 
 
 def chosen_option(reply: str, options: Sequence[str]) -> int | None:

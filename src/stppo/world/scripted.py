@@ -48,10 +48,14 @@ class World(Protocol):
     ) -> Agent: ...
 
 
+AMONG, OR = "among", "or"  # of the options in a question: `mentor of dorn vale among alba moss or dol ken ?`
+
+
 class SyntheticReader:
     """Reads the chain of relations from the question and every entity from what was retrieved, nothing else.
 
-    Where the retriever returns another entity's document, it asks once more with the relation added.
+    Where the retriever returns another entity's document, it asks once more with the relation added. An early answer to a
+    question with options is one of them.
     """
 
     def __init__(
@@ -63,7 +67,9 @@ class SyntheticReader:
         think_probability: float = 0.0,
         noise: DemonstrationNoise | None = None,
     ) -> None:
-        *chain, start = question.text.removesuffix("?").strip().split(" of ")
+        asked = question.text.removesuffix("?").partition(f" {AMONG} ")[0]
+        *chain, start = asked.strip().split(" of ")
+        self._options = question.options
         self._wanted = chain[::-1]  # relations still to follow, next first
         self._entity = start
         self._rng, self._relations = rng, frozenset(relations)
@@ -75,7 +81,7 @@ class SyntheticReader:
         seen = self._read(episode)
         early = bool(seen and self._wanted) and _happens(self._rng, self._noise.early_answer)
         if early or not self._wanted or len(episode.turns) >= self._turn_budget:
-            answer = self._rng.choice(seen) if early else self._entity
+            answer = self._rng.choice(self._options or seen) if early else self._entity
             kind, content, thought = "answer", answer, f"answer {answer}"
         else:
             content = f"{self._entity} {self._wanted[0]}" if self._missed else self._entity

@@ -1,0 +1,238 @@
+"""From a composed config to what a run needs: typed settings, objective and world, each checked and built once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_class, instantiate
+
+from stppo.config import files as config_files
+from stppo.config.files import NO_KNOB, Config, ConfigError, Prior
+from stppo.config.identity import fingerprint, run_section
+from stppo.waiting import saying
+
+if TYPE_CHECKING:
+    from stppo.config.settings import RunConfig
+    from stppo.objectives import Objective
+    from stppo.world.scripted import World
+
+
+class UnknownKeyError(ConfigError):
+    """Keys of a section that its class does not take."""
+
+    def __init__(self, section: str, unknown: list[str], allowed: Iterable[str]) -> None:
+        self.keys = [f"{section}.{name}" for name in unknown]
+        keys = "key" if len(unknown) == 1 else "keys"
+        super().__init__(f"{', '.join(self.keys)}: unknown {keys}; allowed: {', '.join(allowed)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """One composed config and what it describes, each built once.
+
+    config: the plain dict, for fingerprints and records; settings: its typed sections; objective: credit, ratio, clip,
+    stabiliser and loss aggregation; world: questions, environment and, where it has one of its own, the tokenizer.
+    """
+
+    config: Config
+    settings: RunConfig
+    objective: Objective
+    world: World
+
+
+def load(config: Config) -> LoadedRun:
+    """Check types, ranges and combinations, and build what the config names; ConfigError names every offending key."""
+    return load_all([config])[0]
+
+
+def load_all(configs: Iterable[Config]) -> list[LoadedRun]:
+    """`load` of several configs, worlds of one section built once for all of them.
+
+    A line of the log says so where a world takes long: its questions and passages are read.
+    """
+    worlds: dict[str, World] = {}
+    runs = []
+    for config in configs:
+        settings = _settings(config)
+        objective = _objective(config, settings)
+        section = fingerprint(config["world"])
+        if section not in worlds:
+            with saying("building the world: its questions and passages are read"):
+                worlds[section] = build(config["world"], "world")
+        runs.append(LoadedRun(config, settings, objective, worlds[section]))
+    return runs
+
+
+def _settings(config: Config) -> RunConfig:
+    from pydantic import ValidationError
+
+    from stppo.config.settings import RunConfig
+
+    try:
+        return RunConfig.model_validate(
+            run_section(config)
+            | {"algorithm": config.get("algorithm"), "evaluation": config.get("evaluation")}
+            | {"loggers": config.get("loggers", [])}
+        )
+    except ValidationError as error:
+        raise ConfigError("; ".join(_problem(RunConfig, item) for item in error.errors())) from error
+
+
+def _objective(config: Config, settings: RunConfig) -> Objective:
+    try:
+        objective = build(config["algorithm"]["objective"], "algorithm.objective")
+    except UnknownKeyError as error:
+        raise ConfigError(f"{error}{_origin(settings.algorithm.name, error.keys)}") from error
+    size, sampled = objective.credit.group_size, settings.training.trajectories_per_iteration
+    if sampled % size:
+        raise ConfigError(
+            f"algorithm.objective.credit.group_size={size} must divide "
+            f"training.trajectories_per_iteration={sampled}"
+        )
+    if settings.algorithm.prior not in (None, NO_KNOB):
+        _check_prior(config["algorithm"], Prior.of(settings.algorithm.prior))
+    return objective
+
+
+def _check_prior(algorithm: Config, prior: Prior) -> None:
+    """ConfigError where a prior names no number of the objective, or one that its rules refuse at an end."""
+    for key in prior.keys:
+        path = key.split(".")
+        stated = config_files.origin("algorithm", str(algorithm.get("name")), path)
+        if stated and config_files.value(algorithm, path) is None:
+            return  # the file has the key, overrides have put another rule in its place
+    for end in (prior.low, prior.high):
+        tried = copy.deepcopy(algorithm)
+        for key in prior.keys:
+            *path, last = key.split(".")
+            section = config_files.value(tried, path)
+            old = section.get(last) if isinstance(section, dict) else None
+            if isinstance(old, bool) or not isinstance(old, int | float):
+                found = "no such key" if old is None else f"no number, but {old!r}"
+                raise ConfigError(f"algorithm.prior.key = {key}: {found}; name a number of the objective")
+            section[last] = end
+        try:
+            build(tried["objective"], "algorithm.objective")
+        except ConfigError as error:
+            raise ConfigError(f"algorithm.prior reaches {end:g}, which is refused: {error}") from error
+
+
+def _origin(algorithm: str, keys: list[str]) -> str:
+    """Which file an unfitting key of an algorithm is inherited from, and how to be rid of it; "" where it is not."""
+    chain = config_files.lineage("algorithm", algorithm)
+    file = config_files.origin("algorithm", algorithm, keys[0].split(".")[1:])
+    if file is None or file == chain[0][0]:
+        return ""
+    drop = " ".join(f"'~{key}'" for key in keys)
+    them = "it" if len(keys) == 1 else "them"
+    return (
+        f"; inherited from {file.name} through the defaults of {chain[0][0].name}: write the section out there without "
+        f"these defaults, or drop {them} with the {'override' if len(keys) == 1 else 'overrides'} {drop}"
+    )
+
+
+# Where pydantic puts the form of a section that has several: rollout's is its engine.
+_FORMS = {(1, "torch"), (1, "vllm")}
+
+
+def _problem(model: Any, item: Any) -> str:
+    """One of pydantic's errors as `key = value: what is wrong`; of a whole section the key alone."""
+    key = ".".join(str(part) for i, part in enumerate(item["loc"]) if (i, part) not in _FORMS)
+    message = item["msg"].removeprefix("Value error, ")
+    if key == "algorithm.prior":
+        return f"algorithm.{message}"
+    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{key}: unknown key; allowed: {_allowed_keys(model, item['loc'])}"
+    if isinstance(item["input"], dict):
+        # A rule over several keys names them in its message.
+        return message if item["type"] == "value_error" else f"{key}: {message}"
+    return f"{key} = {item['input']!r}: {message}"
+
+
+def _allowed_keys(model: Any, location: tuple) -> str:
+    return ", ".join(fields_of(model, location))
+
+
+def fields_of(model: Any, location: tuple) -> Config:
+    """The fields of the section that holds `location`, by name; {} where it is none with fields."""
+    for part in location[:-1]:
+        field = getattr(model, "__pydantic_fields__", {}).get(part)
+        model = field.annotation if field is not None else model
+        forms = {getattr(form, "engine", "only"): form for form in get_args(model) if _has_fields(form)}
+        model = forms.get(part, forms.get("only", model))
+    return getattr(model, "__pydantic_fields__", {})
+
+
+def _has_fields(form: Any) -> bool:
+    return hasattr(form, "__pydantic_fields__")
+
+
+def build(node: Config, key: str) -> Any:
+    """`hydra.utils.instantiate` a `_target_` section; raises ConfigError that names the key and what is allowed."""
+    _check_target(node, key)
+    try:
+        return instantiate(node, _convert_="object")
+    except InstantiationException as error:
+        inner = re.search(r"full_key: (\S+)", str(error))
+        place = f"{key}.{inner[1]}" if inner else key
+        raise ConfigError(f"{place}: {' '.join(str(error.__cause__ or error).split())}") from error
+
+
+def _check_target(node: Config, key: str) -> None:
+    """Raise ConfigError for a missing or unknown `_target_`, an unknown key, or a section of the wrong class."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise ConfigError(f"{key}: a mapping with _target_ is needed, got {node!r}")
+    target = class_of(node["_target_"], key)
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise ConfigError(
+            f"{key}._target_ = {node['_target_']}: {target.__name__} must define {', '.join(missing)}"
+        )
+    given = {name: value for name, value in node.items() if not name.startswith("_")}
+    parameters = inspect.signature(target).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and (
+        unknown := set(given) - set(parameters)
+    ):
+        raise UnknownKeyError(key, [name for name in given if name in unknown], parameters)
+    kinds = get_type_hints(target)
+    for name, value in given.items():
+        kind = kinds.get(name)
+        nested = isinstance(value, dict) and "_target_" in value
+        if nested:
+            _check_target(value, f"{key}.{name}")
+        rule = dataclasses.is_dataclass(kind) or inspect.isabstract(kind)
+        if rule and not (nested and issubclass(get_class(value["_target_"]), kind)):
+            given_class = value["_target_"] if nested else repr(value)
+            raise ConfigError(
+                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is needed{_how_to_write(kind)}"
+            )
+
+
+def class_of(target: str, key: str) -> type:
+    """The class that a `_target_` names. ModuleNotFoundError where a library that its module imports is missing."""
+    try:
+        return get_class(target)
+    except Exception as error:  # whatever importing it raised
+        cause: BaseException = error
+        while cause.__cause__ or cause.__context__:
+            cause = cause.__cause__ or cause.__context__
+        missing = (getattr(cause, "name", None) or "") if isinstance(cause, ModuleNotFoundError) else ""
+        if missing and missing.split(".")[0] != str(target).split(".")[0]:
+            raise cause from error
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        raise ConfigError(f"{key}._target_ = {target}: no such class ({reason})") from error
+
+
+def _how_to_write(kind: type) -> str:
+    """What to subclass for a rule of one's own, and the method to write; "" for sections that are no rules."""
+    bases = [base for base in (kind, *kind.__subclasses__()) if inspect.isabstract(base)]
+    ways = [
+        f"{base.__module__}.{base.__name__} and write its {', '.join(sorted(base.__abstractmethods__))}"
+        for base in (bases[:1] if kind in bases else bases)
+    ]
+    return f"; for one of your own subclass {', or '.join(ways)}" if ways else ""

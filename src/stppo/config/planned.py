@@ -1,0 +1,173 @@
+"""The runs of a preset's pipeline: regimes x algorithms (or arms) x seeds, in a fixed order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from stppo.config.composition import compose
+from stppo.config.files import Config, ConfigError, options
+from stppo.config.identity import MEMORY_SETTINGS, PLAIN
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """An entry of `pipeline.arms`: a variant of an algorithm that answers a question of its own."""
+
+    name: str
+    label: str  # what figures and tables call it
+    overrides: tuple[str, ...]  # what makes it, `algorithm=...` among them
+    base: str  # the algorithm that it varies
+
+
+def arms_of(config: Config) -> dict[str, Arm]:
+    """The arms of a composed preset by name, `{NAME: {label: words, overrides: [...], base: algorithm}}` in its YAML;
+    without `base` it is the algorithm that the overrides choose. ConfigError names the key that is wrong."""
+    return {
+        name: _arm(name, entry) for name, entry in ((config.get("pipeline") or {}).get("arms") or {}).items()
+    }
+
+
+def label_of(config: Config) -> str | None:
+    """What figures call the algorithm of a composed run: its arm's label, or the algorithm's own; None where it has none."""
+    algorithm = config["algorithm"]
+    arm = arms_of(config).get(algorithm["name"])
+    return arm.label if arm else algorithm.get("label")
+
+
+def _arm(name: str, entry: Any) -> Arm:
+    key = f"pipeline.arms.{name}"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{key} = {entry!r}: must be {{label: ..., overrides: [...]}}")
+    if unknown := sorted(set(entry) - {"label", "overrides", "base"}):
+        raise ConfigError(f"{key}.{unknown[0]}: unknown key; allowed: label, overrides, base")
+    label, overrides = entry.get("label"), entry.get("overrides")
+    if not isinstance(label, str) or not label:
+        raise ConfigError(f"{key}.label = {label!r}: what figures call the arm is needed")
+    if not isinstance(overrides, list) or not all(isinstance(override, str) for override in overrides):
+        raise ConfigError(f"{key}.overrides = {overrides!r}: a list of overrides is needed")
+    chosen = [o.partition("=")[2] for o in overrides if o.partition("=")[0] == "algorithm"]
+    if not chosen:
+        raise ConfigError(f"{key}.overrides = {overrides!r}: algorithm=... must be among them")
+    base = entry.get("base", chosen[-1])
+    if base not in options("algorithm"):
+        allowed = ", ".join(options("algorithm"))
+        raise ConfigError(f"{key}.base = {base!r}: no algorithm; allowed: {allowed}")
+    return Arm(name, label, tuple(overrides), base)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """One training run of a preset's pipeline: the overrides that make it and, when asked, its composed config."""
+
+    regime: str
+    algorithm: str  # or the name of an arm
+    seed: int
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.regime}/{self.algorithm}/seed{self.seed}"
+
+    @functools.cached_property
+    def config(self) -> Config:
+        return compose(list(self.overrides))
+
+
+def _regimes(pipeline: Config) -> Iterable[tuple[str, Config]]:
+    """The entries of `pipeline.regimes`; ConfigError names a key of the wrong kind."""
+    regimes = pipeline.get("regimes") if isinstance(pipeline, dict) else None
+    if not isinstance(regimes, dict):
+        raise ConfigError(
+            f"pipeline.regimes = {regimes!r}: must be a mapping {{NAME: {{algorithms: [...], seeds: [...]}}}}"
+        )
+    regimes = {
+        entry: plan for entry, plan in regimes.items() if plan is not None
+    }  # null takes an inherited one out
+    for entry, plan in regimes.items():
+        key = f"pipeline.regimes.{entry}"
+        if not isinstance(plan, dict):
+            raise ConfigError(f"{key} = {plan!r}: must be {{algorithms: [...], seeds: [...]}}")
+        for name, kind, of in (
+            ("algorithms", str, "names"),
+            ("seeds", int, "whole numbers"),
+            ("overrides", str, "overrides"),
+        ):
+            values = plan.get(name) if name != "overrides" else plan.get(name) or []
+            if not isinstance(values, list) or not all(type(value) is kind for value in values):
+                raise ConfigError(f"{key}.{name} = {values!r}: must be a list of {of}")
+    return regimes.items()
+
+
+def planned_runs(preset: str, overrides: list[str] | None = None) -> list[PlannedRun]:
+    """Every run that `snakemake all --config preset=...` trains, in a fixed order: all runs of a regime's first
+    seed come before those of its second, so that an interrupted pipeline leaves whole replicates.
+
+    A regime has `algorithms`, `seeds` and, optionally, `training`, `overrides` and the `regime` to record where
+    several entries make up one. An algorithm is a file of `configs/algorithm` or an `Arm` of `pipeline.arms`.
+    `pipeline.replicates` maps a seed to further overrides (its world, its warm start), so that one number tells
+    a replicate. In overrides {seed} stands for the run's seed, {next_seed} for the one after it,
+    cyclically, and {regime} for the regime that it is recorded in.
+    Extra overrides apply to all runs. Raises ConfigError for an unknown preset, for an override of what tells
+    the runs apart, for a run that is planned twice, and where there is none.
+    """
+    for override in overrides or []:
+        if (key := override.partition("=")[0].lstrip("+~")) in ("preset", "training", "algorithm", "seed"):
+            raise ConfigError(
+                f"{override}: {key} cannot be the same for every run of a pipeline; choose the runs with "
+                "pipeline.regimes.NAME.algorithms=[...], .seeds=[...] and .training=..."
+            )
+    base = compose([f"preset={preset}", *(overrides or [])])
+    pipeline = base.get("pipeline")
+    if not pipeline or (isinstance(pipeline, dict) and "regimes" not in pipeline):
+        raise ConfigError(f"preset={preset} has no section `pipeline.regimes`, so there is nothing to train")
+    # Which runs there are is no part of any of them.
+    shared = [override for override in overrides or [] if not override.lstrip("+~").startswith("pipeline.")]
+    arms, replicates = arms_of(base), pipeline.get("replicates") or {}
+    runs: dict[str, PlannedRun] = {}
+    for entry, plan in _regimes(pipeline):
+        regime, seeds = plan.get("regime", entry), plan["seeds"]
+        for (place, seed), algorithm in itertools.product(enumerate(seeds), plan["algorithms"]):
+            arm = arms.get(algorithm)
+            chosen = [
+                f"preset={preset}",
+                *([f"training={plan['training']}"] if "training" in plan else []),
+                f"training.regime={regime}",
+                *(
+                    [f"algorithm={algorithm}"]
+                    if arm is None
+                    else [*arm.overrides, f"algorithm.name={algorithm}"]
+                ),
+                f"seed={seed}",
+                *(plan.get("overrides") or []),
+                *(replicates.get(seed) or replicates.get(str(seed)) or []),
+                *shared,
+            ]
+            named = {"{seed}": str(seed), "{next_seed}": str(seeds[(place + 1) % len(seeds)])}
+            named["{regime}"] = regime
+            for name, value in named.items():
+                chosen = [override.replace(name, value) for override in chosen]
+            run = PlannedRun(regime, algorithm, seed, tuple(chosen))
+            if run.name in runs:
+                raise ConfigError(f"pipeline.regimes.{entry}: the run {run.name} is planned twice")
+            runs[run.name] = run
+    if not runs:
+        raise ConfigError(f"preset={preset} plans no run: its regimes have no algorithms or no seeds")
+    return list(runs.values())
+
+
+def warm_start_overrides(run: PlannedRun) -> list[str]:
+    """What makes a planned run's warm start: those of its overrides that it depends on (`seed` may set the world's), and where
+    and how it computes, spelled out, so that regimes of other training name one warm start alike."""
+    sections = ("world", "policy", "rollout", "warm_start")
+    kept = ("preset", "seed", "warm_start_seed", "evaluation.questions")
+    keys = [(override, override.partition("=")[0].lstrip("+~")) for override in run.overrides]
+    own = [override for override, key in keys if key in kept or key.split(".")[0] in sections]
+    training = run.config["training"]
+    settings = {name: training[name] for name in (*PLAIN, *MEMORY_SETTINGS["training"])}
+    texts = {n: value if isinstance(value, str) else json.dumps(value) for n, value in settings.items()}
+    return [*own, *(f"training.{name}={text}" for name, text in texts.items())]
