@@ -128,11 +128,26 @@ def _keyed(frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
 def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
 
-    sources: run folders, and metrics folders that this made before. Runs of one algorithm in other settings
-    are told apart by `told_apart`. Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv
-    into `out_dir`. A record in runs.json is that of run.json and, where the run's config.yaml lies beside it,
-    the config's `objective` and `training`. Reads everything before it writes anything, so a broken run
-    leaves an earlier collection untouched.
+    Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. Reads everything
+    before it writes anything, so a broken run leaves an earlier collection untouched. sources: as in `together`.
+    """
+    metrics, out_dir = together(sources), Path(out_dir).resolve()
+    _write_table(metrics.iterations, out_dir / schema.ITERATIONS_FILE)
+    _write_table(metrics.evaluations, out_dir / schema.COLLECTED_EVALUATIONS_FILE)
+    text = json.dumps(metrics.runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    write_atomically(out_dir / schema.RUNS_FILE, lambda p: p.write_text(text, encoding="utf-8"))
+    metrics = load_metrics(out_dir)  # the summary is that of the rounded numbers, whoever computes it
+    summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
+    write_atomically(out_dir / schema.SUMMARY_FILE, lambda p: p.write_text(summary, encoding="utf-8"))
+    return metrics
+
+
+def together(sources: Sequence[str | Path]) -> Metrics:
+    """Finished runs in memory.
+
+    sources: run folders, and metrics folders that `collect` made before. Runs of one algorithm in other settings
+    are told apart by `told_apart`. A record is that of run.json and, where the run's config.yaml lies beside it,
+    the config's `objective` and `training`. ValueError for no run, and for one that is given twice.
     """
     if not sources:
         raise ValueError("no runs to collect: give at least one run folder")
@@ -146,19 +161,12 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     runs.sort(key=lambda run: run[:2])
     for (key, one, *_), (other_key, other, *_) in zip(runs, runs[1:], strict=False):
         if key == other_key:
-            raise ValueError(f"{one} and {other} are the same run {key}; collect only one of them")
-    out_dir = Path(out_dir).resolve()
-    iterations = _stack(_keyed(iterations, record) for _, _, record, iterations, _ in runs)
-    evaluations = _stack(_keyed(evaluations, record) for _, _, record, _, evaluations in runs)
-    _write_table(iterations, out_dir / schema.ITERATIONS_FILE)
-    _write_table(evaluations, out_dir / schema.COLLECTED_EVALUATIONS_FILE)
-    records = [record for _, _, record, _, _ in runs]
-    text = json.dumps(records, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    write_atomically(out_dir / schema.RUNS_FILE, lambda p: p.write_text(text, encoding="utf-8"))
-    metrics = load_metrics(out_dir)  # the summary is that of the rounded numbers, whoever computes it
-    summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
-    write_atomically(out_dir / schema.SUMMARY_FILE, lambda p: p.write_text(summary, encoding="utf-8"))
-    return metrics
+            raise ValueError(f"{one} and {other} are the same run {key}; give only one of them")
+    return Metrics(
+        runs=[record for _, _, record, _, _ in runs],
+        iterations=pd.concat([_keyed(rows, record) for _, _, record, rows, _ in runs], ignore_index=True),
+        evaluations=pd.concat([_keyed(rows, record) for _, _, record, _, rows in runs], ignore_index=True),
+    )
 
 
 def told_apart(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -215,10 +223,6 @@ def missing_runs(
     for frame in (metrics.iterations, metrics.evaluations):
         recorded &= set(frame[KEYS].drop_duplicates().itertuples(index=False, name=None))
     return [run for run in planned if run not in recorded]
-
-
-def _stack(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    return pd.concat(frames, ignore_index=True)
 
 
 def load_metrics(metrics_dir: str | Path) -> Metrics:
