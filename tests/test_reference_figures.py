@@ -1,5 +1,5 @@
-"""Committed pictures say and hold what the code draws from the committed metrics (the first study's, whose code is
-an older commit's, apart)."""
+"""Committed pictures say and hold what the code draws from the committed metrics (the first study's, whose
+code is an older commit's, apart)."""
 
 from io import StringIO
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The figures of made-up runs: every algorithm is in them, what is drawn was recorded, and little is drawn of little."""
+"""The figures of made-up runs: every algorithm is in them, what is drawn was recorded, and little is drawn of
+little."""
 
 import re
 from dataclasses import replace

@@ -47,7 +47,8 @@ def bimodal(rng, n):
 
 @pytest.mark.parametrize("alike", [False, True], ids=["points of their own", "points of a world alike"])
 def test_a_small_share_of_points_is_covered_as_often_as_said(alike):
-    """2 % of two points in each of 20 worlds: 200 simulated sets. By the plain bootstrap half of them or more would miss."""
+    """2 % of two points in each of 20 worlds: 200 simulated sets. By the plain bootstrap half of them or more
+    would miss."""
     rng, at = np.random.default_rng(3), np.repeat(np.arange(20), 2)
     weights = stats.shares_of(at, 1000)
     missed = {None: 0, SHARE: 0}

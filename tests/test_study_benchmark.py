@@ -322,7 +322,8 @@ PUSHES = {"turn_ppo": 0.1, BASELINE: 0.5, "grpo": 0.3, "reinforce": 0.6}
 
 
 def pushing(numbers=range(40)):
-    """Four methods, the highest of which pushes least at failures; their entropy moves by a tenth of that share."""
+    """Four methods, the highest of which pushes least at failures; their entropy moves by a tenth of that
+    share."""
     made = runs({BASELINE: 0.5, "turn_ppo": 0.8, "grpo": 0.3, "reinforce": 0.2}, numbers)
     rows = made.iterations.assign(**{PUSH: made.iterations["algorithm"].map(PUSHES)})
     rows["entropy"] = 0.3 + rows[PUSH] * (rows["iteration"] - 1) / 90

@@ -1,4 +1,5 @@
-"""Falls are found where they are, alarms are judged in other worlds than they are tuned in, and chance is no alarm."""
+"""Falls are found where they are, alarms are judged in other worlds than they are tuned in, and chance is no
+alarm."""
 
 import math
 
@@ -63,7 +64,8 @@ def test_a_ring_announces_a_fall_only_in_the_iterations_before_it():
 
 
 def test_chance_is_what_the_alarm_does_in_other_runs_in_the_same_iterations():
-    """Two healthy runs ring, one where runs fall and one elsewhere; a run that fell, or falls soon after, says nothing."""
+    """Two healthy runs ring, one where runs fall and one elsewhere; a run that fell, or falls soon after,
+    says nothing."""
     falls = [run(0, 40, entropy=(36, 50.0)), run(1, 44, entropy=(39, 50.0)), run(2, 20)]
     healthy = [run(3, entropy=(35, 50.0)), run(4, entropy=(60, 50.0)), run(5)]
     ended = Watched(6, math.nan, np.arange(1, 31), {"entropy": quiet(6, 30)})
@@ -73,7 +75,8 @@ def test_chance_is_what_the_alarm_does_in_other_runs_in_the_same_iterations():
 
 
 def test_alarms_that_ring_at_certain_iterations_in_all_runs_are_no_better_than_chance():
-    """Every run moves at iteration 36 and 24 of 40 fall at 40: over whole runs such alarms are rare, at 36 they are not."""
+    """Every run moves at iteration 36 and 24 of 40 fall at 40: over whole runs such alarms are rare, at 36
+    they are not."""
     runs = [run(world, 40 if world % 5 < 3 else math.nan, clip_fraction=(36, 30.0)) for world in range(40)]
     row = judged(runs).set_index("signal").loc["clip_fraction"]
     assert row["announced"] > 15 and row["by_chance"] == pytest.approx(row["announced"], abs=3)
@@ -107,7 +110,8 @@ def test_a_signal_that_warns_is_found_and_noise_is_not():
 
 
 def test_what_is_chosen_in_one_half_is_judged_in_the_other():
-    """Each half of the worlds has a signal of its own, so what is best in one announces nothing in the other."""
+    """Each half of the worlds has a signal of its own, so what is best in one announces nothing in the
+    other."""
     runs = [run(w, 40, **{("entropy", "clip_fraction")[w % 2]: (37, 30.0)}) for w in range(12)]
     table = judged(runs).set_index("signal")
     assert table.loc["best", "announced"] <= 3

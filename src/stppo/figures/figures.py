@@ -41,7 +41,17 @@ from stppo.figures.curves import (
     top_of,
 )
 from stppo.figures.style import STYLE_NOTE, Plot, style
-from stppo.figures.words import capital, compare, geometric, headline, hedged, pair, too_short
+from stppo.figures.words import (
+    NAMES,
+    capital,
+    compare,
+    few_words,
+    geometric,
+    headline,
+    hedged,
+    pair,
+    too_short,
+)
 from stppo.record.outcomes import LABELS
 from stppo.record.runs import Metrics
 from stppo.record.tidy import BASELINE, GREEDY, SUCCESS, Runs
@@ -407,17 +417,7 @@ def trends(metrics: Metrics) -> Plot | None:
     table.insert(0, "regime", runs.runs["regime"].iloc[0])
     panels = [panel for panel in TRENDS if (table["metric"] == panel.column).any()]
     last = table[table["metric"] == panels[-1].column].set_index("algorithm")
-    told = [
-        f"× {last.loc[name, 'factor_per_10']:.2f} with {runs.looks.loc[name, 'short']}"
-        for name in pair(runs.algorithms)
-        if name in last.index
-    ]
-    clear = ((table["low"] > 1) | (table["high"] < 1))[table["metric"] == panels[-1].column].sum()
-    what = panels[-1].label.replace("-\n", "-").replace("\n", " ")
-    title = too_short(runs) or capital(
-        f"{what} per 10 iterations: {', '.join(told)}; a clear trend with {clear or 'none'} of {len(last)} "
-        "algorithms"
-    )
+    title = too_short(runs) or _trends_title(runs, last, NAMES[panels[-1].column])
     question = (
         "Do the norms grow? Factor per 10 iterations of a log-linear fit to each run, mean over worlds with "
         "its interval."
@@ -458,6 +458,20 @@ def trends(metrics: Metrics) -> Plot | None:
         "not whether it is significant."
     )
     return Plot("trends", fig, table, caption, title=title)
+
+
+def _trends_title(runs: Runs, last: pd.DataFrame, what: str) -> str:
+    """The factors of the two compared algorithms, and how many trends are clear. last: of one norm, by algorithm."""
+    told = [
+        f"× {last.loc[name, 'factor_per_10']:.2f} with {runs.looks.loc[name, 'short']}"
+        for name in pair(runs.algorithms)
+        if name in last.index
+    ]
+    title = f"{what} per 10 iterations: {', '.join(told)}"
+    if last["low"].isna().all():
+        return capital(f"{few_words(runs.runs['world_seed'].nunique())}: {title}")
+    clear = ((last["low"] > 1) | (last["high"] < 1)).sum()
+    return capital(f"{title}; a clear trend with {clear or 'none'} of {len(last)} algorithms")
 
 
 def _trend(curves: pd.DataFrame, filled: int) -> dict[str, float]:
