@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
+from filelock import SoftFileLease
 
 from stppo.record.ownership import LOCK_FILE
 from stppo.record.schema import TIMING_COLUMNS
@@ -36,9 +37,7 @@ def main() -> None:
             if snakemake.poll() is not None or time.monotonic() > deadline:
                 sys.exit(f"FAILED: no checkpoint appeared in {RUN} while snakemake was running")
             time.sleep(0.02)
-        os.kill(
-            json.loads((RUN / LOCK_FILE).read_text())["pid"], signal.SIGKILL
-        )  # whoever trains holds the folder
+        os.kill(SoftFileLease(RUN / LOCK_FILE).pid, signal.SIGKILL)  # whoever trains holds the folder
         killed = datetime.now(UTC)
         if (RUN / "run.json").exists() and json.loads((RUN / "run.json").read_text())[
             "status"

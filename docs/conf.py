@@ -3,6 +3,10 @@
 import sys
 from pathlib import Path
 
+import yaml
+
+from stppo.study import pages
+
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "stppo"
@@ -29,7 +33,19 @@ html_css_files = ["site.css"]
 html_theme_options = {"navigation_with_keys": True}
 html_math_renderer = "mathml"
 
-myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
+myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist", "substitution"]
+
+
+def _shown(value):
+    """A share with two digits, and anything else as it is; parts of a path stay a mapping."""
+    if isinstance(value, dict):
+        return {name: _shown(part) for name, part in value.items()}
+    return pages.shown(value, ".00", None) if isinstance(value, float) else value
+
+
+# {{ study.off_policy.token_ppo.final }} in a page
+_values = Path(__file__).parents[1] / "results/reference/values.yaml"
+myst_substitutions = _shown(yaml.safe_load(_values.read_text(encoding="utf-8")))
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the pipeline executed them: see `make docs`
 nb_merge_streams = True

@@ -31,7 +31,7 @@ def played(request):
 
 def test_sampled_logprobs_equal_scored_logprobs(played):
     policy, batch = played
-    assert batch.n_turns.max() > 2 and len(set(batch.lengths.tolist())) > 4, "lanes must differ in length"
+    assert batch.n_turns.max() > 2 and len(set(batch.lengths.tolist())) > 4, "slots must differ in length"
     with torch.no_grad():
         again = score(policy, batch, n_chunks=3).logprobs
     torch.testing.assert_close(again, batch.behaviour_logprobs, atol=1e-4, rtol=0)

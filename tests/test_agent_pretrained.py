@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from stppo.config.composition import compose
 from stppo.config.files import ConfigError
 from stppo.config.loading import build, load
 from stppo.policy.policy import (
@@ -21,7 +22,7 @@ from stppo.policy.policy import (
     save_policy,
     score,
 )
-from stppo.preflight.shapes import policy_config, shape_of
+from stppo.preflight.estimate import models_of
 from stppo.rollout.engines import make_rollout
 from stppo.rollout.rollout import RolloutConfig
 from stppo.training.evaluation import evaluate_checkpoint
@@ -130,13 +131,17 @@ def test_a_model_that_is_not_here_says_how_to_get_it(load, monkeypatch):
     assert "hf auth login" in message and message.endswith("policy.pretrained=FOLDER")
 
 
+def planned(pretrained):
+    return load(compose(["preset=smoke", f"policy.pretrained={pretrained}"]))
+
+
 @pytest.mark.parametrize("name", ["/no/such", "smollm3", "a/b/c"])
 def test_the_hub_is_no_remedy_for_what_is_no_name_of_it(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for read in (
         load_policy,
         load_tokenizer,
-        lambda name: policy_config(PolicyConfig("x", pretrained=name), None),
+        lambda name: models_of(planned(name)),
     ):
         with pytest.raises(FileNotFoundError, match=r"no such folder, and the short names are smollm2$"):
             read(name)
@@ -229,7 +234,7 @@ def test_a_folder_brings_in_no_code_kernel_or_pickle(tmp_path, barely_trained, m
     }
     folder = changed(tmp_path / "start", barely_trained, **foreign)
     assert load_policy(folder).config._attn_implementation == "sdpa"
-    shape_of(policy_config(PolicyConfig(name="x", pretrained=str(folder)), None))
+    models_of(planned(folder))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="cannot be loaded"):

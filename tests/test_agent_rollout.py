@@ -111,21 +111,21 @@ def test_tokens_are_prompt_turns_and_observations_in_order(setting, rollout):
 
 def test_every_token_enters_the_cache_at_most_once_and_finished_lanes_leave(setting, monkeypatch):
     world, policy, sampler = setting
-    fed, lanes = [], []
-    original = rollout_torch._LaneCache.feed
+    fed, slots = [], []
+    original = rollout_torch._KVCache.feed
 
     def feed(self, ids, chunk, mask):
         fed.append(int(mask.sum()))
-        lanes.append(len(chunk))
+        slots.append(len(chunk))
         return original(self, ids, chunk, mask)
 
-    monkeypatch.setattr(rollout_torch._LaneCache, "feed", feed)
+    monkeypatch.setattr(rollout_torch._KVCache, "feed", feed)
     batch = sampler.collect(
         policy, world.questions("train")[:24], torch.Generator().manual_seed(1)
     ).trajectories
     # All tokens but the last one of each trajectory: nothing is computed twice across turns.
     assert sum(fed) == int((batch.lengths - 1).sum())
-    assert lanes[0] == 24 and lanes[-1] < 24
+    assert slots[0] == 24 and slots[-1] < 24
 
 
 VOCABULARIES = [50, 5000]  # drawn from in two ways
@@ -157,7 +157,7 @@ def test_a_draw_does_not_hang_on_which_rows_are_computed(size):
 @pytest.mark.parametrize("greedy", [False, True])
 def test_dropping_closed_lanes_changes_no_sample(greedy, setting, monkeypatch):
     world, policy, sampler = setting
-    cache, found = rollout_torch._LaneCache, []
+    cache, found = rollout_torch._KVCache, []
     original, feed = cache.__init__, cache.feed
     for drops in (True, False):
         rows = []

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stppo.plugins.vllm_weights import HandOver
+from stppo.plugins.vllm_weights import WeightSync
 from stppo.policy.compute import place
 from stppo.policy.policy import PolicyConfig, build_policy
 from stppo.rollout.rollout import VLLMRolloutConfig
@@ -159,7 +159,7 @@ def test_weights_packed_and_padded_by_the_engine_are_found(policy):
         nn.Linear(4, 9),
         nn.Linear(3, 4),
     )
-    handover = HandOver(torch.float32)
+    handover = WeightSync(torch.float32)
 
     def handed(changed=None):
         list(handover.noting((f"{n}.weight", w + (n == changed)) for n, w in weights.items()))

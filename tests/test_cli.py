@@ -273,7 +273,7 @@ def test_train_uses_the_cached_warm_start_and_really_trains(stppo, started):
 def test_memory_that_may_run_out_is_one_warning_and_no_hindrance(stppo, started, monkeypatch, caplog):
     def warnings(free):
         caplog.clear()
-        monkeypatch.setattr("stppo.preflight.fit._free_host", lambda: free)
+        monkeypatch.setattr("stppo.preflight.check.host_memory", lambda *_: free)
         code, out, err = stppo("train", *TINY, "training.iterations=1", "training.learning_rate=1e-4,2e-4")
         assert code == 0, err
         return [line for line in caplog.messages if "memory" in line]
@@ -284,7 +284,7 @@ def test_memory_that_may_run_out_is_one_warning_and_no_hindrance(stppo, started,
     caplog.clear()
     assert_last_line(stppo("train", *TINY, "policy.pretrained=/no/such/model"), "no such folder")
     assert "memory" not in caplog.text, "the error says it"
-    monkeypatch.setattr("stppo.preflight.fit.estimate", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("stppo.preflight.check.estimate", lambda *_, **__: 1 / 0)
     assert warnings(2.0**29) == ["memory was not estimated (ZeroDivisionError: division by zero)"]
 
 

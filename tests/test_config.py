@@ -1,5 +1,7 @@
 """Composition, validation, sweeps, planned runs and fingerprints of the configs."""
 
+import re
+
 import pytest
 
 from stppo.config import files as config_files
@@ -14,6 +16,7 @@ from stppo.config.identity import (
     warm_start_section,
 )
 from stppo.config.loading import build, load
+from stppo.config.plan import plan
 from stppo.config.planned import PlannedRun, label_of, planned_runs, warm_start_overrides
 
 ALGORITHMS = sorted([*PAPER, "so_ppo"])  # the paper's; a reader may have added a file
@@ -144,7 +147,7 @@ OBJECTIVE = "algorithm.objective"
     [
         ([f"{OBJECTIVE}.clip.epsilon_low=0"], "Clip.epsilon_low=0: must be a number in (0, inf]"),
         ([f"{OBJECTIVE}.clip.epsilon_high=-0.2"], "Clip.epsilon_high=-0.2: must be"),
-        ([f"{OBJECTIVE}.clip.epsilon_low=wide"], "Clip.epsilon_low='wide': must be a number"),
+        ([f"{OBJECTIVE}.clip.epsilon_low=wide"], "clip.epsilon_low = 'wide': must be a number"),
         ([GRPO, f"{OBJECTIVE}.credit.group_size=1"], "group_size=1: a group needs at least 2"),
         (
             [GRPO, f"{OBJECTIVE}.credit.group_size=7"],
@@ -538,3 +541,47 @@ def test_what_an_engine_does_not_know_is_forgotten_unless_it_was_typed():
     assert compose(["preset=qwen"])["rollout"]["max_num_seqs"] == 256
     with pytest.raises(ConfigError, match=r"rollout\.max_num_seqs: unknown key; allowed: engine, "):
         load(compose([*chosen, "rollout.max_num_seqs=3"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.objective.credit.whiten=no", "credit.whiten = 'no': must be true or false"),
+        ("+algorithm.objective.credit.center=off", "credit.center = 'off': must be true or false"),
+        ("algorithm.objective.clip.epsilon_low=true", "clip.epsilon_low = True: must be a number"),
+        ("world.n_entities=true", "world.n_entities = True: must be a whole number"),
+        ("world.n_entities=60.0", "world.n_entities = 60.0: must be a whole number"),
+        ("policy.layers=true", "policy.layers = True: must be a whole number"),
+        ("policy.tie_word_embeddings=yes", "policy.tie_word_embeddings = 'yes': must be true or false"),
+        ("rollout.temperature='1'", "rollout.temperature = '1': must be a number"),
+        ("training.learning_rate=true", "training.learning_rate = True"),
+        ("training.epochs=true", "training.epochs = True"),
+        ("training.epochs=08", "training.epochs = '08'"),
+        ("training.gradient_checkpointing=on", "training.gradient_checkpointing = 'on'"),
+    ],
+)
+def test_values_are_read_and_not_converted(override, said):
+    """A text for a switch is true to Python, and true is the number 1."""
+    with pytest.raises(ConfigError, match=re.escape(said)) as error:
+        load(compose(["preset=smoke", override]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["training.epochs=08", "training.precision=on", "training.learning_rate=nan"]
+)
+def test_a_plan_refuses_what_training_would(override):
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        plan("smoke", [override])
+
+
+@pytest.mark.parametrize("value", [1, 2.5, True, None, "x"])
+def test_what_a_parameter_admits_is_taken_as_it_is(value, tmp_path, monkeypatch):
+    """Of a class of one's own, whatever way it is annotated."""
+    module = tmp_path / "own_switch.py"
+    text = "class Own:\n    def __init__(self, x: bool | float | str | None, y=None):\n        self.x = x\n"
+    module.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    built = build({"_target_": "own_switch.Own", "x": value, "y": "anything"}, "own")
+    assert built.x == value and type(built.x) is type(value)

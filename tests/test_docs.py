@@ -109,17 +109,6 @@ def test_tables_in_committed_pages_are_those_of_the_code(monkeypatch):
         assert text.count("\n| `") >= 5
 
 
-def test_what_remains_of_an_update_is_what_was_measured():
-    file = DOCS.parent / "results/reference/speed/kernels.json"
-    tables = json.loads(file.read_text(encoding="utf-8"))["tables"]
-    took = {row["forward and backward"]: row["milliseconds"].split()[0] for row in tables["A minibatch"]}
-    page = " ".join((DOCS / "howto/speed.md").read_text(encoding="utf-8").split())
-    told = f"passes take {took['auto']} ms where their matrix products alone would take {took['floor']}"
-    assert told in page
-    built = float(tables["Building"][0]["CPU seconds"])
-    assert "builds it in about two CPU seconds" in page and round(built) == 2
-
-
 def test_links_of_a_notebook_are_those_of_its_texts(monkeypatch):
     """`forms["bare"](n)` in code is a call; a file of the repository that a text names becomes a download."""
     spec = importlib.util.spec_from_file_location("links", DOCS / "_ext/links.py")

@@ -27,7 +27,7 @@ ALLOWED = {
     "config": {*MODELS, *FLOOR},
     "record": {"config", "files", "stats"},
     "training": {"config", "record", *MODELS, *FLOOR},
-    "preflight": {"config", "pretrained", *MODELS, *FLOOR},
+    "preflight": {"config", "training.optimizers", *MODELS, *FLOOR},
     "figures": {"record", "config", "files", "stats"},
     "study": {"figures", "record", "config", "files", "stats"},
     "derivations": {"figures", "oracle", "record", "config", "stats", *FLOOR},

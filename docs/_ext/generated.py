@@ -21,9 +21,12 @@ LAYERS = {
     "oracle": "An enumerable multi-turn MDP: exact values, gradients, bias and variance.",
     "retrieval": "BM25 and dense indexes, in memory, on disk and over HTTP.",
     "world": "Questions, protocol, environment, rewards, scripted agents.",
-    "agent": "Policy, critic, roll-outs.",
+    "policy": "Policy, critic, compiled kernels, adapters.",
+    "rollout": "How batches are sampled, in PyTorch and in vLLM.",
+    "config": "From YAML files to settings, objective and world.",
     "training": "Warm start, trainer, checkpoints.",
-    "results": "Recorded runs: loading, outcomes, statistics, figures, report.",
+    "record": "What a run leaves: loading, outcomes, comparison.",
+    "figures": "Pictures and the report.",
     "study": "This project's own comparison on top of the results.",
     "plugins": "The losses inside verl and TRL.",
     "preflight": "What a run needs and what the machine has.",
@@ -248,10 +251,15 @@ def _recorded(name: str) -> str:
 
 def _study() -> str:
     """The study's own page, with its picture first."""
-    figures = DOCS.parent / "results/reference/study/figures"
-    title = (figures / "learning.txt").read_text(encoding="utf-8").splitlines()[0]
-    picture = f"![{title}](../../results/reference/study/figures/learning.png)"
-    return f"{HEAD}{picture}\n\n*{title}*\n{_recorded('study')}"
+    return f"{HEAD}{_picture('../../')}\n{_recorded('study')}"
+
+
+def _picture(root: str) -> str:
+    """The README's picture, for a page from which the repository's root is `root`; empty where it was not drawn."""
+    text, place = re.search(
+        r"!\[([^]]*)\]\((\S+)\)", (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    ).groups()
+    return f"![{text}]({root}{place})\n" if (DOCS.parent / place).is_file() else ""
 
 
 SPEED = DOCS.parent / "results/reference/speed"
@@ -326,12 +334,8 @@ def _speed() -> str:
 
 
 def _front() -> str:
-    """The picture of the first page, with its title as the alternative text; nothing where there is none."""
-    picture = DOCS.parent / "results/reference/study/figures/learning.png"
-    if not picture.is_file():
-        return HEAD
-    title = picture.with_suffix(".txt").read_text(encoding="utf-8").strip().splitlines()[0]
-    return f"{HEAD}![{title}](../results/reference/study/figures/{picture.name})\n\n*{title}*\n"
+    """The picture of the first page; nothing where there is none."""
+    return HEAD + _picture("../")
 
 
 def _api() -> dict[str, str]:
@@ -412,11 +416,16 @@ def _plain(app, what, name, obj, options, lines: list[str]) -> None:
         else:
             text = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", " ".join(row.strip() for row in rows))
             parts = re.split(r"(``[^`]*``)", text)
+            said = [
+                part if part.startswith("``") else re.sub(r"([\\*_|<>`])", r"\\\1", part) for part in parts
+            ]
+            # a letter right behind code, as in `name`s, needs a mark between
+            joined = (
+                f"{part}\\ " if part.startswith("``") and after[:1].isalnum() else part
+                for part, after in zip(said, [*said[1:], ""], strict=True)
+            )
             out += [
-                "".join(
-                    part if part.startswith("``") else re.sub(r"([\\*_|<>`])", r"\\\1", part)
-                    for part in parts
-                ),
+                "".join(joined),
                 "",
             ]
     lines[:] = out

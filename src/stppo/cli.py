@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import json
@@ -127,7 +128,7 @@ def train(
     warned: set[str] = set()
     for run in runs:  # all, before the first is trained
         _check_extras(run.settings)
-        _warn_of_memory(run.settings, warned)
+        _warn_of_memory(run, warned)
     with _stopping("run the same command again to go on from the last checkpoint"):
         for run, chosen in zip(runs, sweep, strict=True):
             names = (
@@ -163,9 +164,9 @@ def _check_extras(run: RunConfig) -> None:
         import stppo.policy.lora  # noqa: F401
 
 
-def _warn_of_memory(run: RunConfig, warned: set[str]) -> None:
+def _warn_of_memory(run: LoadedRun, warned: set[str]) -> None:
     """A line of the log where a run may need more memory than is free, unless an earlier one of a sweep got the same."""
-    from stppo.preflight.fit import shortage
+    from stppo.preflight.check import shortage
 
     try:
         line = shortage(run)
@@ -495,13 +496,12 @@ def preflight(
     Trains nothing. Exit code 1 where something is missing or does not fit; the table says what to change.
     """
     from stppo.files import write_json
-    from stppo.preflight.fit import preflight as check
-    from stppo.preflight.fit import text
+    from stppo.preflight.check import preflight as check
 
     found = check(overrides, gpu_gib, out)
-    typer.echo(text(found))
+    typer.echo(found.text())
     if json_file is not None:
-        write_json(json_file, found.as_json())
+        write_json(json_file, {"ok": found.ok} | dataclasses.asdict(found))
     if not found.ok:
         raise typer.Exit(1)
 

@@ -1,4 +1,5 @@
-"""Files: where relative paths start, how they are written whole, and how text that others wrote is made safe."""
+"""Files: where relative paths start, how they are written whole, and how text that others wrote is made
+safe."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ _SETTLED_SECONDS = 2  # a file changed this recently may change again without an
 def content_hash(path: str | Path) -> str:
     """Hash (16 hex digits) of a file's bytes, or of the names and bytes of a folder's files but hidden ones.
 
-    That of a file is kept in the user's cache, by place, size and times of change, so that a large corpus is read once.
-    """
+    That of a file is kept in the user's cache, by place, size and times of change, so that a large corpus is
+    read once."""
     path = Path(path).resolve()
     if path.is_dir():
         inside = (file for file in path.rglob("*") if file.is_file())
@@ -99,9 +100,8 @@ def clean(text: str) -> str:
 def parse_json(text: str | bytes) -> Any:
     """What a JSON text holds, its strings clean.
 
-    json.JSONDecodeError for whatever is no JSON, too deep or a number too long; UnicodeDecodeError for bytes that are not
-    UTF-8.
-    """
+    json.JSONDecodeError for whatever is no JSON, too deep or a number too long; UnicodeDecodeError for bytes
+    that are not UTF-8."""
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
     try:

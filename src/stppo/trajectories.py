@@ -95,7 +95,8 @@ class Layout:
         )
 
     def segments(self, name: str) -> Segments:
-        """The segments of one kind of `SEGMENTS`: each token by itself, turns, sentences, whole trajectories."""
+        """The segments of one kind of `SEGMENTS`: each token by itself, turns, sentences, whole
+        trajectories."""
         if name not in SEGMENTS:
             raise ValueError(f"segments={name!r}: must be one of {', '.join(SEGMENTS)}")
         if name == "token":
@@ -247,7 +248,8 @@ class Trajectories:
 
     @staticmethod
     def cat(batches: Sequence[Trajectories]) -> Trajectories:
-        """Stack batches, padding with zeros to the widest; group ids are kept, so make them distinct before."""
+        """Stack batches, padding with zeros to the widest; group ids are kept, so make them distinct
+        before."""
         if not batches:
             raise ValueError("cat: no batch given")
         width = max(batch.tokens.shape[1] for batch in batches)

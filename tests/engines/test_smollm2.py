@@ -13,7 +13,7 @@ from stppo.policy.known_models import KNOWN
 from stppo.policy.policy import load_policy, load_tokenizer
 from stppo.pretrained.fetch import answer
 from stppo.record.schema import COMPLETED, EVALUATION_COLUMNS
-from stppo.rollout.rollout import Board
+from stppo.rollout.rollout import RolloutBuffer
 from stppo.training.warm_start import warm_start
 from tests.test_world_single_hop import made_up
 from tests.training_runs import run, tables
@@ -70,16 +70,16 @@ def config(first_layers, tmp_path):
 @pytest.fixture
 def rewarded(monkeypatch):
     """The reward is the share of sampled tokens with an even id: two layers answer nothing right, and no reward, no update."""
-    finish = Board.finish
+    finish = RolloutBuffer.finish
 
-    def with_reward(board, *rest):
-        even = (board.tokens % 2 == 0) & board.agent_mask
-        shares = even.sum(1) / board.agent_mask.sum(1)
-        for episode, share in zip(board.episodes, shares.tolist(), strict=True):
+    def with_reward(buffer, *rest):
+        even = (buffer.tokens % 2 == 0) & buffer.agent_mask
+        shares = even.sum(1) / buffer.agent_mask.sum(1)
+        for episode, share in zip(buffer.episodes, shares.tolist(), strict=True):
             episode.reward = share
-        return finish(board, *rest)
+        return finish(buffer, *rest)
 
-    monkeypatch.setattr(Board, "finish", with_reward)
+    monkeypatch.setattr(RolloutBuffer, "finish", with_reward)
 
 
 def weights(folder):

@@ -1,1 +1,2 @@
-"""Configs: composed from YAML (`composition`), checked and built (`loading`), told apart (`identity`), planned (`planned`)."""
+"""Configs: composed from YAML (`composition`), checked and built (`loading`), told apart (`identity`),
+planned (`planned`)."""

@@ -23,9 +23,9 @@ PAPER = (
     *("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo_ctn"),
     *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
 )
-# Related methods and plain nulls, by kind: readings and cheap forms of the paper's, REINFORCE and leave-one-out, clips,
-# weights, masks, smooth forms and penalties, nulls, two baselines of the benchmark. A picture of "every algorithm" shows them
-# only where it is about them.
+# Related methods and plain nulls, by kind: readings and cheap forms of the paper's, REINFORCE and
+# leave-one-out, clips, weights, masks, smooth forms and penalties, nulls, two baselines of the benchmark. A
+# picture of "every algorithm" shows them only where it is about them.
 RIVALS = (
     *("so_ppo_ctn_c", "s_ppo_cheap", "st_ppo_cheap"),
     *("reinforce", "reinforce_whitened", "rloo", "loop_token", "loop_turn", "loop_trajectory"),
@@ -81,9 +81,9 @@ class Algorithm:
 def algorithms() -> tuple[Algorithm, ...]:
     """Every algorithm with a file, shipped or your own, in the order of tables and legends.
 
-    A file without a colour gets one of `SPARE_COLORS`. One that only renames another algorithm (its `name` is the
-    other's) has no row. Raises ConfigError for a file that cannot be read or whose presentation is invalid.
-    """
+    A file without a colour gets one of `SPARE_COLORS`. One that only renames another algorithm (its `name` is
+    the other's) has no row. Raises ConfigError for a file that cannot be read or whose presentation is
+    invalid."""
     return _algorithms(_stamps())
 
 
@@ -96,10 +96,9 @@ def aliases() -> dict[str, str]:
 def look(name: str) -> Algorithm:
     """The row of an algorithm, or for a name without a file one that it derives from the name alone.
 
-    `st_ppo_x` and `st_ppo (x)`, a variant in a metrics folder, are called and drawn after st_ppo in a colour of their
-    own; any other name is its own label, its line says that the granularity is not known. The same name always gets
-    the same colour.
-    """
+    `st_ppo_x` and `st_ppo (x)`, a variant in a metrics folder, are called and drawn after st_ppo in a colour
+    of their own; any other name is its own label, its line says that the granularity is not known. The same
+    name always gets the same colour."""
     rows = {row.name: row for row in algorithms()}
     if name in rows:
         return rows[name]
@@ -115,7 +114,8 @@ def look(name: str) -> Algorithm:
 
 
 def notes(name: str) -> str:
-    """What the comments of an algorithm's YAML say: what it is, and what about it is uncertain. ConfigError without one."""
+    """What the comments of an algorithm's YAML say: what it is, and what about it is uncertain. ConfigError
+    without one."""
     file = look(name).file
     if file is None:
         raise ConfigError(f"algorithm={name} has no YAML file")

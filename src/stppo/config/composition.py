@@ -1,8 +1,7 @@
 """The one composer of configs: Hydra groups in `configs/`, composed and resolved.
 
-The command line, the notebooks and the Snakefile all come through here. Nothing heavy is imported at module level, so
-that a Snakefile parses fast.
-"""
+The command line, the notebooks and the Snakefile all come through here. Nothing heavy is imported at module
+level, so that a Snakefile parses fast."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stppo.config import files as config_files
 from stppo.config.files import Config, ConfigError, Presentation, options
-from stppo.config.loading import class_of, fields_of
+from stppo.config.loading import build, class_of, fields_of
 
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # what goes wrong is raised, not printed as well
 
@@ -32,9 +32,8 @@ logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # what goes wrong i
 def compose(overrides: list[str] | None = None) -> Config:
     """Compose `configs/config.yaml` with Hydra overrides into a plain, resolved dict.
 
-    Groups also have the options of your own folder (`config_files.own_config_dir`). Raises ConfigError for an unknown
-    group option, key or malformed override, and for a YAML file that cannot be read.
-    """
+    Groups also have the options of your own folder (`config_files.own_config_dir`). Raises ConfigError for an
+    unknown group option, key or malformed override, and for a YAML file that cannot be read."""
     overrides, own = list(overrides or []), config_files.own_config_dir()
     for override in overrides:
         group, _, value = override.partition("=")
@@ -63,7 +62,8 @@ def compose(overrides: list[str] | None = None) -> Config:
 
 
 def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None) -> None:
-    """Raise ConfigError where an own algorithm's file would be recorded under a name that is not the file's."""
+    """Raise ConfigError where an own algorithm's file would be recorded under a name that is not the
+    file's."""
     given = dict(override.partition("=")[::2] for override in overrides)
     chosen, name = given.get("algorithm"), (config.get("algorithm") or {}).get("name")
     if own is None or not chosen or "algorithm.name" in given or name in (None, chosen):
@@ -73,8 +73,8 @@ def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None)
 
 
 def _forget_other_engines(config: Config, overrides: list[str]) -> None:
-    """Drop from the roll-out what a preset or a world sets for another engine than the one that was chosen; what was
-    typed stays, and is refused by name later."""
+    """Drop from the roll-out what a preset or a world sets for another engine than the one that was chosen;
+    what was typed stays, and is refused by name later."""
     rollout = config.get("rollout")
     if not isinstance(rollout, dict):
         return
@@ -135,6 +135,17 @@ def _known_keys(node: Config, key: str) -> Iterable[str]:
     return fields_of(RunConfig, tuple(key.split(".")))
 
 
+def objective_of(algorithm: str | Path) -> Any:
+    """See `stppo.load`."""
+    if str(algorithm).endswith(".yaml"):
+        file = Path(algorithm).resolve()
+        if file.parent.name != "algorithm" or not file.is_file():
+            raise ConfigError(f"{algorithm}: must be a file FOLDER/algorithm/NAME.yaml")
+        config_files.use_config_dir(file.parent.parent)
+        algorithm = file.stem
+    return build(compose([f"algorithm={algorithm}"])["algorithm"]["objective"], "algorithm.objective")
+
+
 MOST_RUNS = 10_000  # of one sweep
 
 
@@ -161,7 +172,8 @@ def expand_sweep(overrides: list[str]) -> list[list[str]]:
 
 
 def variant(overrides: Iterable[str]) -> str:
-    """The overrides that tell a run from others of its algorithm and seed, as one text that `shlex.split` takes apart.
+    """The overrides that tell a run from others of its algorithm and seed, as one text that `shlex.split`
+    takes apart.
 
     Not among them: `loggers`, which see what is recorded and change nothing.
     """

@@ -1,4 +1,5 @@
-"""The folders of YAML files: the shipped one and, where one is named, your own. Needs neither Hydra nor torch."""
+"""The folders of YAML files: the shipped one and, where one is named, your own. Needs neither Hydra nor
+torch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ NO_KNOB = "none"
 
 @dataclass(frozen=True)
 class Prior:
-    """Where a benchmark draws an algorithm's one own knob from: `{key: ..., low: ..., high: ..., scale: log | linear}`.
+    """Where a benchmark draws an algorithm's one own knob from: `{key: ..., low: ..., high: ..., scale: log |
+    linear}`.
 
     keys: of the algorithm's YAML, such as objective.clip.epsilon_low; several take the same value.
     """
@@ -49,7 +51,8 @@ class Prior:
         keys = content["key"] if isinstance(content["key"], list) else [content["key"]]
         if not keys or not all(isinstance(key, str) and key.startswith("objective.") for key in keys):
             raise ValueError(
-                f"prior.key = {content['key']!r}: must name a key below `objective`, such as objective.clip.epsilon_low"
+                f"prior.key = {content['key']!r}: must name a key below `objective`, such as "
+                "objective.clip.epsilon_low"
             )
         for name in ("low", "high"):
             number = content[name]
@@ -78,8 +81,8 @@ class Prior:
 class Presentation(BaseModel):
     """How figures, tables and the benchmark take an algorithm: optional keys of its YAML that change no run.
 
-    They are not inherited through `defaults`: who varies an algorithm does not take its name and colour along.
-    """
+    They are not inherited through `defaults`: who varies an algorithm does not take its name and colour
+    along."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -110,7 +113,8 @@ def groups() -> list[str]:
 
 
 def use_config_dir(folder: str | Path) -> None:
-    """Search `folder` beside the shipped configs, in this process and in those it starts; see `own_config_dir`."""
+    """Search `folder` beside the shipped configs, in this process and in those it starts; see
+    `own_config_dir`."""
     os.environ[VARIABLE] = str(Path(folder).expanduser().resolve())
     own_config_dir()
 
@@ -118,10 +122,10 @@ def use_config_dir(folder: str | Path) -> None:
 def own_config_dir() -> Path | None:
     """Your own folder of configs, which `STPPO_CONFIG_DIR` names, or None.
 
-    It has folders of the shipped ones' names (`algorithm/my_ppo.yaml`). It comes first on Python's path, as a script's
-    folder does, so that `_target_: my_module.MyRatio` finds my_module.py in it. Raises ConfigError for a folder that is
-    missing, unreadable or without any group, and for a file that a shipped one is named like.
-    """
+    It has folders of the shipped ones' names (`algorithm/my_ppo.yaml`). It comes first on Python's path, as a
+    script's folder does, so that `_target_: my_module.MyRatio` finds my_module.py in it. Raises ConfigError
+    for a folder that is missing, unreadable or without any group, and for a file that a shipped one is named
+    like."""
     value = os.environ.get(VARIABLE)
     folder = Path(value).expanduser().resolve() if value else config_dir()
     if folder == config_dir().resolve():
@@ -135,7 +139,8 @@ def own_config_dir() -> Path | None:
         raise ConfigError(f"config folder {error.filename or folder} {_REMEDY}: {error.strerror}") from None
     if not found:
         raise ConfigError(
-            f"config folder {folder} {_REMEDY} has none of the folders {', '.join(groups())}; an algorithm belongs in "
+            f"config folder {folder} {_REMEDY} has none of the folders {', '.join(groups())}; an algorithm "
+            "belongs in "
             f"{folder / 'algorithm'}"
         )
     for file in files:
@@ -177,7 +182,8 @@ def problem(error: Exception) -> str:
 
 
 def lineage(group: str, name: str) -> list[tuple[Path, dict[str, Any]]]:
-    """An option's file and those that it inherits from through `defaults`, nearest first; [] for an unknown name."""
+    """An option's file and those that it inherits from through `defaults`, nearest first; [] for an unknown
+    name."""
     files = {file.stem: file for file in option_files(group)}
     found: dict[str, tuple[Path, dict[str, Any]]] = {}
     pending = [name]

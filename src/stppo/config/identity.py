@@ -1,4 +1,5 @@
-"""What a run or a warm start depends on, and its fingerprint: the same where the results would be the same."""
+"""What a run or a warm start depends on, and its fingerprint: the same where the results would be the
+same."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from stppo.rollout import ENGINES
 
 
 def run_section(config: Config) -> Config:
-    """What one run depends on: the config without the pipeline's list of runs, the study's groups, the preset's name, the
-    loggers, how many trajectories its page shows, and how figures show the algorithm."""
+    """What one run depends on: the config without the pipeline's list of runs, the study's groups, the
+    preset's name, the loggers, how many trajectories its page shows, and how figures show the algorithm."""
     section = {k: v for k, v in config.items() if k not in ("pipeline", "study", "preset", "loggers")}
     if isinstance(algorithm := section.get("algorithm"), dict):
         section["algorithm"] = {k: v for k, v in algorithm.items() if k not in Presentation.model_fields}
@@ -56,8 +57,8 @@ _WHEREABOUTS = (
 
 
 def identity_section(config: Config) -> Config:
-    """What a run's results depend on: `run_section` without `MEMORY_SETTINGS` and the place of its retriever, and the
-    content of the files that it names."""
+    """What a run's results depend on: `run_section` without `MEMORY_SETTINGS` and the place of its retriever,
+    and the content of the files that it names."""
     section = run_section(config) | {"world": world_section(config)} | data_section(config)
     return section | {name: _lasting(config, name) for name in MEMORY_SETTINGS}
 
@@ -125,7 +126,8 @@ def _computed_otherwise(config: Config) -> Config:
 
 
 def warm_start_dir(config: Config) -> Path:
-    """Where the warm start that a config needs is cached; the name changes exactly when its config or code does."""
+    """Where the warm start that a config needs is cached; the name changes exactly when its config or code
+    does."""
     section = warm_start_section(config)
     content = fingerprint([section, code_of("stppo.training.warm_start", *targets(section))])
     return (

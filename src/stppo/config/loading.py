@@ -1,13 +1,16 @@
-"""From a composed config to what a run needs: typed settings, objective and world, each checked and built once."""
+"""From a composed config to what a run needs: typed settings, objective and world, each checked and built
+once."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
@@ -36,9 +39,9 @@ class UnknownKeyError(ConfigError):
 class LoadedRun:
     """One composed config and what it describes, each built once.
 
-    config: the plain dict, for fingerprints and records; settings: its typed sections; objective: credit, ratio, clip,
-    stabiliser and loss aggregation; world: questions, environment and, where it has one of its own, the tokenizer.
-    """
+    config: the plain dict, for fingerprints and records; settings: its typed sections; objective: credit,
+    ratio, clip, stabiliser and loss aggregation; world: questions, environment and, where it has one of its
+    own, the tokenizer."""
 
     config: Config
     settings: RunConfig
@@ -47,7 +50,8 @@ class LoadedRun:
 
 
 def load(config: Config) -> LoadedRun:
-    """Check types, ranges and combinations, and build what the config names; ConfigError names every offending key."""
+    """Check types, ranges and combinations, and build what the config names; ConfigError names every
+    offending key."""
     return load_all([config])[0]
 
 
@@ -59,7 +63,7 @@ def load_all(configs: Iterable[Config]) -> list[LoadedRun]:
     worlds: dict[str, World] = {}
     runs = []
     for config in configs:
-        settings = _settings(config)
+        settings = settings_of(config)
         objective = _objective(config, settings)
         section = fingerprint(config["world"])
         if section not in worlds:
@@ -69,19 +73,23 @@ def load_all(configs: Iterable[Config]) -> list[LoadedRun]:
     return runs
 
 
-def _settings(config: Config) -> RunConfig:
+def settings_of(config: Config) -> RunConfig:
+    """The typed sections of a config, nothing built; ConfigError names every offending key."""
     from pydantic import ValidationError
 
     from stppo.config.settings import RunConfig
 
     try:
-        return RunConfig.model_validate(
+        settings = RunConfig.model_validate(
             run_section(config)
             | {"algorithm": config.get("algorithm"), "evaluation": config.get("evaluation")}
             | {"loggers": config.get("loggers", [])}
         )
     except ValidationError as error:
         raise ConfigError("; ".join(_problem(RunConfig, item) for item in error.errors())) from error
+    for name in ("policy", "rollout"):  # dataclasses, which pydantic converts
+        _check_values(config[name], type(getattr(settings, name)), name)
+    return settings
 
 
 def _objective(config: Config, settings: RunConfig) -> Objective:
@@ -124,7 +132,8 @@ def _check_prior(algorithm: Config, prior: Prior) -> None:
 
 
 def _origin(algorithm: str, keys: list[str]) -> str:
-    """Which file an unfitting key of an algorithm is inherited from, and how to be rid of it; "" where it is not."""
+    """Which file an unfitting key of an algorithm is inherited from, and how to be rid of it; "" where it is
+    not."""
     chain = config_files.lineage("algorithm", algorithm)
     file = config_files.origin("algorithm", algorithm, keys[0].split(".")[1:])
     if file is None or file == chain[0][0]:
@@ -132,7 +141,8 @@ def _origin(algorithm: str, keys: list[str]) -> str:
     drop = " ".join(f"'~{key}'" for key in keys)
     them = "it" if len(keys) == 1 else "them"
     return (
-        f"; inherited from {file.name} through the defaults of {chain[0][0].name}: write the section out there without "
+        f"; inherited from {file.name} through the defaults of {chain[0][0].name}: write the section out "
+        "there without "
         f"these defaults, or drop {them} with the {'override' if len(keys) == 1 else 'overrides'} {drop}"
     )
 
@@ -174,7 +184,8 @@ def _has_fields(form: Any) -> bool:
 
 
 def build(node: Config, key: str) -> Any:
-    """`hydra.utils.instantiate` a `_target_` section; raises ConfigError that names the key and what is allowed."""
+    """`hydra.utils.instantiate` a `_target_` section; raises ConfigError that names the key and what is
+    allowed."""
     _check_target(node, key)
     try:
         return instantiate(node, _convert_="object")
@@ -185,7 +196,8 @@ def build(node: Config, key: str) -> Any:
 
 
 def _check_target(node: Config, key: str) -> None:
-    """Raise ConfigError for a missing or unknown `_target_`, an unknown key, or a section of the wrong class."""
+    """Raise ConfigError for a missing or unknown `_target_`, an unknown key, or a section of the wrong
+    class."""
     if not isinstance(node, dict) or "_target_" not in node:
         raise ConfigError(f"{key}: a mapping with _target_ is needed, got {node!r}")
     target = class_of(node["_target_"], key)
@@ -199,7 +211,8 @@ def _check_target(node: Config, key: str) -> None:
         unknown := set(given) - set(parameters)
     ):
         raise UnknownKeyError(key, [name for name in given if name in unknown], parameters)
-    kinds = get_type_hints(target)
+    _check_values(given, target, key)
+    kinds = _annotations(target)
     for name, value in given.items():
         kind = kinds.get(name)
         nested = isinstance(value, dict) and "_target_" in value
@@ -209,12 +222,53 @@ def _check_target(node: Config, key: str) -> None:
         if rule and not (nested and issubclass(get_class(value["_target_"]), kind)):
             given_class = value["_target_"] if nested else repr(value)
             raise ConfigError(
-                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is needed{_how_to_write(kind)}"
+                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is "
+                f"needed{_how_to_write(kind)}"
             )
 
 
+_PLAIN = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    type(None): "null",
+}
+
+
+def _annotations(target: type) -> dict[str, Any]:
+    """What a class's parameters are annotated with; {} where it says nothing that can be read."""
+    found = {}
+    for of in (target, target.__init__):
+        with contextlib.suppress(NameError, TypeError, AttributeError):
+            found |= get_type_hints(of)
+    return found
+
+
+def _check_values(given: Config, target: type, key: str) -> None:
+    """Raise ConfigError for a value of another plain type than its parameter is annotated with."""
+    kinds = _annotations(target)
+    for name, value in given.items():
+        if said := _misfit(value, kinds.get(name)):
+            raise ConfigError(f"{key}.{name} = {value!r}: {said}")
+
+
+def _misfit(value: Any, kind: Any) -> str:
+    """What a parameter must be that is annotated with plain types alone, where the value is not of them; "" where it is.
+
+    A text that YAML does not take for a switch or a number (`off`, `None`, `08`) is true, or fails later, elsewhere.
+    """
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if not all(isinstance(one, type) and one in _PLAIN for one in kinds):
+        return ""
+    if type(value) in kinds or (type(value) is int and float in kinds):
+        return ""
+    return f"must be {' or '.join(_PLAIN[one] for one in kinds)}"
+
+
 def class_of(target: str, key: str) -> type:
-    """The class that a `_target_` names. ModuleNotFoundError where a library that its module imports is missing."""
+    """The class that a `_target_` names. ModuleNotFoundError where a library that its module imports is
+    missing."""
     try:
         return get_class(target)
     except Exception as error:  # whatever importing it raised
@@ -229,7 +283,8 @@ def class_of(target: str, key: str) -> type:
 
 
 def _how_to_write(kind: type) -> str:
-    """What to subclass for a rule of one's own, and the method to write; "" for sections that are no rules."""
+    """What to subclass for a rule of one's own, and the method to write; "" for sections that are no
+    rules."""
     bases = [base for base in (kind, *kind.__subclasses__()) if inspect.isabstract(base)]
     ways = [
         f"{base.__module__}.{base.__name__} and write its {', '.join(sorted(base.__abstractmethods__))}"

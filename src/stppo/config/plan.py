@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from stppo.config.files import Config
 from stppo.config.planned import planned_runs
 
-# Seconds on one core of the machine of results/reference/speed (policy tiny, world synthetic, compiled kernels), per
-# iteration of 128 trajectories: roll-out and scoring; a pass of the critic; a pass of the actor; the factor of
-# an exact clipping-bias norm; one evaluation of 256 questions; one trajectory of a Monte-Carlo continuation.
+# Seconds on one core of the machine of results/reference/speed (policy tiny, world synthetic, compiled
+# kernels), per iteration of 128 trajectories: roll-out and scoring; a pass of the critic; a pass of the
+# actor; the factor of an exact clipping-bias norm; one evaluation of 256 questions; one trajectory of a
+# Monte-Carlo continuation.
 ROLL_OUT, CRITIC_PASS, ACTOR_PASS, EXACT_NORM, EVALUATION, CONTINUATION = (
     0.14,
     0.05,
@@ -32,8 +33,9 @@ class PlannedGroup:
 
 
 def seconds(config: Config) -> float:
-    """Rough seconds of one core that a run takes; another policy or world than tiny and synthetic differs, unless its
-    preset says what an iteration costs, evaluations included (`pipeline.core_seconds_per_iteration`)."""
+    """Rough seconds of one core that a run takes; another policy or world than tiny and synthetic differs,
+    unless its preset says what an iteration costs, evaluations included
+    (`pipeline.core_seconds_per_iteration`)."""
     measured = (config.get("pipeline") or {}).get("core_seconds_per_iteration")
     if measured is not None:
         return config["training"]["iterations"] * measured
@@ -58,10 +60,15 @@ def seconds(config: Config) -> float:
 
 
 def plan(preset: str, overrides: list[str] | None = None) -> list[PlannedGroup]:
-    """The runs of a preset's pipeline by regime and arm, in planned order; ConfigError as in `planned_runs`."""
+    """The runs of a preset's pipeline by regime and arm, in planned order; ConfigError as in `planned_runs`,
+    and for overrides that training would refuse."""
     groups: dict[tuple[str, str], list[float]] = {}
     for run in planned_runs(preset, overrides):
         cost = groups.setdefault((run.regime, run.algorithm), [])
+        if overrides and not cost:
+            from stppo.config.loading import settings_of  # it takes the seconds of torch
+
+            settings_of(run.config)
         # A replicate is another seed of the same work: compose the first alone.
         cost.append(cost[0] if cost else seconds(run.config))
     return [PlannedGroup(*name, len(cost), sum(cost) / 3600) for name, cost in groups.items()]

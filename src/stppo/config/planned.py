@@ -25,15 +25,17 @@ class Arm:
 
 
 def arms_of(config: Config) -> dict[str, Arm]:
-    """The arms of a composed preset by name, `{NAME: {label: words, overrides: [...], base: algorithm}}` in its YAML;
-    without `base` it is the algorithm that the overrides choose. ConfigError names the key that is wrong."""
+    """The arms of a composed preset by name, `{NAME: {label: words, overrides: [...], base: algorithm}}` in
+    its YAML; without `base` it is the algorithm that the overrides choose. ConfigError names the key that is
+    wrong."""
     return {
         name: _arm(name, entry) for name, entry in ((config.get("pipeline") or {}).get("arms") or {}).items()
     }
 
 
 def label_of(config: Config) -> str | None:
-    """What figures call the algorithm of a composed run: its arm's label, or the algorithm's own; None where it has none."""
+    """What figures call the algorithm of a composed run: its arm's label, or the algorithm's own; None where
+    it has none."""
     algorithm = config["algorithm"]
     arm = arms_of(config).get(algorithm["name"])
     return arm.label if arm else algorithm.get("label")
@@ -62,7 +64,8 @@ def _arm(name: str, entry: Any) -> Arm:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """One training run of a preset's pipeline: the overrides that make it and, when asked, its composed config."""
+    """One training run of a preset's pipeline: the overrides that make it and, when asked, its composed
+    config."""
 
     regime: str
     algorithm: str  # or the name of an arm
@@ -104,17 +107,16 @@ def _regimes(pipeline: Config) -> Iterable[tuple[str, Config]]:
 
 
 def planned_runs(preset: str, overrides: list[str] | None = None) -> list[PlannedRun]:
-    """Every run that `snakemake all --config preset=...` trains, in a fixed order: all runs of a regime's first
-    seed come before those of its second, so that an interrupted pipeline leaves whole replicates.
+    """Every run that `snakemake all --config preset=...` trains, in a fixed order: all runs of a regime's
+    first seed come before those of its second, so that an interrupted pipeline leaves whole replicates.
 
-    A regime has `algorithms`, `seeds` and, optionally, `training`, `overrides` and the `regime` to record where
-    several entries make up one. An algorithm is a file of `configs/algorithm` or an `Arm` of `pipeline.arms`.
-    `pipeline.replicates` maps a seed to further overrides (its world, its warm start), so that one number tells
-    a replicate. In overrides {seed} stands for the run's seed, {next_seed} for the one after it,
-    cyclically, and {regime} for the regime that it is recorded in.
-    Extra overrides apply to all runs. Raises ConfigError for an unknown preset, for an override of what tells
-    the runs apart, for a run that is planned twice, and where there is none.
-    """
+    A regime has `algorithms`, `seeds` and, optionally, `training`, `overrides` and the `regime` to record
+    where several entries make up one. An algorithm is a file of `configs/algorithm` or an `Arm` of
+    `pipeline.arms`. `pipeline.replicates` maps a seed to further overrides (its world, its warm start), so
+    that one number tells a replicate. In overrides {seed} stands for the run's seed, {next_seed} for the one
+    after it, cyclically, and {regime} for the regime that it is recorded in. Extra overrides apply to all
+    runs. Raises ConfigError for an unknown preset, for an override of what tells the runs apart, for a run
+    that is planned twice, and where there is none."""
     for override in overrides or []:
         if (key := override.partition("=")[0].lstrip("+~")) in ("preset", "training", "algorithm", "seed"):
             raise ConfigError(
@@ -161,8 +163,9 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
 
 
 def warm_start_overrides(run: PlannedRun) -> list[str]:
-    """What makes a planned run's warm start: those of its overrides that it depends on (`seed` may set the world's), and where
-    and how it computes, spelled out, so that regimes of other training name one warm start alike."""
+    """What makes a planned run's warm start: those of its overrides that it depends on (`seed` may set the
+    world's), and where and how it computes, spelled out, so that regimes of other training name one warm
+    start alike."""
     sections = ("world", "policy", "rollout", "warm_start")
     kept = ("preset", "seed", "warm_start_seed", "evaluation.questions")
     keys = [(override, override.partition("=")[0].lstrip("+~")) for override in run.overrides]

@@ -82,7 +82,8 @@ def _imported(tree: ast.AST, module: str, is_package: bool) -> set[str]:
 
 
 def _with_parents(name: str, package_dir: Path, folders: Iterable[Path] = ()) -> dict[str, Path]:
-    """The modules that importing a dotted name runs, with their files: every parent package, then the module itself.
+    """The modules that importing a dotted name runs, with their files: every parent package, then the module
+    itself.
 
     folders: where modules outside the package are looked for.
     """
@@ -104,9 +105,8 @@ def imported_files(entries: Iterable[str | Path], package_dir: Path = PACKAGE_DI
     An entry is a dotted name (`stppo.training.trainer`; a name inside a module such as a `_target_`
     counts as its module) or the path of a Python file. ValueError names an entry that is neither.
 
-    An entry outside the package (`my_module.MyRatio`) brings its file, what that imports from its own folder, and
-    what it imports from the package; of an installed library nothing is read.
-    """
+    An entry outside the package (`my_module.MyRatio`) brings its file, what that imports from its own folder,
+    and what it imports from the package; of an installed library nothing is read."""
     pending: dict[str, Path] = {}
     folders: list[Path] = []
     found: dict[str, Path] = {}
@@ -143,7 +143,8 @@ def _spec(target: str) -> ModuleSpec | None:
 
 
 def _own_folder(target: str) -> Path | None:
-    """The folder that holds the source of a class outside the package; None where a library or Python brings it."""
+    """The folder that holds the source of a class outside the package; None where a library or Python brings
+    it."""
     spec = _spec(target)
     if spec is None:
         return None
@@ -165,7 +166,8 @@ def _installed(place: Path) -> bool:
 
 @functools.cache
 def _libraries(entries: tuple[str, ...]) -> list[str]:
-    """`name==version` of the installed distributions that entries outside the package and own folders come from."""
+    """`name==version` of the installed distributions that entries outside the package and own folders come
+    from."""
     outside = {entry.split(".")[0] for entry in entries if entry.split(".")[0] != PACKAGE}
     outside = {name for name in outside if _own_folder(name) is None}
     if not outside:
@@ -234,11 +236,10 @@ def code_hash(
 ) -> str:
     """Hash (16 hex digits) of the syntax of all modules that the entries import, and of a notebook's code.
 
-    Comments, docstrings and layout do not count, so editing them re-trains nothing; a template beside
-    a module (`report.html.j2` of `report.py`) and its C++ (`compiled.cpp`) count as their text. The hash depends on the
-    minor version of Python, whose syntax trees differ. See `imported_files` for what an entry is; one that an installed library
-    brings counts as that library's name and version.
-    """
+    Comments, docstrings and layout do not count, so editing them re-trains nothing; a template beside a
+    module (`report.html.j2` of `report.py`) and its C++ (`compiled.cpp`) count as their text. The hash
+    depends on the minor version of Python, whose syntax trees differ. See `imported_files` for what an entry
+    is; one that an installed library brings counts as that library's name and version."""
     entries = [entries] if isinstance(entries, (str, Path)) else list(entries)
     digest = hashlib.sha256()
     for library in _libraries(tuple(str(entry) for entry in entries if not str(entry).endswith(".py"))):

@@ -18,9 +18,10 @@ LoggerName = Literal["tensorboard", "wandb"]
 
 
 class Section(BaseModel):
-    """A config section: unknown keys are errors."""
+    """A config section: unknown keys are errors, and values of another type than the key's, which would else be converted:
+    `epochs=true` is no 1."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class AlgorithmConfig(Section, Presentation):
@@ -31,10 +32,11 @@ class AlgorithmConfig(Section, Presentation):
 
 
 class ReadingConfig(Section):
-    """First stage of the warm start: look-ups in made-up documents, until the words looked up have this mean probability.
+    """First stage of the warm start: look-ups in made-up documents, until the words looked up have this mean
+    probability.
 
-    Left out with max_steps=0, where the world makes up no documents (benchmarks), and where the policy is pretrained.
-    """
+    Left out with max_steps=0, where the world makes up no documents (benchmarks), and where the policy is
+    pretrained."""
 
     target_accuracy: float = Field(ge=0, lt=1)
     max_steps: int = Field(ge=0)
@@ -54,14 +56,13 @@ class ReadingConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised start: reading, then noisy scripted demonstrations of searching, stopped when sampled success reaches
-    the target; with max_steps=0 the pretrained weights as they are.
+    """Supervised start: reading, then noisy scripted demonstrations of searching, stopped when sampled
+    success reaches the target; with max_steps=0 the pretrained weights as they are.
 
     only_successes: demonstrations that fail, or are longer than a trajectory may be, are left out.
     trained_weights: "all", or those of the "policy" that training trains (adapters, top layers).
-    first_questions: ask so many first, and `evaluate_questions` only where their success is within two standard errors of
-    the target; null: always all.
-    """
+    first_questions: ask so many first, and `evaluate_questions` only where their success is within two
+    standard errors of the target; null: always all."""
 
     reading: ReadingConfig
     target_success: float = Field(ge=0, lt=1)
@@ -100,11 +101,11 @@ class WarmStartConfig(Section):
 
 
 class DivisorsConfig(Section):
-    """Placebo stabiliser: divide the gradient by what another run divided its own by (see `training.controls`).
+    """Placebo stabiliser: divide the gradient by what another run divided its own by (see
+    `training.controls`).
 
-    divides: the gradient, or the step, as that run's stabiliser does. constant: by one number, whose reciprocal is the mean of
-    the divisors' reciprocals. Neither stands in the configs of earlier runs.
-    """
+    divides: the gradient, or the step, as that run's stabiliser does. constant: by one number, whose
+    reciprocal is the mean of the divisors' reciprocals. Neither stands in the configs of earlier runs."""
 
     from_run: str | None
     shuffle: bool
@@ -120,7 +121,8 @@ class DivisorsConfig(Section):
             )
         if self.constant and (self.shuffle or self.from_run is None):
             raise ValueError(
-                "training.divisors.constant=true divides by one number made of the divisors of training.divisors.from_run; "
+                "training.divisors.constant=true divides by one number made of the divisors of "
+                "training.divisors.from_run; "
                 "give that run's folder, and leave training.divisors.shuffle false"
             )
         return self
@@ -170,8 +172,8 @@ class TrainingConfig(Section):
 class EvaluationConfig(Section):
     """Fixed held-out questions, and how wrong the critic is; all that ends in `every` counts iterations.
 
-    trajectories: shown of the trained policy; no part of a run's identity, and not in the configs of earlier runs.
-    """
+    trajectories: shown of the trained policy; no part of a run's identity, and not in the configs of earlier
+    runs."""
 
     every: int = Field(gt=0)
     greedy_every: int = Field(gt=0)
@@ -200,14 +202,16 @@ class RunConfig(Section):
 
     @property
     def scores_reference(self) -> bool:
-        """Whether a run scores the warm start. Its KL is always recorded for policies from scratch, where it costs next to
-        nothing; a pretrained one is scored, and kept in memory, only where the loss reads it."""
+        """Whether a run scores the warm start. Its KL is always recorded for policies from scratch, where it
+        costs next to nothing; a pretrained one is scored, and kept in memory, only where the loss reads
+        it."""
         return self.training.kl_coefficient > 0 or self.policy.pretrained is None
 
     @property
     def scores_anew(self) -> bool:
-        """Whether the trainer scores what was sampled, so that ratios start at 1: of an engine unless it is told otherwise, and
-        in PyTorch where a pass over one token rounds otherwise than one over many, in bfloat16."""
+        """Whether the trainer scores what was sampled, so that ratios start at 1: of an engine unless it is
+        told otherwise, and in PyTorch where a pass over one token rounds otherwise than one over many, in
+        bfloat16."""
         if self.rollout.engine == "vllm":
             return self.rollout.behaviour_logprobs == "trainer"
         return self.training.precision == "bfloat16"
@@ -223,7 +227,8 @@ class RunConfig(Section):
             training.precision != "bfloat16" or training.device == "cpu"
         ):
             raise ValueError(
-                "policy.attention=flash_attention_2 needs a GPU and half precision: set training.precision=bfloat16 and "
+                "policy.attention=flash_attention_2 needs a GPU and half precision: set "
+                "training.precision=bfloat16 and "
                 "training.device=auto, or policy.attention=sdpa"
             )
         return self

@@ -1,7 +1,7 @@
 """Policy-gradient objectives for multi-turn agents; needs torch and `stppo.trajectories` only.
 
-An `Objective` is credit x ratio x clip x surrogate x stabiliser x loss aggregation. Each part is a rule: a class with
-one method to write, in any module, named by `_target_` in an algorithm's YAML.
+An `Objective` is credit x ratio x clip x surrogate x stabiliser x loss aggregation. Each part is a rule: a
+class with one method to write, in any module, named by `_target_` in an algorithm's YAML.
 
 | part | base | method | shipped |
 | --- | --- | --- | --- |
@@ -32,6 +32,7 @@ from stppo.objectives.advantages import (
     TurnReturnMinusValue,
 )
 from stppo.objectives.clipping import Bounds, Clip, ClipRule
+from stppo.objectives.gradient import backward
 from stppo.objectives.objective import Objective, Surrogate, estimated_bias_norms, loss_weights
 from stppo.objectives.ratios import Ratio, RatioRule, kl_behaviour_to_policy, kl_policy_to_behaviour
 from stppo.objectives.stabilizers import (
@@ -83,6 +84,7 @@ __all__ = [
     "TurnGAE",
     "TurnReturnMinusValue",
     "Weight",
+    "backward",
     "estimated_bias_norms",
     "kl_behaviour_to_policy",
     "kl_policy_to_behaviour",

@@ -22,7 +22,8 @@ POOLINGS = ("token", "turn_mean", "turn_sum")
 class Credit:
     """advantages (B, T), 0 off the agent mask; with a critic also its regression targets `returns` (B, T) and
     the mask (B, T) of the positions whose value is trained; raw_std: standard deviation of the advantages
-    over agent tokens before whitening and pooling; kept (B,) bool: the trajectories to train on, None: all."""
+    over agent tokens before whitening and pooling; kept (B,) bool: the trajectories to train on, None:
+    all."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -33,8 +34,8 @@ class Credit:
 
 class Estimate(NamedTuple):
     """What a credit rule says of the N agent tokens, (N,) each: advantages, and where it reads a critic the
-    regression targets of its values and which positions have one (bool). kept (B,) bool: the trajectories that the
-    policy is trained on; None, or none of them: all."""
+    regression targets of its values and which positions have one (bool). kept (B,) bool: the trajectories
+    that the policy is trained on; None, or none of them: all."""
 
     advantages: Tensor
     targets: Tensor | None = None
@@ -44,11 +45,12 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CreditRule(ABC):
-    """Base of all credits: write `estimate`; set `needs_critic` where it reads a critic's values, and `group_size`
-    where it compares trajectories of one question.
+    """Base of all credits: write `estimate`; set `needs_critic` where it reads a critic's values, and
+    `group_size` where it compares trajectories of one question.
 
-    whiten: shift and scale advantages to mean 0, variance 1 over all agent tokens of the iteration (of its kept
-    trajectories, where the rule keeps some only), before pooling (verl's masked_whiten, the baseline stack's choice). center: shift alone; `whiten` includes it.
+    whiten: shift and scale advantages to mean 0, variance 1 over all agent tokens of the iteration (of its
+    kept trajectories, where the rule keeps some only), before pooling (verl's masked_whiten, the baseline
+    stack's choice). center: shift alone; `whiten` includes it.
     pooling: keep advantages per token, or give every token of a turn the mean or the sum of its turn.
     """
 
@@ -107,8 +109,8 @@ class CreditRule(ABC):
 
     @abstractmethod
     def estimate(self, trajectories: Trajectories, layout: Layout, values: Tensor | None) -> Estimate:
-        """Advantages before whitening and pooling, of a whole iteration; `values` (N,) of the critic, None without.
-        Called without graph."""
+        """Advantages before whitening and pooling, of a whole iteration; `values` (N,) of the critic, None
+        without. Called without graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +216,9 @@ class _GroupCredit(CreditRule):
 class GroupNormalised(_GroupCredit):
     """GRPO (arXiv 2402.03300): (R - mean) / (std + eps) over the group, std with Bessel's correction.
 
-    returns="trajectory": R is the trajectory's return. returns="turn": each turn's return-to-go, undiscounted,
-    normalised by the same statistics of the group's trajectory returns (reading B's SO-GRPO); with a terminal
-    reward only, the two are equal.
-    """
+    returns="trajectory": R is the trajectory's return. returns="turn": each turn's return-to-go,
+    undiscounted, normalised by the same statistics of the group's trajectory returns (reading B's SO-GRPO);
+    with a terminal reward only, the two are equal."""
 
     returns: str = "trajectory"
     eps: float = 1e-6

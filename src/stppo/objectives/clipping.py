@@ -1,4 +1,5 @@
-"""Clips: the range in which a ratio is trusted, per token. What happens beyond it is the surrogate's business."""
+"""Clips: the range in which a ratio is trusted, per token. What happens beyond it is the surrogate's
+business."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from stppo.objectives.tokens import Tokens, per_token
 
 
 class Bounds(NamedTuple):
-    """Lowest and highest trusted ratio: numbers, or one for each token (N,); infinite where there is no bound."""
+    """Lowest and highest trusted ratio: numbers, or one for each token (N,); infinite where there is no
+    bound."""
 
     low: Tensor | float
     high: Tensor | float
@@ -28,21 +30,21 @@ class ClipRule(ABC):
     """Base of all clips: write `bounds`.
 
     clip_on: "turn" replaces advantages by their turn's mean before anything else sees them, see `Clip`.
-    sees_batch: declare it where a token's bounds depend on other trajectories; the oracle, whose tree is no batch,
-    then refuses the rule.
-    """
+    sees_batch: declare it where a token's bounds depend on other trajectories; the oracle, whose tree is no
+    batch, then refuses the rule."""
 
     clip_on: ClassVar[str] = "token"
     sees_batch: ClassVar[bool] = False
 
     @abstractmethod
     def bounds(self, tokens: Tokens) -> Bounds:
-        """The range of each token, or one for all. It may depend on ratios, advantages and the rest of the whole
-        minibatch, and takes no gradient: it is called without graph."""
+        """The range of each token, or one for all. It may depend on ratios, advantages and the rest of the
+        whole minibatch, and takes no gradient: it is called without graph."""
 
     @torch.no_grad()
     def __call__(self, tokens: Tokens) -> Bounds:
-        """`bounds` as (N,) tensors of the ratio's type; ValueError unless there is one for all or one a token."""
+        """`bounds` as (N,) tensors of the ratio's type; ValueError unless there is one for all or one a
+        token."""
         whole = []
         for side, value in zip(("low", "high"), self.bounds(tokens), strict=True):
             if not isinstance(value, Tensor) or value.ndim == 0:

@@ -17,11 +17,11 @@ from stppo.objectives.tokens import Tokens
 def diagnose(tokens: Tokens, bounds: Bounds, terms: Terms, gradient: Tensor) -> dict[str, Tensor]:
     """Scalar tensors; gradient (N,): d loss / d log pi(token t), penalty not counted.
 
-    Fractions are shares of agent tokens (`turn_fully_clipped_fraction`: of turns), the bounds means over them. Ratio
-    statistics are over agent tokens, over turns (one geometric-mean ratio each) and over trajectories (likewise);
-    p99 is the nearest rank. `effective_sample_size` is that of the full trajectory ratios exp(sum l), as a share of B.
-    `negative_advantage_gradient_share`: of sum_t |gradient_t|, the part on tokens with negative advantage.
-    """
+    Fractions are shares of agent tokens (`turn_fully_clipped_fraction`: of turns), the bounds means over
+    them. Ratio statistics are over agent tokens, over turns (one geometric-mean ratio each) and over
+    trajectories (likewise); p99 is the nearest rank. `effective_sample_size` is that of the full trajectory
+    ratios exp(sum l), as a share of B. `negative_advantage_gradient_share`: of sum_t |gradient_t|, the part
+    on tokens with negative advantage."""
     log_ratio, ratio, advantages, layout = tokens.log_ratio, tokens.ratio, tokens.advantages, tokens.layout
     token_ratio = log_ratio.exp()
     out = {

@@ -1,4 +1,5 @@
-"""An objective: credit x ratio x clip x surrogate x stabiliser x loss aggregation. An algorithm is one point of it."""
+"""An objective: credit x ratio x clip x surrogate x stabiliser x loss aggregation. An algorithm is one point
+of it."""
 
 from __future__ import annotations
 
@@ -38,6 +39,7 @@ class Surrogate:
     bias_surrogate: Tensor
     any_clipped: bool
     diagnostics: dict[str, float]
+    penalty: Tensor | None = None  # the stabiliser's, None where it has none
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,45 @@ class Objective:
         """Surrogate of a minibatch.
 
         logprobs (B, T): log pi_theta(token t | tokens before t) in nats, with graph; advantages (B, T) from
-        `credit`; weights (B, T): constant factors of the terms, such as truncated importance weights against the
-        engine that sampled; entropy (B, T) of the distribution that token t is drawn from under pi_theta, for rules
-        that read it. Only entries at agent tokens are read. Overflow and NaN are passed on, never masked. What comes in
-        half precision is computed in float32: a turn of 1,000 tokens in bfloat16 would lose its ratio.
-        """
+        `credit`; weights (B, T): constant factors of the terms, such as truncated importance weights against
+        the engine that sampled; entropy (B, T) of the distribution that token t is drawn from under pi_theta,
+        for rules that read it. Only entries at agent tokens are read. Overflow and NaN are passed on, never
+        masked. What comes in half precision is computed in float32: a turn of 1,000 tokens in bfloat16 would
+        lose its ratio."""
         layout = batch.layout
         behaviour = _single(layout.gather(batch.behaviour_logprobs))
         log_ratio = _single(layout.gather(logprobs)) - behaviour
         weights, entropy = (None if x is None else layout.gather(x.detach()) for x in (weights, entropy))
         known = {"behaviour_logprobs": behaviour, "entropy": entropy}
         return self.evaluate(log_ratio, layout.gather(advantages), layout, weights, **known)
+
+    def loss(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        agent_mask: Tensor,
+        entropy: Tensor | None = None,
+    ) -> Surrogate:
+        """Surrogate of a minibatch, for a loop of your own: minimise `Surrogate.loss`, or hand it to
+        `backward`.
+
+        All are (B, T): log-probs in nats of the tokens under the policy (with graph) and under the one that
+        sampled them; advantages; agent_mask bool, true where the policy emitted the token. Turns are its runs
+        of ones. entropy: as in `__call__`. ValueError for shapes that differ and for a row without agent
+        tokens."""
+        given = {"old_logprobs": old_logprobs, "advantages": advantages, "agent_mask": agent_mask}
+        for name, value in given.items():
+            if value.shape != logprobs.shape:
+                raise ValueError(
+                    f"{name}: must have the shape of logprobs, {tuple(logprobs.shape)}, got "
+                    f"{tuple(value.shape)}"
+                )
+        layout = Layout.of(agent_mask.bool())
+        behaviour = _single(layout.gather(old_logprobs))
+        log_ratio = _single(layout.gather(logprobs)) - behaviour
+        entropy = None if entropy is None else layout.gather(entropy.detach())
+        return self.evaluate(log_ratio, layout.gather(advantages), layout, None, behaviour, entropy)
 
     def evaluate(
         self,
@@ -98,12 +128,16 @@ class Objective:
         factors: Tensor | None = None,
         behaviour_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Surrogate:
-        """The same from (N,) token log-ratios (with graph), advantages and weights, for callers with a mask alone."""
+        """The same from (N,) token log-ratios (with graph), advantages and factors of the terms, for callers
+        with a mask alone. weights (N,): of the terms, in place of those of `loss_aggregation`, where a host
+        aggregates in its own way."""
         log_ratio = _single(log_ratio)
         if not log_ratio.requires_grad:  # the diagnostics look at a gradient
             log_ratio = log_ratio.detach().requires_grad_()
-        weights = _weights(layout, self.loss_aggregation, log_ratio.dtype)
+        if weights is None:
+            weights = _weights(layout, self.loss_aggregation, log_ratio.dtype)
         if factors is not None:
             weights = weights * factors.detach().to(log_ratio.dtype)
         with torch.enable_grad():
@@ -134,6 +168,7 @@ class Objective:
             bias_surrogate=bias_surrogate,
             any_clipped=any_clipped,
             diagnostics=diagnostics,
+            penalty=penalty,
         )
 
     def tokens(
@@ -193,8 +228,8 @@ def estimated_bias_norms(
         clipping_bias_norm_logit    sqrt(sum_t c_t^2 (1 - 2 p_t + sum_v p_v^2)), the norm of C with respect to
                                     the logits, if every position had its own; NaN without `squared_prob_sum`
 
-    logprobs (B, T) is the tensor that `Objective.surrogate` got; squared_prob_sum (B, T) is sum_v p_v^2 of the
-    distribution that token t was drawn from under pi_theta. The graph is kept for the real backward pass.
+    logprobs (B, T) is the tensor that `Objective.surrogate` got; squared_prob_sum (B, T) is sum_v p_v^2 of
+    the distribution that token t was drawn from under pi_theta. The graph is kept for the real backward pass.
     """
     if not surrogate.any_clipped:
         return {

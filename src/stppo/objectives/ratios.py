@@ -19,9 +19,8 @@ class RatioRule(ABC):
     """Base of all importance ratios: write `ratio`.
 
     granularity: the kind of segment (`stppo.trajectories.SEGMENTS`) whose tokens share a ratio.
-    sees_batch: declare it where a ratio depends on other trajectories; the oracle, whose tree is no batch, then
-    refuses the rule.
-    """
+    sees_batch: declare it where a ratio depends on other trajectories; the oracle, whose tree is no batch,
+    then refuses the rule."""
 
     granularity: ClassVar[str] = "token"
     sees_batch: ClassVar[bool] = False
@@ -48,7 +47,8 @@ class RatioRule(ABC):
 
 
 class _Exp(torch.autograd.Function):
-    """exp. Where it overflows and its gradient is not asked for, as of a clipped term, that is 0 and not 0 x inf = NaN."""
+    """exp. Where it overflows and its gradient is not asked for, as of a clipped term, that is 0 and not 0 x
+    inf = NaN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -69,7 +69,8 @@ def safe_exp(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ratio(RatioRule):
-    """Importance ratio w_t shared by the segment (token, turn, sentence, whole trajectory) that holds agent token t.
+    """Importance ratio w_t shared by the segment (token, turn, sentence, whole trajectory) that holds agent
+    token t.
 
     With the token log-ratio l = log pi_theta - log pi_old (nats) over a segment of n agent tokens:
 

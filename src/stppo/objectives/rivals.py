@@ -1,9 +1,10 @@
-"""Rules of related methods, named by `_target_` in their YAML files, which say source, settings and what is uncertain.
+"""Rules of related methods, named by `_target_` in their YAML files, which say source, settings and what is
+uncertain.
 
-Not imported by `stppo.objectives`, so a run of another method does not depend on this file. Notation: r = pi_theta /
-pi_old of a token, l = log r in nats, w the objective's ratio, W = exp(sum l) of a trajectory, A the advantage, sg a
-stop-gradient. Most methods differ from PPO in what stands where min(w A, clip(w) A) stands.
-"""
+Not imported by `stppo.objectives`, so a run of another method does not depend on this file. Notation: r =
+pi_theta / pi_old of a token, l = log r in nats, w the objective's ratio, W = exp(sum l) of a trajectory, A
+the advantage, sg a stop-gradient. Most methods differ from PPO in what stands where min(w A, clip(w) A)
+stands."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ class LeaveOneOutKept(LeaveOneOut):
 class VarianceFiltered(TokenGAE):
     """StarPO-S (RAGEN): token GAE, and only the questions whose returns vary most are trained on.
 
-    The smallest set of groups (equal `group_ids`) whose standard deviations of the return make up at least `top_p` of
-    the batch's sum; all of them where no return varies. The critic learns from all trajectories.
+    The smallest set of groups (equal `group_ids`) whose standard deviations of the return make up at least
+    `top_p` of the batch's sum; all of them where no return varies. The critic learns from all trajectories.
     """
 
     group_size: int = 8
@@ -80,13 +81,12 @@ class VarianceFiltered(TokenGAE):
 # --- ratio -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StandardisedByTurn(RatioRule):
-    """After GRPO-Guard (arXiv 2510.22319), our adaptation to text: exp((l - m_k) (s + floor) / (s_k + floor)) for a token
-    of turn k.
+    """After GRPO-Guard (arXiv 2510.22319), our adaptation to text: exp((l - m_k) (s + floor) / (s_k + floor))
+    for a token of turn k.
 
     m_k and s_k are mean and standard deviation of the batch's log-ratios in k-th turns, s that of all centred
-    log-ratios: every turn drifts about 1 and reaches the clip as often as the others. The statistics take no gradient.
-    floor (nats) keeps a turn that has hardly moved from being blown up.
-    """
+    log-ratios: every turn drifts about 1 and reaches the clip as often as the others. The statistics take no
+    gradient. floor (nats) keeps a turn that has hardly moved from being blown up."""
 
     granularity: ClassVar[str] = "token"
     sees_batch: ClassVar[bool] = True
@@ -109,14 +109,15 @@ class StandardisedByTurn(RatioRule):
 
 @dataclass(frozen=True)
 class PrefixRatio(RatioRule):
-    """The ratio of everything that the trajectory's agent wrote up to and including token t, over its s <= t agent tokens:
+    """The ratio of everything that the trajectory's agent wrote up to and including token t, over its s <= t
+    agent tokens:
 
         product    exp(sum l_s)    the exact correction of token t for the state that it was drawn in
         geometric  exp(mean l_s)   the same, length-normalised
 
-    MinPRO (arXiv 2601.22718) and CTPO (arXiv 2605.07331) argue for the prefix; what else they do is not here. The first
-    token's is its token ratio, the last one's that of the whole trajectory. Every token has a ratio of its own.
-    """
+    MinPRO (arXiv 2601.22718) and CTPO (arXiv 2605.07331) argue for the prefix; what else they do is not here.
+    The first token's is its token ratio, the last one's that of the whole trajectory. Every token has a ratio
+    of its own."""
 
     granularity: ClassVar[str] = "token"
     aggregation: str = "geometric"
@@ -127,7 +128,8 @@ class PrefixRatio(RatioRule):
     def ratio(self, log_ratio: Tensor, layout: Layout) -> Tensor:
         rows = layout.segments("sequence")
         place = torch.arange(len(layout.rows), device=log_ratio.device) - rows.share(rows.starts)
-        # One row of the table a trajectory: a cumulative sum over all would carry rounding, and inf, into the next one.
+        # One row of the table a trajectory: a cumulative sum over all would carry rounding, and inf, into the
+        # next one.
         table = log_ratio.new_zeros(layout.shape[0], int(layout.row_lengths.max()))
         total = table.index_put((layout.rows, place), log_ratio).cumsum(1)[layout.rows, place]
         return safe_exp(total if self.aggregation == "product" else total / (place + 1))
@@ -138,9 +140,8 @@ class PrefixRatio(RatioRule):
 class EntropyClip(Clip):
     """SSPO (arXiv 2511.04256): wider bounds for sentences of high entropy, narrower for those of low entropy.
 
-    Both epsilons are multiplied by the sentence's mean entropy over the minibatch's, held within [1 / most, most];
-    most = 1 is a fixed clip. The paper's schedule is not public: this one is ours.
-    """
+    Both epsilons are multiplied by the sentence's mean entropy over the minibatch's, held within [1 / most,
+    most]; most = 1 is a fixed clip. The paper's schedule is not public: this one is ours."""
 
     sees_batch: ClassVar[bool] = True
     most: float = 2.0
@@ -159,10 +160,12 @@ class EntropyClip(Clip):
 
 @dataclass(frozen=True)
 class BalancedClip(ClipRule):
-    """BAPO (arXiv 2510.18927): bounds that move until positive advantages have enough weight in the minibatch.
+    """BAPO (arXiv 2510.18927): bounds that move until positive advantages have enough weight in the
+    minibatch.
 
-    Beginning with [low, high], the lower bound rises by `step` to at most `low_most`, then the upper one to at most
-    `high_most`, and stops as soon as the target is met. P and N are the sums of |term| over positive and negative A:
+    Beginning with [low, high], the lower bound rises by `step` to at most `low_most`, then the upper one to
+    at most `high_most`, and stops as soon as the target is met. P and N are the sums of |term| over positive
+    and negative A:
 
         share   P / (P + N) >= target, over terms that keep a gradient: a clipped token no longer counts (ours, see bapo.yaml)
         ratio   P / N >= target, over all terms, a clipped one with the bound's value: as the authors' code has it
@@ -212,7 +215,8 @@ class BalancedClip(ClipRule):
 
 @dataclass(frozen=True)
 class TaperedClip(ClipRule):
-    """TOPR (arXiv 2503.14286), for `ClippedWeight`: weight 1 for A > 0, min(w, most) for A <= 0 (most 0: no failure counts)."""
+    """TOPR (arXiv 2503.14286), for `ClippedWeight`: weight 1 for A > 0, min(w, most) for A <= 0 (most 0: no
+    failure counts)."""
 
     most: float = 1.0
 
@@ -228,8 +232,8 @@ class TaperedClip(ClipRule):
 # --- surrogate: a weight -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Unweighted(Weight):
-    """REINFORCE: f = 1, the plain A log pi whatever the data's age. No token counts as clipped, but C is not 0: it is
-    what leaving the ratio out changes."""
+    """REINFORCE: f = 1, the plain A log pi whatever the data's age. No token counts as clipped, but C is not
+    0: it is what leaving the ratio out changes."""
 
     def factor(self, tokens: Tokens, bounds: Bounds) -> Tensor:
         return torch.ones_like(tokens.ratio)
@@ -241,7 +245,8 @@ class Unweighted(Weight):
 
 @dataclass(frozen=True)
 class GammaWeight(Weight):
-    """VESPO (arXiv 2602.10693): f = W^k exp(lambda (1 - W)), k and lambda by the advantage's sign; 1 at W = 1.
+    """VESPO (arXiv 2602.10693): f = W^k exp(lambda (1 - W)), k and lambda by the advantage's sign; 1 at W =
+    1.
 
     Smooth, so a token counts as clipped where f is less than half of w.
     """
@@ -274,12 +279,12 @@ class GammaWeight(Weight):
 
 @dataclass(frozen=True)
 class OffPolicyBaseline(ClippedWeight):
-    """VCPO (arXiv 2602.17616): a truncated weight, and A measured from its mean over trajectories weighted by W^2.
+    """VCPO (arXiv 2602.17616): a truncated weight, and A measured from its mean over trajectories weighted by
+    W^2.
 
-    The authors' optimal baseline also weighs by the squared norm of each trajectory's score, and is taken per group;
-    leaving the first out and taking the minibatch is ours. The clip holds the weight: Clip with epsilon_low = 1
-    bounds it from above alone.
-    """
+    The authors' optimal baseline also weighs by the squared norm of each trajectory's score, and is taken per
+    group; leaving the first out and taking the minibatch is ours. The clip holds the weight: Clip with
+    epsilon_low = 1 bounds it from above alone."""
 
     sees_batch: ClassVar[bool] = True
 
@@ -301,12 +306,13 @@ class RangeMask(Mask):
 
 @dataclass(frozen=True)
 class DecidedBy(Mask):
-    """Ours, to take PPO's ratio apart: the weight is the ratio as configured, but whether a token counts is decided, with the
-    clip's bounds and as PPO's min would, by the geometric ratio of its segment of this kind (`stppo.trajectories.SEGMENTS`).
+    """Ours, to take PPO's ratio apart: the weight is the ratio as configured, but whether a token counts is
+    decided, with the clip's bounds and as PPO's min would, by the geometric ratio of its segment of this kind
+    (`stppo.trajectories.SEGMENTS`).
 
-    Every token keeps its own advantage and score: a turn ratio's gradient would give its tokens the turn's mean advantage.
-    weighed: False puts the weight 1 in place of the ratio. most: the weight is held at or below it.
-    """
+    Every token keeps its own advantage and score: a turn ratio's gradient would give its tokens the turn's
+    mean advantage. weighed: False puts the weight 1 in place of the ratio. most: the weight is held at or
+    below it."""
 
     granularity: str = "turn"
     weighed: bool = True
@@ -327,8 +333,8 @@ class DecidedBy(Mask):
 
 @dataclass(frozen=True)
 class SequenceMask(Mask):
-    """Off-policy sequence masking (DeepSeek-V3.2): beside the clip, drops a trajectory's tokens with A < 0 where the
-    mean of log(pi_old / pi) over the trajectory passes delta (nats)."""
+    """Off-policy sequence masking (DeepSeek-V3.2): beside the clip, drops a trajectory's tokens with A < 0
+    where the mean of log(pi_old / pi) over the trajectory passes delta (nats)."""
 
     delta: float = 0.5
 
@@ -343,8 +349,9 @@ class SequenceMask(Mask):
 
 @dataclass(frozen=True)
 class ProbabilityMask(Mask):
-    """DPPO (arXiv 2602.04879), total variation of the drawn token: no gradient where A > 0 and pi - pi_old > delta,
-    or A < 0 and pi_old - pi > delta; the others' weights are cut at `cap`. The clip's bounds change nothing."""
+    """DPPO (arXiv 2602.04879), total variation of the drawn token: no gradient where A > 0 and pi - pi_old >
+    delta, or A < 0 and pi_old - pi > delta; the others' weights are cut at `cap`. The clip's bounds change
+    nothing."""
 
     delta: float = 0.2
     cap: float = 20.0
@@ -363,8 +370,9 @@ class ProbabilityMask(Mask):
 
 @dataclass(frozen=True)
 class SecondMomentMask(Mask):
-    """M2PO (arXiv 2510.01161): of the tokens that lead further away (A > 0 with r > 1, A < 0 with r < 1) drops those
-    with the largest l^2, as few as bring the mean l^2 of the rest down to tau. The clip's bounds change nothing."""
+    """M2PO (arXiv 2510.01161): of the tokens that lead further away (A > 0 with r > 1, A < 0 with r < 1)
+    drops those with the largest l^2, as few as bring the mean l^2 of the rest down to tau. The clip's bounds
+    change nothing."""
 
     sees_batch: ClassVar[bool] = True
     tau: float = 0.04
@@ -386,8 +394,8 @@ class SecondMomentMask(Mask):
 # --- surrogate: others -------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class DualClip(MinClip):
-    """Dual-clip PPO (arXiv 1912.09729): beside the clip, the term of a token with A < 0 is held at c A beyond w = c,
-    and has no gradient there."""
+    """Dual-clip PPO (arXiv 1912.09729): beside the clip, the term of a token with A < 0 is held at c A beyond
+    w = c, and has no gradient there."""
 
     c: float = 3.0
 
@@ -404,7 +412,8 @@ class DualClip(MinClip):
 
 @dataclass(frozen=True)
 class GeometricClip(SurrogateRule):
-    """GMPO (arXiv 2507.20673): A exp(mean_t l'_t) over the trajectory, where l'_t is l_t held at +c for A > 0 and at
+    """GMPO (arXiv 2507.20673): A exp(mean_t l'_t) over the trajectory, where l'_t is l_t held at +c for A > 0
+    and at
     -c for A < 0. Unrestricted: A exp(mean l), GSPO's ratio. The clip's bounds change nothing."""
 
     c: float = 0.4
@@ -422,8 +431,9 @@ class GeometricClip(SurrogateRule):
 
 @dataclass(frozen=True)
 class LastTurnsFirst(MinClip):
-    """SeeUPO (arXiv 2602.06554): the trainer steps on one turn at a time, the last first; the advantages of a turn are
-    multiplied by the later turns' ratios so far, clip(prod of geometric turn ratios, 1 - delta, 1 + delta)."""
+    """SeeUPO (arXiv 2602.06554): the trainer steps on one turn at a time, the last first; the advantages of a
+    turn are multiplied by the later turns' ratios so far, clip(prod of geometric turn ratios, 1 - delta, 1 +
+    delta)."""
 
     one_turn_at_a_time: ClassVar[bool] = True
     delta: float = 0.2
@@ -442,8 +452,9 @@ class LastTurnsFirst(MinClip):
 
 @dataclass(frozen=True)
 class NormaliseWhenClipped(MinClip):
-    """Reading C of v2's CTN, from a public re-implementation: the minibatch's advantages are normalised (mean 0,
-    standard deviation 1 over its tokens) while more than `threshold` of its tokens are clipped, else left alone."""
+    """Reading C of v2's CTN, from a public re-implementation: the minibatch's advantages are normalised (mean
+    0, standard deviation 1 over its tokens) while more than `threshold` of its tokens are clipped, else left
+    alone."""
 
     sees_batch: ClassVar[bool] = True
     threshold: float = 0.2
@@ -462,8 +473,8 @@ class NormaliseWhenClipped(MinClip):
 # --- stabiliser --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class KeepLikelihood(TokenPenalty):
-    """LLDS (arXiv 2512.04220): coefficient x mean over agent tokens of max(0, -l), counted in turns that have lost
-    likelihood as a whole (sum of l < 0) and at tokens with A >= 0."""
+    """LLDS (arXiv 2512.04220): coefficient x mean over agent tokens of max(0, -l), counted in turns that have
+    lost likelihood as a whole (sum of l < 0) and at tokens with A >= 0."""
 
     coefficient: float = 0.2
 
@@ -478,7 +489,8 @@ class KeepLikelihood(TokenPenalty):
 
 @dataclass(frozen=True)
 class SampleSizeStep(Divisor):
-    """VCPO (arXiv 2602.17616): learning rate x sqrt(ESS / B), of the full trajectory ratios of the minibatch."""
+    """VCPO (arXiv 2602.17616): learning rate x sqrt(ESS / B), of the full trajectory ratios of the
+    minibatch."""
 
     estimator: ClassVar[str] = "effective_sample_size"
     divides: ClassVar[str] = "step"
@@ -503,8 +515,8 @@ class GradientClip(Divisor):
 
 @dataclass(frozen=True)
 class KLStop(Stabilizer):
-    """The plain null: ends an iteration's updates after the first whose minibatch has kl_behaviour_k3, nats per token,
-    above `target_kl`; the same as `training.target_kl`, as a method's own knob."""
+    """The plain null: ends an iteration's updates after the first whose minibatch has kl_behaviour_k3, nats
+    per token, above `target_kl`; the same as `training.target_kl`, as a method's own knob."""
 
     target_kl: float = 0.05
 

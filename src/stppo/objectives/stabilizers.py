@@ -19,14 +19,15 @@ from stppo.objectives.tokens import Tokens
 
 @dataclass(frozen=True)
 class Stabilizer:
-    """A divisor of the gradient, a penalty added to the loss, or a weight of each token; this one is none of them. To write
-    one, start from `Divisor`, `Penalty` or `SampleWeight`."""
+    """A divisor of the gradient, a penalty added to the loss, or a weight of each token; this one is none of
+    them. To write one, start from `Divisor`, `Penalty` or `SampleWeight`."""
 
     # The number of an update that `divisor` wants, see `Divisor`; None where it wants none.
     estimator: ClassVar[str | None] = None
     # "gradient": it is divided; "step": the learning rate of this update is, which Adam does not undo.
     divides: ClassVar[str] = "gradient"
-    # True: training divides by the divisor over the median of the run's divisors up to this update, so by about 1.
+    # True: training divides by the divisor over the median of the run's divisors up to this update, so by
+    # about 1.
     over_median: ClassVar[bool] = False
 
     def divisor(self, value: float) -> float:
@@ -50,17 +51,16 @@ class Stabilizer:
 class Divisor(Stabilizer, ABC):
     """Base of stabilisers that divide the gradient: write `divisor` and name what it reads.
 
-    estimator: exact, last_block, logprob or logit, for that norm of the clipping bias, gradient_norm (before it is divided), or a
-    key of the surrogate's diagnostics, such as effective_sample_size. divides: "gradient" or "step"; over_median; see
-    `Stabilizer`.
-    """
+    estimator: exact, last_block, logprob or logit, for that norm of the clipping bias, gradient_norm (before
+    it is divided), or a key of the surrogate's diagnostics, such as effective_sample_size. divides:
+    "gradient" or "step"; over_median; see `Stabilizer`."""
 
     estimator: ClassVar[str | None] = "exact"
 
     @abstractmethod
     def divisor(self, value: float) -> float:
-        """Divisor of the (already norm-clipped) gradient from this update's value of `estimator`; a non-finite value
-        must not be hidden, and ends the run."""
+        """Divisor of the (already norm-clipped) gradient from this update's value of `estimator`; a
+        non-finite value must not be hidden, and ends the run."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Penalty(Stabilizer, ABC):
 
     @abstractmethod
     def penalty(self, tokens: Tokens, bounds: Bounds) -> Tensor:
-        """Scalar to add to the loss, with graph, from all that is known of the tokens and the clip's (N,) bounds."""
+        """Scalar to add to the loss, with graph, from all that is known of the tokens and the clip's (N,)
+        bounds."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class TokenPenalty(Penalty):
 
     @abstractmethod
     def costs(self, tokens: Tokens, bounds: Bounds) -> Tensor:
-        """(N,) what each token adds, with graph, before the mean; nothing that depends on other trajectories."""
+        """(N,) what each token adds, with graph, before the mean; nothing that depends on other
+        trajectories."""
 
     def penalty(self, tokens: Tokens, bounds: Bounds) -> Tensor:
         return self.costs(tokens, bounds).mean()
@@ -90,7 +92,8 @@ class SampleWeight(Stabilizer, ABC):
 
     @abstractmethod
     def weights(self, tokens: Tokens, terms: Terms) -> Tensor:
-        """(N,) what each term, and its part of the clipping bias, is multiplied by, without graph; positive."""
+        """(N,) what each term, and its part of the clipping bias, is multiplied by, without graph;
+        positive."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,11 @@ class ClippingBiasNorm(Divisor):
     divisor does nothing there, only the relative weight of updates inside its moments changes.
     A non-finite norm gives a non-finite divisor.
 
-    estimator: exact, over all parameters; last_block, over those of the last transformer block, whose backward pass ends
-    there; logprob and logit, estimates without one (`estimated_bias_norms`). Each has a scale, and so a c0, of its own.
-    divides: "gradient", or "step", the learning rate of the update, which Adam does not undo. over_median: by the divisor over
-    the running median of its own run, so that half of the steps are longer than without it.
+    estimator: exact, over all parameters; last_block, over those of the last transformer block, whose
+    backward pass ends there; logprob and logit, estimates without one (`estimated_bias_norms`). Each has a
+    scale, and so a c0, of its own.
+    divides: "gradient", or "step", the learning rate of the update, which Adam does not undo. over_median: by
+    the divisor over the running median of its own run, so that half of the steps are longer than without it.
     """
 
     c0: float = 0.1
@@ -147,17 +151,17 @@ class ClippingBiasNorm(Divisor):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnClippingBias(SampleWeight):
-    """Divide each sample's term by a function of its own clipping, not the gradient by one of the minibatch's: a reading of
-    ours of "downweighting unreliable, highly off-policy samples". A sample is a trajectory or a turn (`sample`).
+    """Divide each sample's term by a function of its own clipping, not the gradient by one of the
+    minibatch's: a reading of ours of "downweighting unreliable, highly off-policy samples". A sample is a
+    trajectory or a turn (`sample`).
 
         norm   max(1, n_i / c0)   n_i = ||C_i||, C_i the clipping bias of the mean over the sample's tokens of their terms
         share  1 + s_i            s_i the share of the sample's tokens that are clipped
 
-    n_i exactly would take a backward pass for each sample. It is estimated in log-probability space, the norm of C_i with
-    respect to its tokens' log-probabilities, as `logprob` is for the minibatch: it needs no pass, and grows with how far the
-    clipped ratios and their advantages reach. A ratio of a whole trajectory mixes its turns: with sample = "turn" what
-    falls on a turn's tokens then counts as its own.
-    """
+    n_i exactly would take a backward pass for each sample. It is estimated in log-probability space, the norm
+    of C_i with respect to its tokens' log-probabilities, as `logprob` is for the minibatch: it needs no pass,
+    and grows with how far the clipped ratios and their advantages reach. A ratio of a whole trajectory mixes
+    its turns: with sample = "turn" what falls on a turn's tokens then counts as its own."""
 
     form: str = "norm"
     sample: str = "sequence"

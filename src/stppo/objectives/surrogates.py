@@ -1,8 +1,8 @@
 """Surrogates: what stands where PPO has min(w A, clip(w) A), one term for each agent token.
 
-Each rule gives its terms and what they would be without any restriction. The clipping bias C(theta) is the gradient
-of the difference: what restricting took away from *this* surrogate's ascent direction. At theta = theta_old every
-shipped rule has the unrestricted term, so that C = 0.
+Each rule gives its terms and what they would be without any restriction. The clipping bias C(theta) is the
+gradient of the difference: what restricting took away from *this* surrogate's ascent direction. At theta =
+theta_old every shipped rule has the unrestricted term, so that C = 0.
 
 | rule | term | unrestricted | clipped token |
 | --- | --- | --- | --- |
@@ -11,10 +11,9 @@ shipped rule has the unrestricted term, so that C = 0.
 | Mask | sg(w) m A log pi, m 0 or 1 | sg(w) A log pi | m = 0: no gradient |
 | Gate | f(w) A, f smooth | w A | f takes more than half of the term's gradient |
 
-sg is "stop gradient": a constant factor. For MinClip and Mask, C sums what clipped tokens alone would have given; for
-ClippedWeight the part beyond the bound; for Gate, whose restriction has no edge, a part of every token with w != 1, so
-there C can be nonzero with no clipped token.
-"""
+sg is "stop gradient": a constant factor. For MinClip and Mask, C sums what clipped tokens alone would have
+given; for ClippedWeight the part beyond the bound; for Gate, whose restriction has no edge, a part of every
+token with w != 1, so there C can be nonzero with no clipped token."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ from stppo.objectives.tokens import Tokens, per_token
 
 
 class Terms(NamedTuple):
-    """(N,) each: `terms` to maximise, with graph; the same `unrestricted`, with graph and equal, entry by entry,
-    exactly where nothing was restricted; `clipped` bool, the tokens that count in clip fractions."""
+    """(N,) each: `terms` to maximise, with graph; the same `unrestricted`, with graph and equal, entry by
+    entry, exactly where nothing was restricted; `clipped` bool, the tokens that count in clip fractions."""
 
     terms: Tensor
     unrestricted: Tensor
@@ -58,7 +57,8 @@ class SurrogateRule(ABC):
         found = self.terms(tokens, bounds)
         if not isinstance(found, Terms):
             raise ValueError(
-                f"{type(self).__name__}.terms: expected Terms(terms, unrestricted, clipped), got {type(found).__name__}"
+                f"{type(self).__name__}.terms: expected Terms(terms, unrestricted, clipped), got "
+                f"{type(found).__name__}"
             )
         for name, value in found._asdict().items():
             per_token(value, tokens, f"{type(self).__name__}.terms ({name})")
@@ -79,13 +79,15 @@ class MinClip(SurrogateRule):
 
 
 def beyond(tokens: Tokens, bounds: Bounds) -> Tensor:
-    """(N,) bool: A > 0 with a ratio above its bound, or A < 0 with one below: a step would lead further away."""
+    """(N,) bool: A > 0 with a ratio above its bound, or A < 0 with one below: a step would lead further
+    away."""
     ratio, advantages = tokens.ratio.detach(), tokens.advantages
     return ((advantages > 0) & (ratio > bounds.high)) | ((advantages < 0) & (ratio < bounds.low))
 
 
 class Weight(SurrogateRule):
-    """Base of sg(f) A log pi: write `factor`. Unrestricted: f = w, whose gradient is that of w A for token ratios."""
+    """Base of sg(f) A log pi: write `factor`. Unrestricted: f = w, whose gradient is that of w A for token
+    ratios."""
 
     @abstractmethod
     def factor(self, tokens: Tokens, bounds: Bounds) -> Tensor:
@@ -102,8 +104,9 @@ class Weight(SurrogateRule):
 
 @dataclass(frozen=True)
 class ClippedWeight(Weight):
-    """CISPO (arXiv 2506.13585): f = clip(w), on either side whatever the advantage's sign; every token keeps a
-    gradient. Its authors bound w from above alone: Clip with epsilon_low = 1 does so, since ratios are positive."""
+    """CISPO (arXiv 2506.13585): f = clip(w), on either side whatever the advantage's sign; every token keeps
+    a gradient. Its authors bound w from above alone: Clip with epsilon_low = 1 does so, since ratios are
+    positive."""
 
     def factor(self, tokens: Tokens, bounds: Bounds) -> Tensor:
         return tokens.ratio.detach().clamp(bounds.low, bounds.high)
@@ -126,10 +129,9 @@ class Mask(Weight):
 class Gate(SurrogateRule):
     """SAPO: f(w) A with f(w) = 1 + (4 / tau) (sigmoid(tau (w - 1)) - 1/2), tau by the advantage's sign.
 
-    f(1) = f'(1) = 1, and f' = 4 sigmoid (1 - sigmoid) falls to 0 on both sides: nothing is cut off, far ratios fade.
-    (The constant that makes f(1) = 1 is ours; it has no gradient.) The clip's bounds say what counts as out of range,
-    and change no term.
-    """
+    f(1) = f'(1) = 1, and f' = 4 sigmoid (1 - sigmoid) falls to 0 on both sides: nothing is cut off, far
+    ratios fade. (The constant that makes f(1) = 1 is ours; it has no gradient.) The clip's bounds say what
+    counts as out of range, and change no term."""
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05

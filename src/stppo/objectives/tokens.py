@@ -31,7 +31,8 @@ class Tokens:
     entropy: Tensor | None = None
 
     def known(self, name: str) -> Tensor:
-        """(N,) `behaviour_logprobs` or `entropy`; ValueError for another name and where the caller did not give it."""
+        """(N,) `behaviour_logprobs` or `entropy`; ValueError for another name and where the caller did not
+        give it."""
         if name not in ("behaviour_logprobs", "entropy"):
             raise ValueError(f"known({name!r}): must be behaviour_logprobs or entropy")
         value = getattr(self, name)

@@ -35,20 +35,22 @@ def ascend(
     minibatch_size: int | None = None,
     generator: torch.Generator | None = None,
 ) -> list[dict[str, Any]]:
-    """Off-policy training from theta (P,), with expectations in place of batches unless `rollout_size` is given.
+    """Off-policy training from theta (P,), with expectations in place of batches unless `rollout_size` is
+    given.
 
-    Each iteration freezes the behaviour policy, takes advantages `credit(oracle)` (M,) and makes `updates` steps
-    on the clipped surrogate; `max_grad_norm` clips the gradient's norm before the stabiliser's divisor, or after
-    it with clip_norm_first=False. With `rollout_size`, each iteration draws that many trajectories with `generator`
-    and its updates go through them in minibatches of `minibatch_size` (default: all), shuffled anew in each pass;
-    advantages stay those of `credit`. Returns one row per update, all measured before its step unless said:
+    Each iteration freezes the behaviour policy, takes advantages `credit(oracle)` (M,) and makes `updates`
+    steps on the clipped surrogate; `max_grad_norm` clips the gradient's norm before the stabiliser's divisor,
+    or after it with clip_norm_first=False. With `rollout_size`, each iteration draws that many trajectories
+    with `generator` and its updates go through them in minibatches of `minibatch_size` (default: all),
+    shuffled anew in each pass; advantages stay those of `credit`. Returns one row per update, all measured
+    before its step unless said:
 
     iteration, update, expected_return (J), gradient_norm, clipping_bias_norm, divisor, clip_fraction,
-    step_norm (of the step made), cosine (of that step and the true policy gradient), theta (P,) after the step
+    step_norm (of the step made), cosine (of that step and the true policy gradient), theta (P,) after the
+    step
 
-    ValueError for an unknown optimizer, minibatches that do not divide the roll-out, or as soon as theta stops being
-    finite.
-    """
+    ValueError for an unknown optimizer, minibatches that do not divide the roll-out, or as soon as theta
+    stops being finite."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
     check_has_limit(objective)

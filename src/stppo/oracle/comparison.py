@@ -1,4 +1,5 @@
-"""What a method's gradient gives up: its bias and its noise against the true policy gradient, free of its scale."""
+"""What a method's gradient gives up: its bias and its noise against the true policy gradient, free of its
+scale."""
 
 from __future__ import annotations
 
@@ -52,10 +53,9 @@ def gradient_quality(
 ) -> Quality:
     """Quality of an objective's gradient at theta (P,) on data of the oracle's behaviour policy.
 
-    Credit is what the method's own rule gives in an infinite batch with an exact critic (`limiting_advantages`), so the
-    objective alone is judged. Methods whose divisor or rules look at a batch are measured on `n_batches` sampled ones.
-    ValueError for a credit that has no known limit.
-    """
+    Credit is what the method's own rule gives in an infinite batch with an exact critic
+    (`limiting_advantages`), so the objective alone is judged. Methods whose divisor or rules look at a batch
+    are measured on `n_batches` sampled ones. ValueError for a credit that has no known limit."""
     advantages = limiting_advantages(oracle, objective.credit)
     rules = (objective.ratio, objective.clip, objective.surrogate)
     generator = torch.Generator().manual_seed(seed)
@@ -76,7 +76,8 @@ def gradient_quality(
 
 
 def limiting_advantages(oracle: Oracle, rule: CreditRule) -> Tensor:
-    """(M,) advantages of a credit rule in an infinite batch, with the behaviour policy's exact values as critic.
+    """(M,) advantages of a credit rule in an infinite batch, with the behaviour policy's exact values as
+    critic.
 
     Which trajectories a rule keeps plays no part here. ValueError for a rule whose limit is not known.
     """
@@ -102,8 +103,8 @@ def limiting_advantages(oracle: Oracle, rule: CreditRule) -> Tensor:
 def batch_gradient(
     oracle: Oracle, objective: Objective, theta: Tensor, advantages: Tensor, rows: Tensor
 ) -> Tensor:
-    """(P,) ascent direction of a batch of trajectories, by their rows in the tree (B,): the objective on that batch, as
-    training would see it, with the divisor of the stabiliser. advantages (M,)."""
+    """(P,) ascent direction of a batch of trajectories, by their rows in the tree (B,): the objective on that
+    batch, as training would see it, with the divisor of the stabiliser. advantages (M,)."""
     return _Batches(oracle, objective, theta, advantages).gradient(rows)
 
 
@@ -153,8 +154,8 @@ def _sampled(
     looks_at_batch: bool,
     generator: torch.Generator,
 ) -> tuple[Tensor, float]:
-    """Mean (P,) and variance (trace) over sampled batches, with a control variate: the objective without what looks at a
-    batch (no clip, no divisor), whose moments are known exactly. On fresh data the two are one."""
+    """Mean (P,) and variance (trace) over sampled batches, with a control variate: the objective without what
+    looks at a batch (no clip, no divisor), whose moments are known exactly. On fresh data the two are one."""
     free = replace(objective, stabilizer=NoStabilizer())
     if looks_at_batch:
         ratio = objective.ratio if not objective.ratio.sees_batch else Ratio(objective.ratio.granularity)

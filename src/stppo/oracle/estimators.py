@@ -34,7 +34,8 @@ CHUNK = 4_000_000  # numbers gathered at a time
 # --- the expected surrogate: one graph from theta to J ------------------------------------------
 @dataclass(frozen=True, eq=False)
 class ExpectedSurrogate:
-    """Expectations over the behaviour policy's trajectories; the tensors are scalars that carry theta's graph.
+    """Expectations over the behaviour policy's trajectories; the tensors are scalars that carry theta's
+    graph.
 
     surrogate      J(theta) = E[sum_t weight_t term_t], to maximise; by default term_t = min(w_t A_t, clip(w_t) A_t)
     bias           its gradient is the clipping bias C(theta)
@@ -57,12 +58,12 @@ def expected_surrogate(
 ) -> ExpectedSurrogate:
     """What `Objective.surrogate` estimates from a batch, exactly.
 
-    theta (P,); advantages (M,), one for each agent token of the tree. Loss weights are those of one trajectory
-    among infinitely many, so token_mean divides by the expected number of agent tokens. probabilities (N,) of the
-    trajectories: default the behaviour policy's; the shares of a sampled batch's trajectories give that batch's own
-    surrogate. ValueError for advantages of another shape or not finite, and for rules that have no expectation over a
-    tree: those that look at a whole batch (`sees_batch`), and penalties other than CtnKL and means over tokens.
-    """
+    theta (P,); advantages (M,), one for each agent token of the tree. Loss weights are those of one
+    trajectory among infinitely many, so token_mean divides by the expected number of agent tokens.
+    probabilities (N,) of the trajectories: default the behaviour policy's; the shares of a sampled batch's
+    trajectories give that batch's own surrogate. ValueError for advantages of another shape or not finite,
+    and for rules that have no expectation over a tree: those that look at a whole batch (`sees_batch`), and
+    penalties other than CtnKL and means over tokens."""
     layout = oracle.layout
     p = oracle.probabilities if probabilities is None else probabilities
     log_ratio = oracle.log_ratio(theta)
@@ -131,9 +132,8 @@ class BatchGradients(NamedTuple):
 class SurrogateGradient:
     """The estimator that a batch of B trajectories makes of the surrogate's gradient, ascent direction.
 
-    A batch's gradient is the mean of its rows of `gradients`, divided by the stabiliser's N(||C||), C being the
-    mean of its rows of `biases`. N trajectories, P parameters; norms are L2.
-    """
+    A batch's gradient is the mean of its rows of `gradients`, divided by the stabiliser's N(||C||), C being
+    the mean of its rows of `biases`. N trajectories, P parameters; norms are L2."""
 
     objective: Objective
     probabilities: Tensor  # (N,)
@@ -189,7 +189,8 @@ class SurrogateGradient:
         return gradient / self.objective.stabilizer.divisor(float(self.clipping_bias.norm()))
 
     def batch_moments(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Exact expectation (P,) and covariance (P, P) of the stabilised gradient of `batch_size` trajectories.
+        """Exact expectation (P,) and covariance (P, P) of the stabilised gradient of `batch_size`
+        trajectories.
 
         A divisor mixes the trajectories of a batch, so all N^batch_size batches are gone through; ValueError
         beyond BATCH_LIMIT of them. Estimators without one need no enumeration.
@@ -200,7 +201,8 @@ class SurrogateGradient:
         n = len(self.probabilities)
         if n**batch_size > BATCH_LIMIT:
             raise ValueError(
-                f"batch_size={batch_size}: {n}^{batch_size} = {n**batch_size:,} batches, the limit is {BATCH_LIMIT:,}; "
+                f"batch_size={batch_size}: {n}^{batch_size} = {n**batch_size:,} batches, the limit is "
+                f"{BATCH_LIMIT:,}; "
                 "use a smaller TokenMDP, or `minibatches`, which samples"
             )
         total = torch.zeros_like(self.mean)
@@ -264,13 +266,13 @@ def surrogate_gradient(
 ) -> SurrogateGradient:
     """Every trajectory's own gradient of `objective` at theta (P,), for advantages (M,).
 
-    Use the clip `UNCLIPPED` for the estimator without clipping. ValueError where the table of N gradients with P
-    numbers would pass TABLE_LIMIT, or for advantages of another shape or not finite.
-    """
+    Use the clip `UNCLIPPED` for the estimator without clipping. ValueError where the table of N gradients
+    with P numbers would pass TABLE_LIMIT, or for advantages of another shape or not finite."""
     tree, layout = oracle.tree, oracle.layout
     if len(tree) * oracle.policy.n_parameters > TABLE_LIMIT:
         raise ValueError(
-            f"surrogate_gradient: {len(tree):,} trajectories x {oracle.policy.n_parameters:,} parameters is beyond "
+            f"surrogate_gradient: {len(tree):,} trajectories x {oracle.policy.n_parameters:,} parameters is "
+            "beyond "
             f"{TABLE_LIMIT:,} numbers; use a smaller TokenMDP or policy, or `expected_surrogate`"
         )
     _check_estimator(objective, (*NORMS, "gradient_norm", "effective_sample_size"))
@@ -338,12 +340,13 @@ def _variance(probabilities: Tensor, rows: Tensor) -> float:
 
 
 def check_has_limit(objective: Objective) -> None:
-    """ValueError for the norm estimators `logprob` and `logit`, which vanish in an infinite batch, and for divisors
-    by anything else than a norm of the clipping bias."""
+    """ValueError for the norm estimators `logprob` and `logit`, which vanish in an infinite batch, and for
+    divisors by anything else than a norm of the clipping bias."""
     _check_estimator(objective, NORMS)
     if objective.stabilizer.estimator in ("logprob", "logit"):
         raise ValueError(
-            f"estimator={objective.stabilizer.estimator!r}: its norm goes to 0 as the batch grows, so there is no "
+            f"estimator={objective.stabilizer.estimator!r}: its norm goes to 0 as the batch grows, so there "
+            "is no "
             "limit; use estimator='exact', or SurrogateGradient.batch_moments or minibatches"
         )
 
@@ -352,7 +355,8 @@ def _check_estimator(objective: Objective, known: tuple[str, ...]) -> None:
     stabilizer = objective.stabilizer
     if stabilizer.estimator not in (None, *known):
         raise ValueError(
-            f"{type(stabilizer).__name__}.estimator={stabilizer.estimator!r}: the oracle divides here by functions of "
+            f"{type(stabilizer).__name__}.estimator={stabilizer.estimator!r}: the oracle divides here by "
+            "functions of "
             f"{', '.join(known)} alone"
         )
     if stabilizer.over_median:
@@ -397,8 +401,8 @@ class Decomposition:
 def decompose(oracle: Oracle, objective: Objective, theta: Tensor, advantages: Tensor) -> Decomposition:
     """The terms of Lemma 4.2 at theta (P,) for estimated advantages (M,), without any stabiliser.
 
-    The right-hand terms come from the closed form of grad w and the scores, the left from autograd. Errors as in
-    `expected_surrogate`; ValueError for surrogates other than MinClip, of which the lemma does not speak.
+    The right-hand terms come from the closed form of grad w and the scores, the left from autograd. Errors as
+    in `expected_surrogate`; ValueError for surrogates other than MinClip, of which the lemma does not speak.
     """
     if objective.surrogate != MinClip():
         name = type(objective.surrogate).__name__

@@ -16,9 +16,9 @@ from stppo.trajectories import Layout, Trajectories
 class Oracle:
     """A tree, a parameterised policy on it, and the behaviour policy `behaviour` (P,) that samples.
 
-    Notation: N trajectories, M agent tokens in all of them (flat tensors, row by row), H histories, A actions,
-    P parameters. Expectations are over trajectories of the behaviour policy. Everything is float64, in nats.
-    """
+    Notation: N trajectories, M agent tokens in all of them (flat tensors, row by row), H histories, A
+    actions, P parameters. Expectations are over trajectories of the behaviour policy. Everything is float64,
+    in nats."""
 
     def __init__(self, tree: Tree, policy: Policy, behaviour: Tensor) -> None:
         if policy.tree is not tree and not (
@@ -66,7 +66,8 @@ class Oracle:
         return self.token_logprobs(theta) - self.behaviour_log_probs.reshape(-1)[self.tree.edges]
 
     def token_entropy(self, theta: Tensor) -> Tensor:
-        """(M,) entropy of the distribution that each agent token is drawn from under pi_theta, nats; no gradient."""
+        """(M,) entropy of the distribution that each agent token is drawn from under pi_theta, nats; no
+        gradient."""
         log_probs = self.policy.log_probs(theta.detach())
         return -(log_probs.exp() * log_probs).sum(1)[self.histories]
 
@@ -149,8 +150,8 @@ class Oracle:
         return advantages[self.layout.turns]
 
     def group_advantages(self, normalise: bool = True) -> Tensor:
-        """(M,) R - mean over the prompt's trajectories, divided by their standard deviation if `normalise`: what
-        GRPO's (arXiv 2402.03300) and Dr. GRPO's advantages become as the group grows without bound."""
+        """(M,) R - mean over the prompt's trajectories, divided by their standard deviation if `normalise`:
+        what GRPO's (arXiv 2402.03300) and Dr. GRPO's advantages become as the group grows without bound."""
         prompts = self.tree.tokens[:, 0]
         weight = self.probabilities
         total = torch.zeros(self.tree.mdp.n_tokens, dtype=torch.float64).index_add(0, prompts, weight)
@@ -168,14 +169,16 @@ class Oracle:
         return centred[self.layout.rows]
 
     def credit(self, rule: CreditRule, values: Tensor | None = None) -> Tensor:
-        """(M,) advantages that a credit rule gives each trajectory, from a critic's values (H,), default exact.
+        """(M,) advantages that a credit rule gives each trajectory, from a critic's values (H,), default
+        exact.
 
         ValueError for a rule that compares the trajectories of a batch: the tree is no batch. Use
         `group_advantages` and `whiten`.
         """
         if rule.whiten or rule.group_size > 1 or not rule.needs_critic:
             raise ValueError(
-                f"credit: {type(rule).__name__} (whiten={rule.whiten}) compares the trajectories of a batch, which "
+                f"credit: {type(rule).__name__} (whiten={rule.whiten}) compares the trajectories of a "
+                "batch, which "
                 "the tree is not; use whiten=False, Oracle.whiten or Oracle.group_advantages"
             )
         values = self.values() if values is None else values

@@ -16,8 +16,8 @@ class TokenMDP:
 
     The agent's vocabulary is `n_words` words, SEARCH and ANSWER. A turn ends with SEARCH, ANSWER or its
     `max_turn_tokens`-th token, so turns hold 1 to max_turn_tokens tokens. After a turn without ANSWER the
-    environment appends one of `n_observations` observation tokens, and the next turn begins; ANSWER, or the end
-    of turn `max_turns`, ends the trajectory. Each trajectory opens with one of `n_prompts` prompt tokens.
+    environment appends one of `n_observations` observation tokens, and the next turn begins; ANSWER, or the
+    end of turn `max_turns`, ends the trajectory. Each trajectory opens with one of `n_prompts` prompt tokens.
 
     Prompt and observations are random, with probabilities that depend on the whole history through weights
     drawn once from `seed`. So is the terminal reward: 0 without ANSWER, and 0 or 1, for good, with it.
@@ -40,8 +40,10 @@ class TokenMDP:
                 raise ValueError(f"TokenMDP.{field.name}={value!r}: must be an integer of at least 1")
         if self.n_trajectories > self.limit:
             raise ValueError(
-                f"TokenMDP: {self.n_trajectories:,} trajectories, the limit is {self.limit:,}; lower max_turns, "
-                "max_turn_tokens, n_words or n_observations, or raise TokenMDP.limit if there is memory for it"
+                f"TokenMDP: {self.n_trajectories:,} trajectories, the limit is {self.limit:,}; lower "
+                "max_turns, "
+                "max_turn_tokens, n_words or n_observations, or raise TokenMDP.limit if there is memory for "
+                "it"
             )
 
     @property
@@ -174,9 +176,8 @@ class TokenMDP:
 class Tree:
     """All N trajectories, M agent tokens in them, and H histories at which the agent chooses a token.
 
-    An edge is a choice: history * n_actions + action. Flat (M,) tensors go through the agent tokens row by row,
-    as `Layout` does.
-    """
+    An edge is a choice: history * n_actions + action. Flat (M,) tensors go through the agent tokens row by
+    row, as `Layout` does."""
 
     mdp: TokenMDP
     tokens: Tensor  # (N, T) int64, 0 in the padding

@@ -88,8 +88,8 @@ class TabularSoftmax(Policy):
 
 
 class NeuralSoftmax(Policy):
-    """A tanh network with one hidden layer over previous token, latest observation, turn, place in the turn and
-    the number of each token so far; all its parameters are shared by all histories."""
+    """A tanh network with one hidden layer over previous token, latest observation, turn, place in the turn
+    and the number of each token so far; all its parameters are shared by all histories."""
 
     def __init__(self, tree: Tree, hidden: int = 4) -> None:
         super().__init__(tree)

@@ -1,7 +1,7 @@
 """The objectives inside other libraries' trainers: `stppo.plugins.verl`, `stppo.plugins.trl`.
 
-Importing this package imports none of them. `stppo plugins check HOST` tells whether a host would find its plug-in.
-"""
+Importing this package imports none of them. `stppo plugins check HOST` tells whether a host would find its
+plug-in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ VERL_LOSSES = (*methods.PAPER, *methods.OFFERED["verl"])
 
 
 class HostError(ImportError):
-    """A host library that is missing or not supported, or a plug-in that it did not load; one line with the remedy."""
+    """A host library that is missing or not supported, or a plug-in that it did not load; one line with the
+    remedy."""
 
 
 def require_host(host: str) -> str:
@@ -37,9 +38,8 @@ def check(host: str) -> str:
     """One line about a plug-in that works in this process, found the way that its host finds it.
 
     verl loads plug-ins by entry point and swallows what goes wrong there, so the losses are looked for in its
-    registry first, and only then is the plug-in imported directly to see its error. TRL loads nothing by itself.
-    Raises HostError, or what the import raised as the cause of one.
-    """
+    registry first, and only then is the plug-in imported directly to see its error. TRL loads nothing by
+    itself. Raises HostError, or what the import raised as the cause of one."""
     if host not in SUPPORTED:
         raise ValueError(f"{host}: unknown host; allowed: {', '.join(SUPPORTED)}")
     installed = require_host(host)
@@ -52,7 +52,8 @@ def check(host: str) -> str:
         raise HostError(f"{host} {installed}: {name} fails with {type(error).__name__}: {error}") from error
     if host == "verl":
         raise HostError(
-            f"verl {installed}: {name} works, but verl did not load it by entry point; reinstall stppo (pip install "
+            f"verl {installed}: {name} works, but verl did not load it by entry point; reinstall stppo (pip "
+            "install "
             "-e . for a checkout), unset VERL_USE_EXTERNAL_PLUGINS or let it name stppo, or set "
             f"actor_rollout_ref.model.external_lib={name}"
         )

@@ -1,8 +1,9 @@
-"""Related methods by name: the rules of `configs/algorithm/NAME.yaml` for a host, and why a host is not offered one.
+"""Related methods by name: the rules of `configs/algorithm/NAME.yaml` for a host, and why a host is not
+offered one.
 
-What a host has an option for stays the host's: advantages, how terms are averaged, and the range of PPO's clip. The
-rest of the YAML is the method. Its constants are knobs, nested and named as in the YAML: {"clip": {"most": 2.0}}.
-"""
+What a host has an option for stays the host's: advantages, how terms are averaged, and the range of PPO's
+clip. The rest of the YAML is the method. Its constants are knobs, nested and named as in the YAML: {"clip":
+{"most": 2.0}}."""
 
 from __future__ import annotations
 
@@ -105,13 +106,14 @@ _ELSEWHERE = {
 
 
 def why_not(host: str, name: str) -> str | None:
-    """Why `host` is not offered the algorithm `name`; None where it is, and for names that are none of ours."""
+    """Why `host` is not offered the algorithm `name`; None where it is, and for names that are none of
+    ours."""
     return _MORE_THAN_A_LOSS.get(name) or _ELSEWHERE[host].get(name)
 
 
 def knobs_of(name: str) -> dict[str, dict[str, float]]:
-    """The constants of a method and their values, {section: {key: value}} as in its YAML: the numbers of all its rules
-    but the credit's and a clip range that is the host's."""
+    """The constants of a method and their values, {section: {key: value}} as in its YAML: the numbers of all
+    its rules but the credit's and a clip range that is the host's."""
     section = _section(name)
     rules = {part: rule for part, rule in section.items() if isinstance(rule, dict) and part != "credit"}
     if clips_as_host(name):
@@ -124,8 +126,8 @@ def knobs_of(name: str) -> dict[str, dict[str, float]]:
 
 
 def clips_as_host(name: str) -> bool:
-    """Whether the method's clip is PPO's fixed range, which hosts have options for. TOPR and BAPO have bounds of their own,
-    and those of IcePop are a mask's, five times as wide."""
+    """Whether the method's clip is PPO's fixed range, which hosts have options for. TOPR and BAPO have bounds
+    of their own, and those of IcePop are a mask's, five times as wide."""
     section = _section(name)
     surrogate = section["surrogate"]["_target_"].rpartition(".")[2]
     return section["clip"]["_target_"] == "stppo.objectives.Clip" and surrogate not in (
@@ -140,11 +142,12 @@ def objective(
     clip_range: tuple[float, float] | None = None,
     option: str = "knobs",
 ) -> Objective:
-    """The algorithm's objective as its YAML has it, but for `knobs` and, where its clip is PPO's, the host's range
-    (epsilon_low, epsilon_high). The credit comes along and is for whoever has rewards: hosts make their own advantages.
+    """The algorithm's objective as its YAML has it, but for `knobs` and, where its clip is PPO's, the host's
+    range (epsilon_low, epsilon_high). The credit comes along and is for whoever has rewards: hosts make their
+    own advantages.
 
-    ValueError names `option`, a key that is no knob of the method with those that are, and a value out of range.
-    """
+    ValueError names `option`, a key that is no knob of the method with those that are, and a value out of
+    range."""
     knobs = {} if knobs is None else knobs
     allowed = knobs_of(name)
     said = ", ".join(f"{part}.{key}" for part, keys in allowed.items() for key in keys) or f"{name} has none"

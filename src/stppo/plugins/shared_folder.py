@@ -12,9 +12,9 @@ from pathlib import Path
 class SharedFolder:
     """`path`: a folder in `root` with what `write` puts into the folder that it is called with.
 
-    Its name is a hash of names and contents, so the same content has the same path in every process and at every time.
-    It goes with the last process that closes it; a process that is killed leaves it to the next one that wants it.
-    """
+    Its name is a hash of names and contents, so the same content has the same path in every process and at
+    every time. It goes with the last process that closes it; a process that is killed leaves it to the next
+    one that wants it."""
 
     def __init__(self, root: Path, write: Callable[[Path], None]) -> None:
         root.mkdir(parents=True, exist_ok=True)

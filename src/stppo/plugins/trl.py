@@ -1,10 +1,12 @@
-"""Turn-level ratios and our stabilisers inside TRL's GRPOTrainer, and multi-turn roll-outs of our worlds for it.
+"""Turn-level ratios and our stabilisers inside TRL's GRPOTrainer, and multi-turn roll-outs of our worlds for
+it.
 
 An existing GRPO script changes in three lines:
 
     from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer
 
-    args = TurnGRPOConfig(output_dir="run", num_iterations=2, stabilizer="clipping_bias_norm", bias_norm_c0=2e-3)
+    args = TurnGRPOConfig(output_dir="run", num_iterations=2, stabilizer="clipping_bias_norm",
+    bias_norm_c0=2e-3)
     trainer = TurnGRPOTrainer(model=..., args=args, ...)  # everything else as for GRPOTrainer
 
 and trains on one of our worlds with
@@ -27,38 +29,40 @@ and trains on one of our worlds with
 | so_grpo, reading A | turn | geometric | clipping_bias_norm | grpo |
 | so_grpo, reading B | turn | arithmetic | ctn_kl | turn_mean |
 
-Related methods that TRL lacks go by name: objective="topr", "minirl", "m2po", "bapo", "bapo_ratio", "grpo_guard", "llds",
-"icepop", "dppo" or "reinforce" puts the terms of `configs/algorithm/NAME.yaml` where TRL has min(w A, clip(w) A). What TRL
-has an option for is TRL's: `loss_type` says how terms are averaged (grpo, bnpo, dr_grpo, dapo or turn_mean), `epsilon`
-and `epsilon_high` are the clip's range where the method has PPO's clip, advantages are TRL's groups'. Constants that TRL
-has no option for are `knobs`, as in the YAML: knobs={"clip": {"most": 2.0}}. Rules that look at the whole batch
-(m2po, bapo, bapo_ratio, grpo_guard) see one micro-batch, and llds' penalty is a mean over it: raise
-`per_device_train_batch_size` for them. What else is not here, and why: `stppo.plugins.methods.why_not`, or docs/howto/trl.md.
+Related methods that TRL lacks go by name: objective="topr", "minirl", "m2po", "bapo", "bapo_ratio",
+"grpo_guard", "llds", "icepop", "dppo" or "reinforce" puts the terms of `configs/algorithm/NAME.yaml` where
+TRL has min(w A, clip(w) A). What TRL has an option for is TRL's: `loss_type` says how terms are averaged
+(grpo, bnpo, dr_grpo, dapo or turn_mean), `epsilon` and `epsilon_high` are the clip's range where the method
+has PPO's clip, advantages are TRL's groups'. Constants that TRL has no option for are `knobs`, as in the
+YAML: knobs={"clip": {"most": 2.0}}. Rules that look at the whole batch (m2po, bapo, bapo_ratio, grpo_guard)
+see one micro-batch, and llds' penalty is a mean over it: raise `per_device_train_batch_size` for them. What
+else is not here, and why: `stppo.plugins.methods.why_not`, or docs/howto/trl.md.
 
-Ratios differ from 1 only where a batch of completions serves more than one optimiser step, which TRL's defaults do
-not do: set num_iterations=2 or more, or steps_per_generation above gradient_accumulation_steps. Otherwise all rows of
-the table with one loss_type are the same algorithm; the log warns of it.
+Ratios differ from 1 only where a batch of completions serves more than one optimiser step, which TRL's
+defaults do not do: set num_iterations=2 or more, or steps_per_generation above gradient_accumulation_steps.
+Otherwise all rows of the table with one loss_type are the same algorithm; the log warns of it.
 
-How it works. TRL's loss reads the old log-probs only as part of the log-ratio, and its own log-probs for all else
-(KL to the reference, CISPO). So the trainer replaces the old ones by `log pi - log w`, w the ratio of
-`stppo.objectives.Ratio`: clip, two-sided clip, loss normalisation, entropy mask and bonus, off-policy mask, vLLM
-correction and metrics remain TRL's code. Turns are the runs of ones in `completion_mask * tool_mask`. The KL that
-TRL adds for beta > 0 is weighted by w where `use_bias_correction_kl` is on, as TRL does with its sequence ratio.
+How it works. TRL's loss reads the old log-probs only as part of the log-ratio, and its own log-probs for all
+else (KL to the reference, CISPO). So the trainer replaces the old ones by `log pi - log w`, w the ratio of
+`stppo.objectives.Ratio`: clip, two-sided clip, loss normalisation, entropy mask and bonus, off-policy mask,
+vLLM correction and metrics remain TRL's code. Turns are the runs of ones in `completion_mask * tool_mask`.
+The KL that TRL adds for beta > 0 is weighted by w where `use_bias_correction_kl` is on, as TRL does with its
+sequence ratio.
 
-With `objective`, TRL gets each token's term as its advantage, with its graph, beside a ratio that is always 1: what it
-averages, masks, weighs (by entropy, the off-policy mask, the vLLM correction) and adds to is then our term, whatever its
-form. The ratio by which TRL would weigh its KL is gone, so beta > 0 needs use_bias_correction_kl=False.
+With `objective`, TRL gets each token's term as its advantage, with its graph, beside a ratio that is always
+1: what it averages, masks, weighs (by entropy, the off-policy mask, the vLLM correction) and adds to is then
+our term, whatever its form. The ratio by which TRL would weigh its KL is gone, so beta > 0 needs
+use_bias_correction_kl=False.
 
-The clipping bias needs no second formula either: C is the gradient of TRL's loss with the clip minus that of TRL's
-loss without it, on the same log-probs, whatever the normalisation.
+The clipping bias needs no second formula either: C is the gradient of TRL's loss with the clip minus that of
+TRL's loss without it, on the same log-probs, whatever the normalisation.
 
-Not offered: a critic, and with it PPO's credit, since TRL has none; turn-level returns; the logit-space norm; the
-divisor under DeepSpeed, which hides the gradient. `loss_type="dapo"` (TRL's default, ours is grpo) and bnpo weigh
-long completions more. TRL's `tools=` and `environment_factory=` mark their turns by the same mask, but speak in a
-chat template's tool calls instead of our search tags, and need jmespath with transformers before 5.13; TRL calls
-`rollout_func` experimental and warns, which TRL_EXPERIMENTAL_SILENCE=1 turns off. Its `completions/clipped_ratio`
-counts completions that do not end in an end token: here nearly all.
-"""
+Not offered: a critic, and with it PPO's credit, since TRL has none; turn-level returns; the logit-space norm;
+the divisor under DeepSpeed, which hides the gradient. `loss_type="dapo"` (TRL's default, ours is grpo) and
+bnpo weigh long completions more. TRL's `tools=` and `environment_factory=` mark their turns by the same mask,
+but speak in a chat template's tool calls instead of our search tags, and need jmespath with transformers
+before 5.13; TRL calls `rollout_func` experimental and warns, which TRL_EXPERIMENTAL_SILENCE=1 turns off. Its
+`completions/clipped_ratio` counts completions that do not end in an end token: here nearly all."""
 
 from __future__ import annotations
 
@@ -121,15 +125,16 @@ class TurnGRPOConfig(GRPOConfig):
     ratio_aggregation: geometric (v1 Eq. 4; TRL's sequence ratio), arithmetic or product over the segment.
     loss_type: TRL's, or turn_mean: as grpo, but every turn of a completion weighs the same. Default grpo.
     stabilizer: none, clipping_bias_norm (divide the gradient, v1 Eq. 7 and 8) or ctn_kl (a penalty, v2).
-    bias_norm_estimator: logprob, the norm of C in log-prob space, without another backward pass (what it is and how
-        well it tracks ||C|| stands in `stppo.plugins.verl`), or exact, ||C|| itself, with one (single process only).
-    bias_norm_c0: from which norm on the divisor acts. It belongs to an estimator, a batch size, a completion length
-        and a loss_type. exact: 0.1 if not set. logprob: no default; run with stabilizer="none", which logs
-        `stabilizer/clipping_bias_norm_logprob`, and take a fixed share of its median.
+    bias_norm_estimator: logprob, the norm of C in log-prob space, without another backward pass (what it is
+        and how well it tracks ||C|| stands in `stppo.plugins.verl`), or exact, ||C|| itself, with one (single
+        process only).
+    bias_norm_c0: from which norm on the divisor acts. It belongs to an estimator, a batch size, a completion
+        length and a loss_type. exact: 0.1 if not set. logprob: no default; run with stabilizer="none", which
+        logs `stabilizer/clipping_bias_norm_logprob`, and take a fixed share of its median.
     bias_norm_form: max, one_plus, floor or bare, as in `stppo.objectives.ClippingBiasNorm`.
     ctn_coefficient, ctn_formula, ctn_kl: as in `stppo.objectives.CtnKL`.
-    objective: name of a related method (`stppo.plugins.methods.OFFERED`), which has ratio, clip, surrogate and penalty
-        of its own; importance_sampling_level is then not read.
+    objective: name of a related method (`stppo.plugins.methods.OFFERED`), which has ratio, clip, surrogate
+        and penalty of its own; importance_sampling_level is then not read.
     knobs: its constants, {section: {key: value}} as in its YAML.
 
     Raises ValueError naming the option, also for combinations that cannot work.
@@ -203,7 +208,8 @@ class TurnGRPOConfig(GRPOConfig):
         return methods.objective(self.objective, self.knobs, clip, "TurnGRPOConfig.knobs")
 
     def _build(self, kind: type, **options: str) -> Any:
-        """An object of ours from options of this config; its errors name the options instead of its fields."""
+        """An object of ours from options of this config; its errors name the options instead of its
+        fields."""
         try:
             return kind(**{name: getattr(self, option) for name, option in options.items()})
         except ValueError as error:
@@ -226,7 +232,8 @@ class TurnGRPOConfig(GRPOConfig):
             )
         if loss == "vespo" and (level != "token" or self.ratio_aggregation != "geometric"):
             raise ValueError(
-                f"TurnGRPOConfig.loss_type='vespo' has a ratio of its own, so importance_sampling_level={level!r} "
+                "TurnGRPOConfig.loss_type='vespo' has a ratio of its own, so "
+                f"importance_sampling_level={level!r} "
                 "would do nothing: use loss_type='grpo', or importance_sampling_level='token'"
             )
         if loss == "luspo" and level != "sequence":
@@ -236,7 +243,8 @@ class TurnGRPOConfig(GRPOConfig):
             )
         if self.stabilizer != "none" and loss not in CLIPPING_LOSSES:
             raise ValueError(
-                f"TurnGRPOConfig.stabilizer={self.stabilizer!r} answers to a clip, which loss_type={loss!r} does not "
+                f"TurnGRPOConfig.stabilizer={self.stabilizer!r} answers to a clip, which loss_type={loss!r} "
+                "does not "
                 f"have: use stabilizer='none' or one of {', '.join(CLIPPING_LOSSES)}"
             )
         if self.stabilizer != "clipping_bias_norm":
@@ -244,16 +252,19 @@ class TurnGRPOConfig(GRPOConfig):
         if self.bias_norm_estimator == "logprob" and self.bias_norm_c0 is None:
             raise ValueError(
                 "TurnGRPOConfig.bias_norm_c0 has no default for bias_norm_estimator='logprob': run with "
-                "stabilizer='none', and set a share of the median stabilizer/clipping_bias_norm_logprob, say 1/5"
+                "stabilizer='none', and set a share of the median stabilizer/clipping_bias_norm_logprob, "
+                "say 1/5"
             )
         if self.bias_norm_estimator == "logit":
             raise ValueError(
-                "TurnGRPOConfig.bias_norm_estimator='logit' needs the whole distribution of every token, which TRL "
+                "TurnGRPOConfig.bias_norm_estimator='logit' needs the whole distribution of every token, "
+                "which TRL "
                 "does not keep: use 'logprob' or 'exact'"
             )
         if self.bias_norm_estimator == "last_block":
             raise ValueError(
-                "TurnGRPOConfig.bias_norm_estimator='last_block' is for this project's own trainer: use 'logprob' or 'exact'"
+                "TurnGRPOConfig.bias_norm_estimator='last_block' is for this project's own trainer: use "
+                "'logprob' or 'exact'"
             )
         if self.bias_norm_estimator == "exact" and (self.gradient_checkpointing_kwargs or {}).get(
             "use_reentrant"
@@ -271,7 +282,8 @@ class TurnGRPOConfig(GRPOConfig):
             raise ValueError(f"TurnGRPOConfig.objective={name!r}: {because}")
         if self.loss_type not in MEANS:
             raise ValueError(
-                f"TurnGRPOConfig.loss_type={self.loss_type!r} is an objective too, beside objective={name!r}: use one of "
+                f"TurnGRPOConfig.loss_type={self.loss_type!r} is an objective too, beside "
+                f"objective={name!r}: use one of "
                 f"{', '.join(MEANS)}, which say how to average, or objective=None"
             )
         clips = methods.clips_as_host(name)
@@ -292,11 +304,13 @@ class TurnGRPOConfig(GRPOConfig):
         for option, (default, why) in own.items():
             if (value := getattr(self, option)) != default:
                 raise ValueError(
-                    f"TurnGRPOConfig.{option}={value!r} would do nothing, since objective={name!r} {why}: leave it out"
+                    f"TurnGRPOConfig.{option}={value!r} would do nothing, since objective={name!r} {why}: "
+                    "leave it out"
                 )
         if self.beta and self.use_bias_correction_kl:
             raise ValueError(
-                f"TurnGRPOConfig.use_bias_correction_kl=True weighs the KL by TRL's ratio, which objective={name!r} "
+                "TurnGRPOConfig.use_bias_correction_kl=True weighs the KL by TRL's ratio, which "
+                f"objective={name!r} "
                 "replaces: set use_bias_correction_kl=False, or beta=0.0"
             )
 
@@ -319,16 +333,16 @@ class _Minibatch:
 class TurnGRPOTrainer(GRPOTrainer):
     """GRPOTrainer whose importance ratios can be those of turns, with the stabilisers of `TurnGRPOConfig`.
 
-    The divisor acts once per optimiser step, on the accumulated gradient and after gradient-norm clipping (a clip
-    that binds afterwards would cancel it). The CTN penalty is a mean over each micro-batch.
+    The divisor acts once per optimiser step, on the accumulated gradient and after gradient-norm clipping (a
+    clip that binds afterwards would cancel it). The CTN penalty is a mean over each micro-batch.
 
-    Metrics beside TRL's: clip_ratio/turn_{low,high,region}_mean (mean over turns of the turn's clipped share),
-    clip_ratio/out_of_range_token (unsigned), importance_ratio/{mean,min,max}, completions/mean_turns,
-    stabilizer/{divisor,clipping_bias_norm_logprob or _exact,ctn_penalty}. TRL's own clip_ratio/* count tokens.
+    Metrics beside TRL's: clip_ratio/turn_{low,high,region}_mean (mean over turns of the turn's clipped
+    share), clip_ratio/out_of_range_token (unsigned), importance_ratio/{mean,min,max}, completions/mean_turns,
+    stabilizer/{divisor,clipping_bias_norm_logprob or _exact,ctn_penalty}. TRL's own clip_ratio/* count
+    tokens.
 
-    Raises ValueError for another kind of `args`, a divisor under DeepSpeed, an exact one in several processes,
-    and, while training, for masks that leave a completion without a turn.
-    """
+    Raises ValueError for another kind of `args`, a divisor under DeepSpeed, an exact one in several
+    processes, and, while training, for masks that leave a completion without a turn."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **named)
@@ -362,7 +376,8 @@ class TurnGRPOTrainer(GRPOTrainer):
         args = self.args
         if args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0:
             logging.getLogger(__name__).warning(
-                "num_iterations=%d with steps_per_generation=%d and gradient_accumulation_steps=%d makes one step from "
+                "num_iterations=%d with steps_per_generation=%d and gradient_accumulation_steps=%d makes "
+                "one step from "
                 "each batch of completions: every ratio is 1, and neither clip nor stabiliser ever acts; set "
                 "num_iterations=2 or more, or steps_per_generation above gradient_accumulation_steps",
                 args.num_iterations,
@@ -426,7 +441,8 @@ class TurnGRPOTrainer(GRPOTrainer):
             batch.inputs["old_per_token_logps"] = logprobs - batch.layout.scatter(log_weight)
 
     def _put_in_terms(self, batch: _Minibatch, old: Tensor) -> None:
-        """Each token's term in place of its advantage, beside a log-ratio of 0, whose two gradients cancel."""
+        """Each token's term in place of its advantage, beside a log-ratio of 0, whose two gradients
+        cancel."""
         tokens = batch.tokens
         if len(tokens.ratio):
             batch.terms, batch.bounds = self.objective.terms(tokens)
@@ -558,7 +574,8 @@ def _agent_mask(inputs: dict[str, Any]) -> Tensor:
     tool = inputs["tool_mask"]  # a roll-out's env_mask, padded with ones
     if tool.shape != completion.shape:
         raise ValueError(
-            f"env_mask: must be as long as completion_ids, got {tuple(tool.shape)} for {tuple(completion.shape)}"
+            f"env_mask: must be as long as completion_ids, got {tuple(tool.shape)} for "
+            f"{tuple(completion.shape)}"
         )
     if ((tool != 0) & (tool != 1)).any():
         raise ValueError("env_mask: must hold 1 on tokens that the policy sampled and 0 on all others")
@@ -566,14 +583,16 @@ def _agent_mask(inputs: dict[str, Any]) -> Tensor:
     silent = completion.any(1) & ~agent.any(1)  # rows without completion are TRL's masked, truncated ones
     if silent.any():
         raise ValueError(
-            f"env_mask: completion {int(silent.nonzero()[0])} of the batch has no agent token, hence no turn; "
+            f"env_mask: completion {int(silent.nonzero()[0])} of the batch has no agent token, hence no "
+            "turn; "
             "mark what the policy sampled with 1"
         )
     return agent
 
 
 def _turn_mean_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) advantages that make TRL's mean over tokens the mean over turns; their signs, hence clips, stay."""
+    """(B, T) advantages that make TRL's mean over tokens the mean over turns; their signs, hence clips,
+    stay."""
     advantages = advantages if advantages.dim() > 1 else advantages[:, None]
     wanted, given = (loss_weights(mask, kind, advantages.dtype) for kind in ("turn_mean", "trajectory_mean"))
     return advantages * (wanted / given).masked_fill(~mask, 0.0)

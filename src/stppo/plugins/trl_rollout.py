@@ -53,9 +53,8 @@ def search_rollout(
     writes as in our own roll-outs (`DialogueEncoder`): with its chat template where it has one, within the
     protocol's limits, control tokens of questions and documents as text.
 
-    The returned function raises ValueError for prompts that are not the world's or exceed max_start_tokens, and
-    for options under which the recorded log-probs would not be those of the sampling distribution.
-    """
+    The returned function raises ValueError for prompts that are not the world's or exceed max_start_tokens,
+    and for options under which the recorded log-probs would not be those of the sampling distribution."""
     questions = _questions(world, splits)
     environment = world.environment
 
@@ -106,8 +105,8 @@ def search_rollout(
 
 @contextmanager
 def _plain_sampling(policy, pad: int, environment: SearchEnvironment) -> Iterator[None]:
-    """Nothing but softmax sampling: checkpoints bring defaults, such as a repetition penalty, that `generate` would
-    put in wherever an option is not given."""
+    """Nothing but softmax sampling: checkpoints bring defaults, such as a repetition penalty, that `generate`
+    would put in wherever an option is not given."""
     before = policy.generation_config
     policy.generation_config = GenerationConfig(
         do_sample=True,
@@ -131,7 +130,8 @@ def _refuse_other_sampling(trainer: GRPOTrainer, environment: SearchEnvironment)
     for name, allowed in wanted.items():
         if getattr(trainer, name) not in allowed:
             raise ValueError(
-                f"search_rollout: {name}={getattr(trainer, name)!r} samples from another distribution than the "
+                f"search_rollout: {name}={getattr(trainer, name)!r} samples from another distribution than "
+                "the "
                 f"loss scores: set {name}={allowed[0]}"
             )
     if trainer.args.generation_kwargs:
@@ -145,7 +145,8 @@ def _refuse_other_sampling(trainer: GRPOTrainer, environment: SearchEnvironment)
         )
     if trainer.mask_truncated_completions:
         raise ValueError(
-            "search_rollout: mask_truncated_completions=True would mask every episode, as they end with a closing "
+            "search_rollout: mask_truncated_completions=True would mask every episode, as they end with a "
+            "closing "
             "tag instead of the end token: set it to False"
         )
     if environment.protocol.max_turn_tokens > trainer.max_completion_length:
@@ -239,8 +240,8 @@ class _TurnEnd(StoppingCriteria):
         newest = input_ids[:, -1]
         self.logprobs.append(self.recorder.log_probs.gather(1, newest[:, None]).squeeze(1))
         self.lengths += ~self.done
-        for lane in (~self.done).nonzero().flatten().tolist():
-            self.done[lane] = int(newest[lane]) in self.eos or self._closes(input_ids[lane, self.width :])
+        for slot in (~self.done).nonzero().flatten().tolist():
+            self.done[slot] = int(newest[slot]) in self.eos or self._closes(input_ids[slot, self.width :])
         return self.done
 
     def _closes(self, turn: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""Our policy losses inside verl: `turn_ppo`, `s_ppo`, `st_ppo`, `so_ppo`, `so_grpo`, and related methods by name.
+"""Our policy losses inside verl: `turn_ppo`, `s_ppo`, `st_ppo`, `so_ppo`, `so_grpo`, and related methods by
+name.
 
 verl finds this module by its entry point, by `actor_rollout_ref.model.external_lib=stppo.plugins.verl` or by
 `VERL_USE_EXTERNAL_MODULES=stppo.plugins.verl`; `stppo plugins check verl` tells whether it did. Then
@@ -7,10 +8,10 @@ verl finds this module by its entry point, by `actor_rollout_ref.model.external_
     actor_rollout_ref.actor.policy_loss._target_=stppo.plugins.verl.TurnPolicyLossConfig
     +actor_rollout_ref.actor.policy_loss.c0=1.6e-4
 
-trains with it. The second and third line are needed for options alone; verl's own PolicyLossConfig gives their
-defaults, with which the divisor hardly ever acts (c0 = 0.1; the log warns of it). Clip range, loss aggregation and
-advantages are verl's options (`clip_ratio_low`, `clip_ratio_high`, `loss_agg_mode`, `algorithm.adv_estimator`);
-verl's `clip_ratio_c` (dual clip) is not read.
+trains with it. The second and third line are needed for options alone; verl's own PolicyLossConfig gives
+their defaults, with which the divisor hardly ever acts (c0 = 0.1; the log warns of it). Clip range, loss
+aggregation and advantages are verl's options (`clip_ratio_low`, `clip_ratio_high`, `loss_agg_mode`,
+`algorithm.adv_estimator`); verl's `clip_ratio_c` (dual clip) is not read.
 
     loss_mode        ratio per          divided by the clipping bias    source
     turn_ppo         turn, geometric    no                              v1 Eq. 4
@@ -19,32 +20,33 @@ verl's `clip_ratio_c` (dual clip) is not read.
     so_ppo, so_grpo  turn, geometric    yes                             v2, `reading: A`
     so_ppo, so_grpo  turn, arithmetic   no: clipping-triggered KL       v2, `reading: B`
 
-The equations are v1's as summaries of the paper give them. `so_ppo` and `so_grpo` are one loss: what differs is
-`algorithm.adv_estimator`: `gae`, or `grpo`, or for reading B `grpo_turn_return`, which this module registers. (verl's
-driver must know it too: by the entry point or VERL_USE_EXTERNAL_MODULES; `external_lib` reaches the workers.)
-`loss_agg_mode=seq-mean-token-mean` is v1's 1/|y|; with it, reading B has 1/n over turns (`turn_mean`).
+The equations are v1's as summaries of the paper give them. `so_ppo` and `so_grpo` are one loss: what differs
+is `algorithm.adv_estimator`: `gae`, or `grpo`, or for reading B `grpo_turn_return`, which this module
+registers. (verl's driver must know it too: by the entry point or VERL_USE_EXTERNAL_MODULES; `external_lib`
+reaches the workers.) `loss_agg_mode=seq-mean-token-mean` is v1's 1/|y|; with it, reading B has 1/n over turns
+(`turn_mean`).
 
-Related methods
-    topr, minirl, m2po, bapo, bapo_ratio, vespo, grpo_guard, llds, agilerl_turn, sequence_mask and so_ppo_ctn_c (reading
-    C): what verl lacks of `configs/algorithm`, each built from its YAML. What verl has an option for is verl's here too:
-    clip range (TOPR and BAPO have bounds of their own, and read none), loss aggregation, advantages. So a launch command
-    keeps its meaning when `loss_mode` changes, micro-batches and ranks add up as for verl's own losses, and *the method
-    as its YAML has it* is those options as docs/howto/verl.md has them. `turn_mean` is the YAML's, null, for agilerl_turn.
-    Constants that verl has no option for are `knobs`, as in the YAML:
-    +actor_rollout_ref.actor.policy_loss.knobs.clip.most=2. Rules that look at the whole batch (`sees_batch`: m2po, bapo,
-    bapo_ratio, grpo_guard, so_ppo_ctn_c) see the micro-batch that verl hands over: raise
-    `ppo_micro_batch_size_per_gpu` for them. A penalty (llds) is a mean over the minibatch's tokens, in any mode.
-    Why the other methods are not here: `stppo.plugins.methods.why_not`, or docs/howto/verl.md.
+Related methods topr, minirl, m2po, bapo, bapo_ratio, vespo, grpo_guard, llds, agilerl_turn, sequence_mask and
+    so_ppo_ctn_c (reading C): what verl lacks of `configs/algorithm`, each built from its YAML. What verl has
+    an option for is verl's here too: clip range (TOPR and BAPO have bounds of their own, and read none), loss
+    aggregation, advantages. So a launch command keeps its meaning when `loss_mode` changes, micro-batches and
+    ranks add up as for verl's own losses, and *the method as its YAML has it* is those options as
+    docs/howto/verl.md has them. `turn_mean` is the YAML's, null, for agilerl_turn. Constants that verl has no
+    option for are `knobs`, as in the YAML: +actor_rollout_ref.actor.policy_loss.knobs.clip.most=2. Rules that
+    look at the whole batch (`sees_batch`: m2po, bapo, bapo_ratio, grpo_guard, so_ppo_ctn_c) see the
+    micro-batch that verl hands over: raise `ppo_micro_batch_size_per_gpu` for them. A penalty (llds) is a
+    mean over the minibatch's tokens, in any mode. Why the other methods are not here:
+    `stppo.plugins.methods.why_not`, or docs/howto/verl.md.
 
-Turns
-    A turn is a maximal run of ones in `response_mask`; padding cannot matter. Rows without agent tokens, as
+Turns A turn is a maximal run of ones in `response_mask`; padding cannot matter. Rows without agent tokens, as
     sequence-level rejection leaves them, are dropped, and a micro-batch of such rows alone has the loss 0.
-    Token-level rejection (`algorithm.rollout_correction.rollout_rs=token_*`) punches holes into the mask and so
-    splits turns. verl does not tell a loss of it. It is refused where it can be seen: in the option itself, which
-    reaches the worker by `policy_loss.rollout_correction: ${algorithm.rollout_correction}` (configs/cluster has this
-    line) and the advantage estimator by verl; in importance weights that are non-zero off the mask, when
-    `rollout_is` is on too; and in observations shorter than `min_observation_tokens`, as one rejected token looks.
-    A run of several rejected tokens, without that line and without `rollout_is`, cannot be told from an observation.
+    Token-level rejection (`algorithm.rollout_correction.rollout_rs=token_*`) punches holes into the mask and
+    so splits turns. verl does not tell a loss of it. It is refused where it can be seen: in the option
+    itself, which reaches the worker by `policy_loss.rollout_correction: ${algorithm.rollout_correction}`
+    (configs/cluster has this line) and the advantage estimator by verl; in importance weights that are
+    non-zero off the mask, when `rollout_is` is on too; and in observations shorter than
+    `min_observation_tokens`, as one rejected token looks. A run of several rejected tokens, without that line
+    and without `rollout_is`, cannot be told from an observation.
 
 The divisor
     ||C||, the norm of the clipping bias, would need a second backward pass through the policy; a loss function sees
@@ -63,23 +65,25 @@ The divisor
         st_ppo         -0.13 to 0.70   41.3        0.53
         so_grpo        0.27 to 0.74    28.4        0.27
 
-    It tracks, loosely. To set c0, run some iterations with turn_ppo, which logs `actor/clipping_bias_norm_logprob`,
-    and take a fixed share of its median: c0 = 0.1 was about 1/5 of ||C|| in those runs of ST-PPO.
+    It tracks, loosely. To set c0, run some iterations with turn_ppo, which logs
+    `actor/clipping_bias_norm_logprob`, and take a fixed share of its median: c0 = 0.1 was about 1/5 of ||C||
+    in those runs of ST-PPO.
 
-    verl calls the loss once per micro-batch and adds the gradients. Squares of n add over disjoint micro-batches, so
-    each estimates the minibatch's n as its own times sqrt(number of micro-batches), counted in what `loss_agg_mode`
-    averages over (rows or tokens, of all data-parallel ranks). Every micro-batch thus has a divisor of its own, all
-    about equal if micro-batches are large; the smaller, the noisier. The entropy and reference-KL terms of verl are
-    added afterwards and not divided; `actor/pg_loss` is the divided loss.
+    verl calls the loss once per micro-batch and adds the gradients. Squares of n add over disjoint
+    micro-batches, so each estimates the minibatch's n as its own times sqrt(number of micro-batches), counted
+    in what `loss_agg_mode` averages over (rows or tokens, of all data-parallel ranks). Every micro-batch thus
+    has a divisor of its own, all about equal if micro-batches are large; the smaller, the noisier. The
+    entropy and reference-KL terms of verl are added afterwards and not divided; `actor/pg_loss` is the
+    divided loss.
 
-    verl clips the gradient's norm after the loss (`grad_clip`), so a clip that binds cancels the divisor: what is
-    left of it is which steps bind. Raise `grad_clip` for it to act. Adam is nearly free of scale: a constant divisor
-    does nothing there, only the relative weight of updates inside its moments changes.
+    verl clips the gradient's norm after the loss (`grad_clip`), so a clip that binds cancels the divisor:
+    what is left of it is which steps bind. Raise `grad_clip` for it to act. Adam is nearly free of scale: a
+    constant divisor does nothing there, only the relative weight of updates inside its moments changes.
 
-Not possible here: the exact ||C|| or the logit-space norm; turn credit from a critic (`TurnReturnMinusValue`, `TurnGAE`),
-since registered advantage estimators get no `values` (`gae` with `lam=1` is R - V at every token, not at the turn's
-first); the gradient clip before the divisor. verl's deprecated trainer (`use_v1=false`) replaces any loss in its bypass mode.
-"""
+Not possible here: the exact ||C|| or the logit-space norm; turn credit from a critic (`TurnReturnMinusValue`,
+`TurnGAE`), since registered advantage estimators get no `values` (`gae` with `lam=1` is R - V at every token,
+not at the turn's first); the gradient clip before the divisor. verl's deprecated trainer (`use_v1=false`)
+replaces any loss in its bypass mode."""
 
 from __future__ import annotations
 
@@ -101,7 +105,6 @@ from stppo.objectives import (
     TokenPenalty,
     loss_weights,
 )
-from stppo.objectives.diagnostics import diagnose
 from stppo.objectives.rivals import KeepLikelihood, StandardisedByTurn
 from stppo.plugins import VERL_LOSSES, methods, require_host
 from stppo.trajectories import Layout
@@ -124,13 +127,16 @@ READING_B = ("so_ppo", "so_grpo")
 class TurnPolicyLossConfig(PolicyLossConfig):
     """Options of the losses above; other losses of verl ignore them. ValueError names a bad field.
 
-    reading: A (geometric ratio and divisor) or B (arithmetic ratio and clipping-triggered KL), of so_ppo and so_grpo.
-    c0, form: of `stppo.objectives.ClippingBiasNorm`. ctn_coefficient, ctn_formula, ctn_kl: of `CtnKL`; the formula
-    `outside` multiplies the means of one micro-batch.
-    turn_mean: weigh the turns of a trajectory alike instead of its tokens; null: as the reading has it (B does).
-    min_observation_tokens: fewest environment tokens between two turns; fewer are taken for token-level rejection.
-    knobs: constants of a related method, {section: {key: value}} as in its YAML, such as {clip: {most: 2.0}} of topr.
-    """
+    reading: A (geometric ratio and divisor) or B (arithmetic ratio and clipping-triggered KL), of so_ppo and
+    so_grpo.
+    c0, form: of `stppo.objectives.ClippingBiasNorm`. ctn_coefficient, ctn_formula, ctn_kl: of `CtnKL`; the
+    formula `outside` multiplies the means of one micro-batch.
+    turn_mean: weigh the turns of a trajectory alike instead of its tokens; null: as the reading has it (B
+    does).
+    min_observation_tokens: fewest environment tokens between two turns; fewer are taken for token-level
+    rejection.
+    knobs: constants of a related method, {section: {key: value}} as in its YAML, such as {clip: {most: 2.0}}
+    of topr."""
 
     loss_mode: str = "st_ppo"
     reading: str = "A"
@@ -177,13 +183,15 @@ class TurnPolicyLossConfig(PolicyLossConfig):
 def objective_of(
     name: str, options: TurnPolicyLossConfig, clip_range: tuple[float, float] | None = None
 ) -> Objective:
-    """The loss `name` as its YAML and `options` have it, at verl's clip range (epsilon_low, epsilon_high); its credit is
-    not used. ValueError where reading B is asked of a loss that has none, and for `knobs` that the loss does not have."""
+    """The loss `name` as its YAML and `options` have it, at verl's clip range (epsilon_low, epsilon_high);
+    its credit is not used. ValueError where reading B is asked of a loss that has none, and for `knobs` that
+    the loss does not have."""
     if options.reading == "B" and name not in READING_B:
         raise ValueError(f"TurnPolicyLossConfig.reading='B': {name} has reading A alone; B is of {READING_B}")
     if options.knobs and name in methods.PAPER:
         raise ValueError(
-            f"TurnPolicyLossConfig.knobs={dict(options.knobs)}: {name} has options of its own, such as c0 and ctn_coefficient"
+            f"TurnPolicyLossConfig.knobs={dict(options.knobs)}: {name} has options of its own, such as c0 "
+            "and ctn_coefficient"
         )
     algorithm = f"{name}_ctn" if options.reading == "B" else name
     found = methods.objective(algorithm, options.knobs, clip_range, "TurnPolicyLossConfig.knobs")
@@ -215,10 +223,9 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss and metrics of one micro-batch, as verl's registry wants them.
 
-    Tensors are (B, T): log-probs in nats, log_prob with graph; response_mask is 0/1 and right-padded; `config` is the
-    actor's config. ValueError for a missing config, misshapen tensors, a mask that is not 0/1, and holes that
-    token-level rejection punched into it.
-    """
+    Tensors are (B, T): log-probs in nats, log_prob with graph; response_mask is 0/1 and right-padded;
+    `config` is the actor's config. ValueError for a missing config, misshapen tensors, a mask that is not
+    0/1, and holes that token-level rejection punched into it."""
     if config is None:
         raise ValueError(
             f"{name}: config is missing; pass the actor's config (verl.workers.config.ActorConfig)"
@@ -264,33 +271,25 @@ def policy_loss(
     weights = layout.gather(_weights(mask, loss_agg_mode, info, log_prob.dtype)) * factor
     behaviour = layout.gather(old_log_prob)
     log_ratio = layout.gather(log_prob) - behaviour
-    if not log_ratio.requires_grad:  # the metrics look at gradients
+    if not log_ratio.requires_grad:  # the norm below looks at a gradient
         log_ratio = log_ratio.detach().requires_grad_()
-    with torch.enable_grad():
-        tokens = objective.tokens(log_ratio, layout.gather(advantages), layout, behaviour)
-        terms, bounds = objective.terms(tokens)
-        loss = agg_loss(-layout.scatter(terms.terms * factor), mask, loss_agg_mode, **info)
-        lost = (weights * (terms.unrestricted - terms.terms)).sum()
-        gradient, bias = (torch.autograd.grad(of, log_ratio, retain_graph=True)[0] for of in (loss, lost))
-        penalty = objective.stabilizer.penalty(tokens, bounds)
+    found = objective.evaluate(log_ratio, layout.gather(advantages), layout, None, behaviour, weights=weights)
+    (bias,) = torch.autograd.grad(found.bias_surrogate, log_ratio, retain_graph=True)
     norm = float(bias.norm()) / info.get("dp_size", 1)  # the ranks' gradients are averaged
     norm *= math.sqrt(_micro_batches(loss_agg_mode, info, n_rows, len(layout.rows)))
     divisor = objective.stabilizer.divisor(norm)
-    loss = loss / divisor
-
+    loss, penalty = found.ppo_loss / divisor, found.penalty
     if penalty is not None:  # a mean over tokens, or made of trajectories' means, whatever the mode
         each, counted, mode = penalty.expand(len(mask), 1), mask.any(1, keepdim=True), "seq-mean-token-sum"
         if isinstance(objective.stabilizer, TokenPenalty):
             each, counted, mode = penalty.expand(mask.shape), mask, "token-mean"
         loss = loss + agg_loss(each, counted, mode, **info)
 
-    found = diagnose(tokens, bounds, terms, gradient)
-    values = torch.stack([found[source].to(torch.float64) for source in _METRICS.values()]).tolist()
-    metrics = dict(zip(_METRICS, values, strict=True))
+    metrics = {name: found.diagnostics[source] for name, source in _METRICS.items()}
     metrics["actor/turns_per_trajectory"] = len(layout.turn_lengths) / len(mask)
     metrics["actor/clipping_bias_norm_logprob"] = norm
     metrics["actor/stabilizer_divisor"] = divisor
-    metrics["actor/ctn_penalty"] = 0.0 if penalty is None else float(penalty.detach())
+    metrics["actor/ctn_penalty"] = found.diagnostics["ctn_penalty"]
     return loss, metrics
 
 
@@ -298,7 +297,8 @@ def policy_loss(
 def _warn_of_default_c0(name: str) -> None:
     """Once a process and loss."""
     logging.getLogger(__name__).warning(
-        "%s: c0=0.1, the default, is far above what the log-prob norm of a large batch reaches, so the divisor stays 1; "
+        "%s: c0=0.1, the default, is far above what the log-prob norm of a large batch reaches, so the "
+        "divisor stays 1; "
         "run with turn_ppo, and set actor_rollout_ref.actor.policy_loss.c0 (with _target_=stppo.plugins.verl."
         "TurnPolicyLossConfig) to a fifth of the median of actor/clipping_bias_norm_logprob",
         name,
@@ -362,7 +362,8 @@ def _agent_mask(response_mask: Tensor, log_prob: Tensor, tensors: dict[str, Tens
 
 
 _HOLES = (
-    "response_mask: {}, as token-level rejection leaves them (algorithm.rollout_correction.rollout_rs=token_*), which "
+    "response_mask: {}, as token-level rejection leaves them "
+    "(algorithm.rollout_correction.rollout_rs=token_*), which "
     "splits turns; use a seq_* mode of rollout_rs"
 )
 

@@ -1,4 +1,5 @@
-"""Advantage estimators that verl lacks, registered by `stppo.plugins.verl`: `grpo_turn_return` and `batch_mean`."""
+"""Advantage estimators that verl lacks, registered by `stppo.plugins.verl`: `grpo_turn_return` and
+`batch_mean`."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ def grpo_turn_return(
 ) -> tuple[Tensor, Tensor]:
     """Group-normalised turn returns (reading B's SO-GRPO): `GroupNormalised(returns="turn")` for verl.
 
-    Each turn's undiscounted return-to-go, minus the mean and over the standard deviation of its group's trajectory
-    returns; with a terminal reward only, verl's `grpo`. Groups are the equal entries of `index` (verl's uid). Rewards
-    on environment tokens belong to the turn before. A response that is alone in its group, as filtering may leave it,
-    gets 0. Returns (advantages, advantages), (B, T) and 0 off the mask. ValueError without `index`, if no group has
-    two responses, for `norm_adv_by_std_in_grpo=false` and for token-level rejection.
-    """
+    Each turn's undiscounted return-to-go, minus the mean and over the standard deviation of its group's
+    trajectory returns; with a terminal reward only, verl's `grpo`. Groups are the equal entries of `index`
+    (verl's uid). Rewards on environment tokens belong to the turn before. A response that is alone in its
+    group, as filtering may leave it, gets 0. Returns (advantages, advantages), (B, T) and 0 off the mask.
+    ValueError without `index`, if no group has two responses, for `norm_adv_by_std_in_grpo=false` and for
+    token-level rejection."""
     options = config if config is not None else {}
     refuse_token_rejection(options.get("rollout_correction"))
     if not options.get("norm_adv_by_std_in_grpo", True):
@@ -69,7 +70,8 @@ def grpo_turn_return(
 
 @register_adv_est("batch_mean")
 def batch_mean(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    """R - the batch's mean return, for topr: `BatchBaseline(whiten=False)` for verl; (B, T) and 0 off the mask, twice."""
+    """R - the batch's mean return, for topr: `BatchBaseline(whiten=False)` for verl; (B, T) and 0 off the
+    mask, twice."""
     mask = response_mask.bool()
     trajectories = _trajectories(token_level_rewards, mask, np.zeros(len(mask)))
     advantages = BatchBaseline()(trajectories).advantages[:, 2:] * response_mask
@@ -77,8 +79,9 @@ def batch_mean(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -> 
 
 
 def _trajectories(rewards: Tensor, mask: Tensor, index: np.ndarray) -> Trajectories:
-    """verl's batch in our terms, with two columns in front: a context, which verl keeps apart as the prompt, and an
-    agent token that stands in for those of a row without any, so that its return still counts in its group."""
+    """verl's batch in our terms, with two columns in front: a context, which verl keeps apart as the prompt,
+    and an agent token that stands in for those of a row without any, so that its return still counts in its
+    group."""
     n_rows, width = mask.shape
     columns = torch.arange(width, device=mask.device).expand(n_rows, width)
     last = columns.where(mask, columns.new_full((), -1)).cummax(1).values

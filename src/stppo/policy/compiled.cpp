@@ -784,15 +784,15 @@ void scores_back(const float* states, const float* weight, const int64_t* ids, i
     }
 }
 
-// Appends n[i] tokens to each lane's cache and gives the normed state (hidden) of its last one; lanes with n = 0 are left
-// alone. Lane i has past[i] tokens in its cache, with room for `room` (a multiple of 16).
+// Appends n[i] tokens to each slot's cache and gives the normed state (hidden) of its last one; slots with n = 0 are left
+// alone. Slot i has past[i] tokens in its cache, with room for `room` (a multiple of 16).
 void extend(const Model* model, const float* const* weights, const int64_t* tokens, int64_t stride, const int64_t* n,
-            const int64_t* past, float* const* caches, int64_t room, int64_t n_lanes, float* out) {
+            const int64_t* past, float* const* caches, int64_t room, int64_t n_slots, float* out) {
     const Body b(*model, weights, false);
     Scratch s;
     std::vector<float> own, norms;
-    std::vector<int64_t> ends(n_lanes);
-    groups(n, n_lanes, [&](long begin, long end) {
+    std::vector<int64_t> ends(n_slots);
+    groups(n, n_slots, [&](long begin, long end) {
         Group g;
         for (long i = begin; i < end; i++) {
             if (!n[i]) continue;

@@ -1,8 +1,7 @@
 """Small policies on a CPU by compiled code, `compiled.cpp`: hidden states with their gradients, and decoding.
 
-PyTorch's operators wait for memory at these sizes, and `torch.compile` hardly changes that. Modules, parameters,
-optimisers and checkpoints stay the same, and results up to rounding.
-"""
+PyTorch's operators wait for memory at these sizes, and `torch.compile` hardly changes that. Modules,
+parameters, optimisers and checkpoints stay the same, and results up to rounding."""
 
 import ctypes
 import logging
@@ -26,10 +25,11 @@ MAX_HIDDEN = 256  # in wider policies matrix products take the time, and PyTorch
 
 
 def choose_kernels(policy: PreTrainedModel, wanted: Kernels) -> Literal["eager", "compiled"]:
-    """Decide how a policy on its device, and copies of its body, compute from now on; returns what was decided.
+    """Decide how a policy on its device, and copies of its body, compute from now on; returns what was
+    decided.
 
-    "auto" takes compiled code where it can; a line of the log says why a small policy on a CPU cannot have it.
-    """
+    "auto" takes compiled code where it can; a line of the log says why a small policy on a CPU cannot have
+    it."""
     body = body_of(policy)
     body.compiled = False
     if wanted == "eager" or device_of(body).type != "cpu" or body.config.hidden_size > MAX_HIDDEN:
@@ -113,8 +113,9 @@ def _shape(body: nn.Module) -> _Shape:
 
 
 def _weights(body: nn.Module) -> list[Tensor | None]:
-    """In the order of compiled.cpp: token and position embeddings, last norm and its bias, then for each layer norm,
-    queries, keys, values, output, norm, gate, up, down, each followed by its bias. Matrices are (out, in)."""
+    """In the order of compiled.cpp: token and position embeddings, last norm and its bias, then for each
+    layer norm, queries, keys, values, output, norm, gate, up, down, each followed by its bias. Matrices are
+    (out, in)."""
     if isinstance(body, GPT2Model):
         found = [body.wte.weight, body.wpe.weight, body.ln_f.weight, body.ln_f.bias]
         for layer in body.h:
@@ -165,7 +166,8 @@ def _at(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 class _Memory:
-    """A buffer that goes back to a pool, where the next pass finds it: the system takes a while to hand out new memory."""
+    """A buffer that goes back to a pool, where the next pass finds it: the system takes a while to hand out
+    new memory."""
 
     pool: list[Tensor] = []
 
@@ -179,8 +181,8 @@ class _Memory:
 
 
 def states_at(body: nn.Module, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """What `policy.agent_states` gives, of (B, T) token ids and the (B, T) mask of agent tokens: the states (N, H), with
-    graph, from which they were emitted, and their flat positions (N,)."""
+    """What `policy.agent_states` gives, of (B, T) token ids and the (B, T) mask of agent tokens: the states
+    (N, H), with graph, from which they were emitted, and their flat positions (N,)."""
     positions = mask.reshape(-1).nonzero().squeeze(1)
     width = tokens.shape[1]
     rows = positions // width
@@ -194,7 +196,8 @@ def states_at(body: nn.Module, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Te
 
 
 class _States(torch.autograd.Function):
-    """Only a token that an agent token follows has a part in the result, so rows end before their last one."""
+    """Only a token that an agent token follows has a part in the result, so rows end before their last
+    one."""
 
     @staticmethod
     def forward(
@@ -236,8 +239,8 @@ MAX_VOCABULARY = 4096  # log-softmaxes of a minibatch are kept whole
 
 
 def scores_of(head: nn.Linear, states: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Log-prob of each id (N,), entropy and sum of squared probabilities of the distributions that states (N, H) lead to;
-    the first two with graph."""
+    """Log-prob of each id (N,), entropy and sum of squared probabilities of the distributions that states (N,
+    H) lead to; the first two with graph."""
     return _Scores.apply(states.contiguous(), head.weight, ids, temperature)
 
 
@@ -269,9 +272,9 @@ class _Scores(torch.autograd.Function):
 # ---- decoding -------------------------------------------------------------------------------------
 
 
-class CompiledLanes:
-    """Keys and values of n lanes of at most `room` tokens, and the states of what is appended to them. While it lives the
-    weights must not change."""
+class CompiledKVCache:
+    """Keys and values of n slots of at most `room` tokens, and the states of what is appended to them. While
+    it lives the weights must not change."""
 
     def __init__(self, body: nn.Module, n: int, room: int) -> None:
         self.room = -(-room // LANES) * LANES
@@ -280,15 +283,15 @@ class CompiledLanes:
         padded = -(-shape.head_size // LANES) * LANES
         self.size = 2 * shape.layers * shape.kv_heads * padded * self.room
         self.memory = _Memory(n * self.size)
-        self.lanes, self.past = torch.arange(n), torch.zeros(n, dtype=torch.long)
+        self.slots, self.past = torch.arange(n), torch.zeros(n, dtype=torch.long)
 
     def feed(self, chunk: Tensor, mask: Tensor) -> Tensor:
-        """Append to each lane the tokens (n, m) that the mask (n, m) leaves, its first ones; returns the state (n, H) of each
-        lane's last one, 0 where there is none."""
+        """Append to each slot the tokens (n, m) that the mask (n, m) leaves, its first ones; returns the
+        state (n, H) of each slot's last one, 0 where there is none."""
         n, counts = len(chunk), mask.sum(1)
         if int((self.past + counts).max()) > self.room:
-            raise ValueError(f"a lane holds more than {self.room} tokens")
-        caches = self.memory.floats.data_ptr() + self.lanes * (4 * self.size)
+            raise ValueError(f"a slot holds more than {self.room} tokens")
+        caches = self.memory.floats.data_ptr() + self.slots * (4 * self.size)
         out = torch.zeros(n, self.body.shape.hidden)
         chunk = chunk.contiguous()
         sizes = ctypes.c_int64(self.room), ctypes.c_int64(n)
@@ -298,5 +301,5 @@ class CompiledLanes:
         return out
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all lanes but these."""
-        self.lanes, self.past = self.lanes[rows], self.past[rows]
+        """Drop all slots but these."""
+        self.slots, self.past = self.slots[rows], self.past[rows]

@@ -1,4 +1,5 @@
-"""Builds C++ beside this package with the machine's own compiler, and keeps what was built in a cache folder."""
+"""Builds C++ beside this package with the machine's own compiler, and keeps what was built in a cache
+folder."""
 
 import ctypes
 import functools
@@ -36,7 +37,8 @@ def compiled_library(source: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(file))
     except OSError as error:
         raise CannotCompile(
-            f"compiled code cannot be kept in {folder} ({error.strerror or error}); set STPPO_CACHE_DIR to a folder of "
+            f"compiled code cannot be kept in {folder} ({error.strerror or error}); set STPPO_CACHE_DIR to "
+            "a folder of "
             "your own"
         ) from error
 

@@ -1,4 +1,5 @@
-"""Where a model computes and how: its device, bfloat16 beside float32 weights, layers that are computed twice.
+"""Where a model computes and how: its device, bfloat16 beside float32 weights, layers that are computed
+twice.
 
 What is set here travels with the model's body, so that whoever scores or samples with it computes alike.
 """
@@ -48,9 +49,8 @@ def head_of(policy: PreTrainedModel) -> nn.Module:
 def logits_of(policy: PreTrainedModel, states: Tensor) -> Tensor:
     """Logits (N, V) of hidden states (N, H), in float32 at least.
 
-    A policy that computes in bfloat16 leaves it here: logits rounded to it put a noise of some 0.01 nats on every
-    log-prob, another one in each pass after an update, and ratios are made of such differences.
-    """
+    A policy that computes in bfloat16 leaves it here: logits rounded to it put a noise of some 0.01 nats on
+    every log-prob, another one in each pass after an update, and ratios are made of such differences."""
     head = head_of(policy)
     if getattr(body_of(policy), "autocast_dtype", None) is None:
         logits = head(states)
@@ -74,7 +74,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The device a setting names; "auto" is the GPU where there is one. Raises ValueError where there is none."""
+    """The device a setting names; "auto" is the GPU where there is one. Raises ValueError where there is
+    none."""
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
         raise ValueError("training.device=cuda: PyTorch sees no GPU here; use auto or cpu")
@@ -82,8 +83,8 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def float32_in_full() -> None:
-    """Let float32 be float32 on a GPU, where it may be TF32, with ten bits of mantissa: cuDNN's default, and what a library or
-    an environment variable may have chosen for products of matrices."""
+    """Let float32 be float32 on a GPU, where it may be TF32, with ten bits of mantissa: cuDNN's default, and
+    what a library or an environment variable may have chosen for products of matrices."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
 
@@ -96,10 +97,10 @@ def place(
 ) -> None:
     """Move a policy to a device and say how its body computes from now on; copies of the body compute alike.
 
-    precision: "bfloat16" computes under autocast; weights, their gradients and all that follows the logits keep their
-    type. checkpoint_layers: where gradients are asked for, keep only each layer's input and compute the layer again on
-    the way back.
-    """
+    precision: "bfloat16" computes under autocast; weights, their gradients and all that follows the logits
+    keep their
+    type. checkpoint_layers: where gradients are asked for, keep only each layer's input and compute the layer
+    again on the way back."""
     policy.to(device)
     if device.type == "cuda":
         float32_in_full()
@@ -112,9 +113,8 @@ def place(
 def computing(body: nn.Module) -> Iterator[None]:
     """Compute as `place` said; without it, as ever.
 
-    No sub-module is put into training mode: a token's log-prob must not depend on the pass that computes it, and
-    nothing may drop the KV cache of a roll-out.
-    """
+    No sub-module is put into training mode: a token's log-prob must not depend on the pass that computes it,
+    and nothing may drop the KV cache of a roll-out."""
     dtype = getattr(body, "autocast_dtype", None)
     layers: dict[nn.Module, bool] = {}
     if getattr(body, "checkpoint_layers", False) and torch.is_grad_enabled():

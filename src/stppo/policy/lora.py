@@ -18,8 +18,9 @@ except ImportError as error:
 
 
 def with_lora(model: nn.Module, settings: LoraSettings) -> PeftModel:
-    """Wrap a model, or a critic's body; its own weights are frozen, the adapters (float32) start without effect. Of a
-    divided model (`stppo.policy.frozen`) the upper part alone gets adapters, and a critic's body those that the policy gets.
+    """Wrap a model, or a critic's body; its own weights are frozen, the adapters (float32) start without
+    effect. Of a divided model (`stppo.policy.frozen`) the upper part alone gets adapters, and a critic's body
+    those that the policy gets.
 
     Raises ValueError where `target_modules` names no layer of the model.
     """
@@ -42,8 +43,8 @@ def with_lora(model: nn.Module, settings: LoraSettings) -> PeftModel:
 
 
 def _meant(model: nn.Module, wanted: str | list[str]) -> list[str]:
-    """Full names of the linear layers of a model, or a critic's body, that `target_modules` means, which speaks of names in
-    the policy; of a divided one those of its upper part."""
+    """Full names of the linear layers of a model, or a critic's body, that `target_modules` means, which
+    speaks of names in the policy; of a divided one those of its upper part."""
     body, layers, shift = body_of(model), [model], 0
     if hasattr(body, "shared_trunk"):
         shift = body.frozen_layers  # it has the upper layers alone, numbered from 0

@@ -1,4 +1,5 @@
-"""The policy: any transformers causal LM, built tiny from scratch or loaded from weights, and how it scores tokens."""
+"""The policy: any transformers causal LM, built tiny from scratch or loaded from weights, and how it scores
+tokens."""
 
 import copy
 import logging
@@ -49,8 +50,8 @@ _HEAD_ELEMENTS = 2**27  # logits computed at once: 0.5 GiB in float32
 
 @dataclass(config=ConfigDict(extra="forbid"), frozen=True)
 class LoraSettings:
-    """Low-rank adapters. target_modules: names of linear layers, or "all-linear" (all but the output layer). Without
-    dropout: log-probs of two passes would differ by more than the policy changed."""
+    """Low-rank adapters. target_modules: names of linear layers, or "all-linear" (all but the output layer).
+    Without dropout: log-probs of two passes would differ by more than the policy changed."""
 
     rank: int = Field(16, gt=0)
     alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
@@ -61,13 +62,13 @@ class LoraSettings:
 class PolicyConfig:
     """Architecture of a policy trained from scratch, or the place of pretrained weights.
 
-    `pretrained` (a folder or hub name) overrides the sizes. Embeddings are untied by default: engines
-    that reload weights between steps silently keep stale output weights when they are tied.
-    `gpt2` has learned positions (no more than `max_positions`), no grouped keys (kv_heads equals heads), no dropout.
-    attention: the kernel; roll-outs in PyTorch need sdpa. lora: train adapters, not the weights themselves.
-    trainable_layers: of pretrained weights the top layers that are trained, with the norm behind them and an output layer
-    that is not tied (see `stppo.policy.frozen`); with lora, the layers that adapters are put on. None: all, embeddings too.
-    """
+    `pretrained` (a folder or hub name) overrides the sizes. Embeddings are untied by default: engines that
+    reload weights between steps silently keep stale output weights when they are tied. `gpt2` has learned
+    positions (no more than `max_positions`), no grouped keys (kv_heads equals heads), no dropout. attention:
+    the kernel; roll-outs in PyTorch need sdpa. lora: train adapters, not the weights themselves.
+    trainable_layers: of pretrained weights the top layers that are trained, with the norm behind them and an
+    output layer that is not tied (see `stppo.policy.frozen`); with lora, the layers that adapters are put on.
+    None: all, embeddings too."""
 
     name: str
     family: Literal["qwen2", "llama", "gpt2"] = "qwen2"
@@ -136,9 +137,9 @@ def load_policy(
 ) -> PreTrainedModel:
     """Weights saved by `save_pretrained` (or a hub name): all of them, none besides, every number finite.
 
-    Of a folder nothing is executed: no code of its own, no pickle, no kernel from the hub. Raises FileNotFoundError with
-    the remedy where weights are missing, surplus, gated or damaged, ImportError for a kernel that is not installed.
-    """
+    Of a folder nothing is executed: no code of its own, no pickle, no kernel from the hub. Raises
+    FileNotFoundError with the remedy where weights are missing, surplus, gated or damaged, ImportError for a
+    kernel that is not installed."""
     path = located(path)
     try:
         policy, found = AutoModelForCausalLM.from_pretrained(
@@ -155,7 +156,8 @@ def load_policy(
         return policy
     except ImportError as error:
         raise ImportError(
-            f"policy.attention={attention} cannot be used here ({str(error).splitlines()[0]}); install it (flash-attn "
+            f"policy.attention={attention} cannot be used here ({str(error).splitlines()[0]}); install it "
+            "(flash-attn "
             "for flash_attention_2) or use policy.attention=sdpa"
         ) from error
     except UNREADABLE as error:
@@ -165,17 +167,16 @@ def load_policy(
 def load_shape(path: str | Path, **options: bool) -> PreTrainedConfig:
     """The `config.json` of a policy's folder (or hub name), without what would bring in foreign code.
 
-    Such a file may name code of its own (`auto_map`) or a kernel of the hub (`_attn_implementation`); what attends is
-    policy.attention. Raises OSError or ValueError as transformers does.
-    """
+    Such a file may name code of its own (`auto_map`) or a kernel of the hub (`_attn_implementation`); what
+    attends is policy.attention. Raises OSError or ValueError as transformers does."""
     shape = AutoConfig.from_pretrained(located(path), trust_remote_code=False, **options)
     shape._attn_implementation = None
     return shape
 
 
 def positions_of(policy: PolicyConfig) -> int | None:
-    """How many tokens a policy has positions for; None where pretrained weights are not on this machine yet. No network
-    is used."""
+    """How many tokens a policy has positions for; None where pretrained weights are not on this machine yet.
+    No network is used."""
     if policy.pretrained is None:
         return policy.max_positions
     try:
@@ -185,16 +186,19 @@ def positions_of(policy: PolicyConfig) -> int | None:
 
 
 def check_positions(positions: int | None, max_tokens: int) -> None:
-    """Raise ValueError where a trajectory of `max_tokens` is longer than a policy has positions (None: not known)."""
+    """Raise ValueError where a trajectory of `max_tokens` is longer than a policy has positions (None: not
+    known)."""
     if positions is not None and max_tokens > positions:
         raise ValueError(
-            f"rollout.max_tokens={max_tokens} exceeds the policy's {positions} positions: lower it to {positions}, or take "
+            f"rollout.max_tokens={max_tokens} exceeds the policy's {positions} positions: lower it to "
+            f"{positions}, or take "
             "a policy of more (policy.max_positions, of pretrained weights another policy.pretrained)"
         )
 
 
 def _refuse_parts(policy: PreTrainedModel, found: dict[str, Any]) -> None:
-    """Raise ValueError where some weights were not in the files, or the files hold others, or numbers are not finite."""
+    """Raise ValueError where some weights were not in the files, or the files hold others, or numbers are not
+    finite."""
     problems = {
         "lacks": found["missing_keys"],
         "has shapes that do not fit:": [name for name, *_ in found["mismatched_keys"]],
@@ -214,8 +218,8 @@ def _refuse_parts(policy: PreTrainedModel, found: dict[str, Any]) -> None:
 def load_tokenizer(path: str | Path | None) -> PreTrainedTokenizerBase:
     """The tokenizer that a policy's folder (or hub name) brings: exactly what its `tokenizer.json` says.
 
-    Not by transformers' AutoTokenizer, which replaces the pre-tokenizer of any folder whose model is a Qwen2 by Qwen2's
-    own, and makes up an empty tokenizer where there is none.
+    Not by transformers' AutoTokenizer, which replaces the pre-tokenizer of any folder whose model is a Qwen2
+    by Qwen2's own, and makes up an empty tokenizer where there is none.
 
     Raises FileNotFoundError as `load_policy` does, ValueError where there is no folder to take it from.
     """
@@ -246,7 +250,8 @@ def why(path: str | Path, error: Exception) -> str:
     if not is_hub_name(path):
         return f"({first}); there is no such folder, and the short names are {', '.join(KNOWN)}"
     return (
-        f"({first}); there is no such folder: download the model with `hf download {path} --local-dir FOLDER` (a gated "
+        f"({first}); there is no such folder: download the model with `hf download {path} --local-dir "
+        "FOLDER` (a gated "
         "one after accepting its licence on its page and `hf auth login`) and set policy.pretrained=FOLDER"
     )
 
@@ -256,9 +261,9 @@ def save_policy(
 ) -> None:
     """Weights that `load_policy` reads, and the tokenizer beside them; the policy keeps its own.
 
-    With adapters these are merged and all weights written as float32, whatever the frozen ones are: in half precision
-    small changes would be lost. OSError where they cannot be written, as on a full disk or where a file is in the way.
-    """
+    With adapters these are merged and all weights written as float32, whatever the frozen ones are: in half
+    precision small changes would be lost. OSError where they cannot be written, as on a full disk or where a
+    file is in the way."""
     make_folder(folder)
     try:
         _save_weights(policy, folder)
@@ -272,7 +277,8 @@ def save_policy(
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for weights; FileExistsError where a file is in its place, which transformers would pass over."""
+    """Make a folder for weights; FileExistsError where a file is in its place, which transformers would pass
+    over."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -298,7 +304,8 @@ def check_vocabulary(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """Raise ValueError where the tokenizer has ids that the policy has no embedding for."""
     if len(tokenizer) > policy.config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the policy {policy.config.vocab_size}: policy.pretrained and "
+            f"the tokenizer has {len(tokenizer)} tokens, the policy {policy.config.vocab_size}: "
+            "policy.pretrained and "
             "the world's tokenizer do not belong together"
         )
 
@@ -317,13 +324,15 @@ class Scores:
 
 
 def length_sorted_chunks(lengths: Tensor, n_chunks: int) -> list[Tensor]:
-    """Row indices (B,) sorted by length and cut into about equal chunks, so that little padding is computed."""
+    """Row indices (B,) sorted by length and cut into about equal chunks, so that little padding is
+    computed."""
     order = torch.argsort(lengths, stable=True)
     return list(order.chunk(max(1, min(n_chunks, len(order)))))
 
 
 def rows_within(lengths: list[int], budget: int) -> list[list[int]]:
-    """Rows sorted by length, in groups of at most `budget` padded tokens; a longer row has a group of its own."""
+    """Rows sorted by length, in groups of at most `budget` padded tokens; a longer row has a group of its
+    own."""
     groups: list[list[int]] = [[]]
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         if groups[-1] and (len(groups[-1]) + 1) * lengths[row] > budget:
@@ -335,9 +344,8 @@ def rows_within(lengths: list[int], budget: int) -> list[list[int]]:
 def agent_states(body: nn.Module, batch: Trajectories, n_chunks: int) -> tuple[Tensor, Tensor]:
     """Hidden state from which each agent token was emitted, i.e. at the position before it.
 
-    Returns (states (N, H) on the body's device, flat positions (N,) into B·T on the batch's). Right padding needs no
-    attention mask: causal attention never looks right.
-    """
+    Returns (states (N, H) on the body's device, flat positions (N,) into B·T on the batch's). Right padding
+    needs no attention mask: causal attention never looks right."""
     if is_compiled(body):  # it packs rows, so there is no padding to avoid by chunks
         return states_at(body, batch.tokens, batch.agent_mask)
     width, device = batch.tokens.shape[1], device_of(body)
@@ -378,10 +386,9 @@ def score(
 ) -> Scores:
     """Score the agent tokens of a batch; the output layer runs at agent positions only.
 
-    Scores are in float32 at least and live where the batch does, wherever the policy computes. `n_chunks` splits the
-    rows by length: the result is the same, the padding less. Where the vocabulary is so large that the logits would be
-    what fills memory, they are computed in pieces, and again on the way back.
-    """
+    Scores are in float32 at least and live where the batch does, wherever the policy computes. `n_chunks`
+    splits the rows by length: the result is the same, the padding less. Where the vocabulary is so large that
+    the logits would be what fills memory, they are computed in pieces, and again on the way back."""
     states, positions = agent_states(body_of(policy), batch, n_chunks)
     ids = batch.tokens.reshape(-1)[positions].to(states.device)
     size = max(1, _HEAD_ELEMENTS // policy.config.vocab_size)
@@ -398,7 +405,8 @@ def score(
 def _score_tokens(
     policy: PreTrainedModel, states: Tensor, ids: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of each id (N,), entropy and sum of squares of the distributions that states (N, H) lead to."""
+    """Log-prob of each id (N,), entropy and sum of squares of the distributions that states (N, H) lead
+    to."""
     if is_compiled(body_of(policy)) and policy.config.vocab_size <= MAX_VOCABULARY:
         chosen, entropy, squares = scores_of(head_of(policy), states, ids, temperature)
         return chosen, entropy if entropy_gradient else entropy.detach(), squares

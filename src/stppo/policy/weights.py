@@ -16,7 +16,8 @@ def without_adapters(policy: PreTrainedModel) -> PreTrainedModel:
 
 
 def weights_of(folder: Path | str, policy: PreTrainedModel) -> str:
-    """What tells saved weights apart: twelve hex digits of a hash of a folder's files, the commit of a hub name."""
+    """What tells saved weights apart: twelve hex digits of a hash of a folder's files, the commit of a hub
+    name."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         return f"{folder}@{getattr(policy.config, '_commit_hash', None)}"
@@ -30,9 +31,10 @@ def weights_of(folder: Path | str, policy: PreTrainedModel) -> str:
 def named_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its name in a checkpoint, the output layer's too where it is tied.
 
-    LoRA is merged in float32, in copies made one layer at a time, so that the policy keeps its own to the last bit. Who
-    stores them in half precision, as an engine with such a dtype does, rounds away what is smaller than half a unit in
-    a weight's last place: about 0.2 % of it in bfloat16, more than early updates change.
+    LoRA is merged in float32, in copies made one layer at a time, so that the policy keeps its own to the
+    last bit. Who stores them in half precision, as an engine with such a dtype does, rounds away what is
+    smaller than half a unit in a weight's last place: about 0.2 % of it in bfloat16, more than early updates
+    change.
 
     Raises ValueError for adapters that are no plain LoRA.
     """
@@ -52,7 +54,8 @@ def named_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(layer: torch.nn.Module, kind: str, name: str) -> Tensor:
-    """Weight or bias of a LoRA layer with its active adapters; a merged weight is a copy, in float32 at least."""
+    """Weight or bias of a LoRA layer with its active adapters; a merged weight is a copy, in float32 at
+    least."""
     own = getattr(layer.get_base_layer(), kind).detach()
     adapters = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
     if layer.merged or not adapters:

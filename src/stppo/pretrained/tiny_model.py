@@ -1,4 +1,5 @@
-"""A random language model of Qwen2.5's shape with a tokenizer of its kind: tries a pipeline without any download."""
+"""A random language model of Qwen2.5's shape with a tokenizer of its kind: tries a pipeline without any
+download."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,9 +32,10 @@ def make_tiny_model(
 ) -> int:
     """Write model and tokenizer to `folder` as `save_pretrained` does; returns the number of parameters.
 
-    As in Qwen2.5 up to 3B: byte-level BPE with its splitting rules, chat messages between control tokens, grouped keys,
-    output layer tied to the embeddings, 32,768 positions. Weights are random, so it answers nothing. The tokenizer is
-    trained on `texts`; vocabulary: its size with the control tokens. hidden_size: a multiple of 64, in heads of 32.
+    As in Qwen2.5 up to 3B: byte-level BPE with its splitting rules, chat messages between control tokens,
+    grouped keys, output layer tied to the embeddings, 32,768 positions. Weights are random, so it answers
+    nothing. The tokenizer is trained on `texts`; vocabulary: its size with the control tokens. hidden_size: a
+    multiple of 64, in heads of 32.
 
     ValueError where `texts` are empty, or a size is out of range; OSError where the folder cannot be written.
     """

@@ -49,12 +49,13 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     """One row per regime, algorithm and variant, best final sampled success first.
 
-    Columns: `regime`, `algorithm`, `variant` (the overrides that not all runs of the regime share), `seeds`, and
-    for each of `MEASURES`, `KINDS` and `STATISTICS` over seeds one such as `final_greedy_mean`: success of the
-    warm start; mean of the last tenth of the evaluations; mean height of the curve; highest evaluation. As in
-    `Metrics.summary` a run that ended in a number that is not finite counts as 0 from there to the longest run of
-    its regime. Unfinished runs are left out; `attrs["unfinished"]` names them. ValueError if no run is finished
-    or one is given twice; other errors are those of `find_runs` and `runs.read_run`.
+    Columns: `regime`, `algorithm`, `variant` (the overrides that not all runs of the regime share), `seeds`,
+    and for each of `MEASURES`, `KINDS` and `STATISTICS` over seeds one such as `final_greedy_mean`: success
+    of the warm start; mean of the last tenth of the evaluations; mean height of the curve; highest
+    evaluation. As in `Metrics.summary` a run that ended in a number that is not finite counts as 0 from there
+    to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]` names them.
+    ValueError if no run is finished or one is given twice; other errors are those of `find_runs` and
+    `runs.read_run`.
     """
     found = find_runs(folders)
     unfinished = [folder for folder in found if _is_unfinished(folder)]

@@ -129,7 +129,8 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
 
     Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. Reads everything
-    before it writes anything, so a broken run leaves an earlier collection untouched. sources: as in `together`.
+    before it writes anything, so a broken run leaves an earlier collection untouched. sources: as in
+    `together`.
     """
     metrics, out_dir = together(sources), Path(out_dir).resolve()
     _write_table(metrics.iterations, out_dir / schema.ITERATIONS_FILE)
@@ -145,9 +146,10 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
 def together(sources: Sequence[str | Path]) -> Metrics:
     """Finished runs in memory.
 
-    sources: run folders, and metrics folders that `collect` made before. Runs of one algorithm in other settings
-    are told apart by `told_apart`. A record is that of run.json and, where the run's config.yaml lies beside it,
-    the config's `objective` and `training`. ValueError for no run, and for one that is given twice.
+    sources: run folders, and metrics folders that `collect` made before. Runs of one algorithm in other
+    settings are told apart by `told_apart`. A record is that of run.json and, where the run's config.yaml
+    lies beside it, the config's `objective` and `training`. ValueError for no run, and for one that is given
+    twice.
     """
     if not sources:
         raise ValueError("no runs to collect: give at least one run folder")

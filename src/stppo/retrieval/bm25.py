@@ -26,7 +26,8 @@ _MANIFEST = "manifest.json"
 
 
 def words(text: str) -> list[str]:
-    """Lower-cased words, as indexed and as searched. No stemming and no stop words: idf handles the latter."""
+    """Lower-cased words, as indexed and as searched. No stemming and no stop words: idf handles the
+    latter."""
     return _WORD.findall(text.lower())
 
 
@@ -49,7 +50,8 @@ class BM25Retriever:
     def over(
         cls, documents: Sequence[Document], vocabulary: Mapping[str, int], postings: Postings
     ) -> "BM25Retriever":
-        """A retriever over an index that exists; the documents may be read from disk as they are asked for."""
+        """A retriever over an index that exists; the documents may be read from disk as they are asked
+        for."""
         retriever = cls.__new__(cls)
         retriever.documents = documents
         retriever._use(vocabulary, postings)
@@ -62,8 +64,8 @@ class BM25Retriever:
     def search(self, queries: Sequence[str], top_k: int) -> list[list[tuple[Document, float]]]:
         """Best `top_k` documents with their scores per query, best first, ties in corpus order.
 
-        Only documents that share a word with the query are returned, so a query of unknown words gets an empty list.
-        """
+        Only documents that share a word with the query are returned, so a query of unknown words gets an
+        empty list."""
         if top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {top_k}")
         return [[(self.documents[i], score) for i, score in self._ranked(query, top_k)] for query in queries]

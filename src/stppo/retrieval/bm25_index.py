@@ -1,9 +1,8 @@
 """A BM25 index on disk for millions of passages: built in bounded memory, memory-mapped when searched.
 
-The arrays are in bm25s's own files and hold bm25s's own numbers; bm25s itself would build them in memory, about
-80 bytes for each word of the corpus. Beside them lie the vocabulary in sorted order and each document's place in the
-corpus, so that nothing of the corpus's size is read at start.
-"""
+The arrays are in bm25s's own files and hold bm25s's own numbers; bm25s itself would build them in memory,
+about 80 bytes for each word of the corpus. Beside them lie the vocabulary in sorted order and each document's
+place in the corpus, so that nothing of the corpus's size is read at start."""
 
 import json
 import mmap
@@ -64,7 +63,8 @@ class Vocabulary:
 
 
 def open_bm25(folder: str | Path, corpus: str | Path | None = None) -> BM25Retriever:
-    """A retriever over an index of `build_bm25`: arrays, vocabulary and documents stay on disk until they are used.
+    """A retriever over an index of `build_bm25`: arrays, vocabulary and documents stay on disk until they are
+    used.
 
     corpus: where the corpus is now, if it moved. Errors as in `read_manifest` and `open_corpus`.
     """
@@ -85,12 +85,12 @@ def build_bm25(
 ) -> dict[str, Any]:
     """Index a Search-R1 corpus into the folder `out`; returns its manifest.
 
-    In memory at once: the vocabulary (about 150 bytes a word form), 12 bytes a document, and one block of words or
-    range of postings (about 40 bytes each). On disk beside `out` while it works: 8 bytes a posting (a word of a
-    document, counted once); in `out` at the end as much again.
+    In memory at once: the vocabulary (about 150 bytes a word form), 12 bytes a document, and one block of
+    words or range of postings (about 40 bytes each). On disk beside `out` while it works: 8 bytes a posting
+    (a word of a document, counted once); in `out` at the end as much again.
 
-    Errors as in `read_corpus`; FileExistsError where `out` is there already; nothing is left of a failed build.
-    """
+    Errors as in `read_corpus`; FileExistsError where `out` is there already; nothing is left of a failed
+    build."""
     model = bm25s.BM25(method="lucene")
     with new_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         blocks = _Blocks(Path(scratch))
@@ -175,7 +175,8 @@ class _Blocks:
 def _write_postings(
     model: bm25s.BM25, blocks: _Blocks, n_words: int, folder: Path, postings_per_range: int, progress: bool
 ) -> int:
-    """Merge the blocks term range by term range into bm25s's arrays of scores; returns the number of postings."""
+    """Merge the blocks term range by term range into bm25s's arrays of scores; returns the number of
+    postings."""
     frequencies = np.zeros(n_words, np.int64)
     for (
         terms,

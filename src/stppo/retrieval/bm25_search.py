@@ -12,7 +12,8 @@ FEW_DOCUMENTS = 50_000  # up to here adding up all scores is faster than leaving
 
 @dataclass(frozen=True, eq=False)
 class Postings:
-    """A bm25s index as arrays: term t scores `data[indptr[t]:indptr[t+1]]` in the documents `indices[...]`, ascending.
+    """A bm25s index as arrays: term t scores `data[indptr[t]:indptr[t+1]]` in the documents `indices[...]`,
+    ascending.
 
     data: (postings,) float32, positive; indices: (postings,) int32; indptr: (terms + 1,) int64.
     maxima: (terms,) float32, the largest score of each term.
@@ -26,7 +27,8 @@ class Postings:
 
     @classmethod
     def of(cls, index: bm25s.BM25, maxima: np.ndarray | None = None) -> "Postings":
-        """The arrays of a bm25s index, still memory-mapped where they are; every term must occur somewhere."""
+        """The arrays of a bm25s index, still memory-mapped where they are; every term must occur
+        somewhere."""
         names = ("data", "indices", "indptr")
         data, indices, indptr = (np.asarray(index.scores[name]) for name in names)
         if maxima is None:
@@ -38,11 +40,11 @@ class Postings:
 
 
 def best_documents(postings: Postings, terms: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k documents with the largest sum of their terms' scores, best first, ties by number; fewer if fewer match.
+    """The k documents with the largest sum of their terms' scores, best first, ties by number; fewer if fewer
+    match.
 
-    terms: of the query, in its order, repeated as there. Returns document numbers and float32 scores, which are
-    bit for bit those of `bm25s.BM25.get_scores_from_ids`.
-    """
+    terms: of the query, in its order, repeated as there. Returns document numbers and float32 scores, which
+    are bit for bit those of `bm25s.BM25.get_scores_from_ids`."""
     if postings.n_documents <= FEW_DOCUMENTS:
         scores = np.zeros(postings.n_documents, np.float32)
         for term in terms:
@@ -63,10 +65,9 @@ def best_documents(postings: Postings, terms: Sequence[int], k: int) -> tuple[np
 def _candidates(postings: Postings, terms: Sequence[int], k: int) -> np.ndarray:
     """Numbers, ascending, of few documents with the best k among them.
 
-    MaxScore (Turtle and Flood 1995): terms are taken by their largest score. Once k documents have more than all
-    terms left could give together, no new document can enter, and the postings of the terms left, which are the
-    long ones, are only looked up for the documents already found.
-    """
+    MaxScore (Turtle and Flood 1995): terms are taken by their largest score. Once k documents have more than
+    all terms left could give together, no new document can enter, and the postings of the terms left, which
+    are the long ones, are only looked up for the documents already found."""
     counts = Counter(terms)
     order = sorted(counts, key=lambda term: -counts[term] * float(postings.maxima[term]))
     bounds = [counts[term] * float(postings.maxima[term]) for term in order]

@@ -51,10 +51,11 @@ class RetrievalClient:
 
     url: of the server's /retrieve. Proxies of the environment are not used for this machine's own addresses.
     timeout: seconds for one attempt, from the connection to the reply's last byte.
-    attempts: before RetrievalUnavailable; between them pauses drawn uniformly from 0 to `first_pause` seconds,
-        the upper end doubling up to `longest_pause`: with the defaults two minutes of waiting at most, one on average.
-    queries_per_request, query_characters: more queries are sent in several requests, longer ones are cut, since a
-        server refuses what is too large.
+    attempts: before RetrievalUnavailable; between them pauses drawn uniformly from 0 to `first_pause`
+        seconds, the upper end doubling up to `longest_pause`: with the defaults two minutes of waiting at
+        most, one on average.
+    queries_per_request, query_characters: more queries are sent in several requests, longer ones are cut,
+        since a server refuses what is too large.
     cached_queries: answers kept, the longest unused forgotten first.
 
     ValueError names a field that is wrong.
@@ -124,7 +125,8 @@ class RetrievalClient:
         except _Transient as error:
             raise RetrievalUnavailable(
                 f"retrieval server {self.url}: no usable answer in {self.attempts} attempts and "
-                f"{time.monotonic() - began:.0f} s, at last {error}; start it with `stppo retriever serve`, or set "
+                f"{time.monotonic() - began:.0f} s, at last {error}; start it with `stppo retriever serve`, "
+                "or set "
                 "world.retriever.url to where it runs"
             ) from error
 
@@ -160,7 +162,8 @@ class RetrievalClient:
             raise _Transient(f"HTTP {status} {_told(content)}")
         if status != 200:
             raise RetrievalUnavailable(
-                f"retrieval server {self.url} refuses the request: HTTP {status} {_told(content)}; is the path of "
+                f"retrieval server {self.url} refuses the request: HTTP {status} {_told(content)}; is the "
+                "path of "
                 f"url right, and does the server allow {len(queries)} queries and topk={top_k}?"
             )
         try:
@@ -201,8 +204,8 @@ _current = threading.local()  # `deadline`: of the request that this thread wait
 
 
 class _Deadline:
-    """Ends a request when its time is over, wherever it stands: a time-out of requests is one of each single read, which a
-    server that sends a byte now and then never reaches."""
+    """Ends a request when its time is over, wherever it stands: a time-out of requests is one of each single
+    read, which a server that sends a byte now and then never reaches."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._over = seconds, threading.Event()
@@ -308,7 +311,8 @@ def parse_reply(reply: Any, n_queries: int, top_k: int) -> list[Ranking]:
 
 
 def _scored_document(item: Any) -> tuple[Document, float] | None:
-    """Document and score, NaN where the server gives none (a web search has none); None for a blank document."""
+    """Document and score, NaN where the server gives none (a web search has none); None for a blank
+    document."""
     if not isinstance(item, dict):
         raise ValueError(f"a document is a {type(item).__name__}")
     document, score = (item["document"], item.get("score")) if "document" in item else (item, None)

@@ -1,4 +1,5 @@
-"""Dense retrieval: a Hugging Face encoder with mean pooling, as E5 (Wang et al. 2022), and a FAISS index on disk."""
+"""Dense retrieval: a Hugging Face encoder with mean pooling, as E5 (Wang et al. 2022), and a FAISS index on
+disk."""
 
 import json
 import os
@@ -30,7 +31,8 @@ _SORTED_TOGETHER = 64  # batches whose texts are sorted by length, so that littl
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """Texts to unit vectors: last hidden states, averaged over the tokens that are no padding, divided by their norm.
+    """Texts to unit vectors: last hidden states, averaged over the tokens that are no padding, divided by
+    their norm.
 
     model: a Hugging Face name or a folder of `save_pretrained`, with its tokenizer.
     query_prefix, passage_prefix: what the model was trained with; E5's by default, empty for others.
@@ -76,8 +78,10 @@ class Encoder:
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ValueError(
-                f"model {self.model} cannot be loaded on {device} ({reason}); give a folder of save_pretrained or "
-                "a Hugging Face name (`hf download NAME`; after `hf auth login` where its licence must be accepted)"
+                f"model {self.model} cannot be loaded on {device} ({reason}); give a folder of "
+                "save_pretrained or "
+                "a Hugging Face name (`hf download NAME`; after `hf auth login` where its licence must be "
+                "accepted)"
             ) from error
         return torch, tokenizer, network
 
@@ -140,7 +144,8 @@ class DenseRetriever:
 def open_dense(
     folder: str | Path, corpus: str | Path | None = None, device: str = "auto", batch_size: int = 64
 ) -> DenseRetriever:
-    """A retriever over an index of `build_dense`; flat vectors are memory-mapped, an HNSW graph is read into memory.
+    """A retriever over an index of `build_dense`; flat vectors are memory-mapped, an HNSW graph is read into
+    memory.
 
     corpus: where the corpus is now, if it moved. Errors as in `read_manifest`, `open_corpus` and `Encoder`.
     """
@@ -153,7 +158,8 @@ def open_dense(
         index.hnsw.efSearch = _EF_SEARCH
     if index.d != encoder.size or index.ntotal != len(documents):
         raise ValueError(
-            f"{folder}: {index.ntotal} vectors of size {index.d}, but {encoder.model} gives size {encoder.size} and "
+            f"{folder}: {index.ntotal} vectors of size {index.d}, but {encoder.model} gives size "
+            f"{encoder.size} and "
             f"the corpus has {len(documents)} documents; index it again"
         )
     return DenseRetriever(documents, encoder, index)
@@ -169,8 +175,8 @@ def build_dense(
 ) -> dict[str, Any]:
     """Encode a Search-R1 corpus into the folder `out`; returns its manifest.
 
-    kind: "flat" or "hnsw". Memory and disk: 4 bytes × documents × vector size (HNSW: 256 bytes a document more).
-    Vectors already computed are kept in `OUT.partial`, so an interrupted run goes on where it was.
+    kind: "flat" or "hnsw". Memory and disk: 4 bytes × documents × vector size (HNSW: 256 bytes a document
+    more). Vectors already computed are kept in `OUT.partial`, so an interrupted run goes on where it was.
 
     Errors as in `read_corpus` and `Encoder`; FileExistsError where `out` is there already.
     """

@@ -35,7 +35,8 @@ class Retriever(Protocol):
 
 
 def _objects(path: str | Path) -> Iterator[tuple[int, int, dict]]:
-    """(line number from 1, byte offset, object) of each line that is not blank; ValueError names file and line."""
+    """(line number from 1, byte offset, object) of each line that is not blank; ValueError names file and
+    line."""
     offset = 0
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -63,9 +64,8 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
 def parse_document(record: dict, untitled: str = "error") -> Document:
     """A corpus entry {"id", "contents"}, contents = title (quoted or not), newline, text.
 
-    untitled: "error" refuses contents without a title; "first_words" takes the passage's first words as its title.
-    ValueError says what is wrong.
-    """
+    untitled: "error" refuses contents without a title; "first_words" takes the passage's first words as its
+    title. ValueError says what is wrong."""
     contents = record.get("contents")
     if "id" not in record or not isinstance(contents, str) or not contents.strip():
         raise ValueError('needs "id" and a text "contents" (quoted title, newline, text)')
@@ -100,9 +100,8 @@ def scan_corpus(path: str | Path, untitled: str = "error") -> Iterator[tuple[int
 def read_corpus(path: str | Path, untitled: str = "error") -> list[Document]:
     """Documents of a Search-R1 corpus: JSONL of {"id", "contents"}, contents = quoted title, newline, text.
 
-    untitled: as in `parse_document`. FileNotFoundError where there is no such file; ValueError names file and line
-    of a malformed entry, or the file where it holds no document.
-    """
+    untitled: as in `parse_document`. FileNotFoundError where there is no such file; ValueError names file and
+    line of a malformed entry, or the file where it holds no document."""
     return [document for _, document in scan_corpus(path, untitled)]
 
 

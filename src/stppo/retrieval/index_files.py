@@ -1,4 +1,5 @@
-"""What the folders of all retrieval indexes share: written whole or not at all, with a manifest, bound to a corpus."""
+"""What the folders of all retrieval indexes share: written whole or not at all, with a manifest, bound to a
+corpus."""
 
 import hashlib
 import json
@@ -21,9 +22,8 @@ _SAMPLES, _SAMPLE_BYTES = 64, 65_536
 def fingerprint(path: str | Path) -> str:
     """SHA-256 of a file's size and of 64 blocks of 64 KiB spread over it: all of it up to 4 MiB.
 
-    Reading an index of many gigabytes at each start would take minutes; a truncated file is always found, another
-    file nearly always, a single changed byte in a large one mostly not.
-    """
+    Reading an index of many gigabytes at each start would take minutes; a truncated file is always found,
+    another file nearly always, a single changed byte in a large one mostly not."""
     size = os.path.getsize(path)
     digest = hashlib.sha256(str(size).encode())
     blocks = -(-size // _SAMPLE_BYTES)
@@ -52,7 +52,8 @@ def new_folder(out: str | Path) -> Iterator[Path]:
 
 
 def write_manifest(folder: Path, corpus: str | Path, offsets: np.ndarray, **facts: Any) -> dict[str, Any]:
-    """Where each document begins, and the manifest: the corpus, the facts, fingerprints of the folder's files."""
+    """Where each document begins, and the manifest: the corpus, the facts, fingerprints of the folder's
+    files."""
     np.save(folder / OFFSETS, offsets)
     manifest = {
         **facts,
@@ -66,7 +67,8 @@ def write_manifest(folder: Path, corpus: str | Path, offsets: np.ndarray, **fact
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """FileNotFoundError where the folder holds no index, ValueError where a file of it is not what was written."""
+    """FileNotFoundError where the folder holds no index, ValueError where a file of it is not what was
+    written."""
     folder = Path(folder)
     again = "remove the folder and run `stppo retriever index` again"
     try:

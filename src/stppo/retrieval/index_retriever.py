@@ -14,7 +14,8 @@ from stppo.retrieval.index_files import read_manifest
 
 @dataclass(frozen=True, eq=False)
 class IndexRetriever:
-    """Search in an index on disk, as a config names it: building it reads nothing, the first search opens the files.
+    """Search in an index on disk, as a config names it: building it reads nothing, the first search opens the
+    files.
 
     index: folder of `stppo retriever index`, BM25 or dense.
     corpus: where its corpus is now, if it moved.

@@ -29,15 +29,15 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server takes; more is refused with a message (HTTP 413 for the body, 422 for a field, 503 when busy).
+    """What the server takes; more is refused with a message (HTTP 413 for the body, 422 for a field, 503 when
+    busy).
 
     queries, query_characters, topk, body_bytes: of one request. documents: its queries times topk.
-    batch_queries: searched at once, from as many requests as wait; a larger request takes several turns, and stops with
-    the turn in which its time is over or its client has gone.
-    waiting_queries: over all requests, before new ones are sent away; where none waits, a request of any size may.
-    seconds: for a request, from its arrival (HTTP 408 for a body that does not come, 503 for a search); a connection
-    whose request does not come is closed.
-    """
+    batch_queries: searched at once, from as many requests as wait; a larger request takes several turns, and
+    stops with the turn in which its time is over or its client has gone. waiting_queries: over all requests,
+    before new ones are sent away; where none waits, a request of any size may. seconds: for a request, from
+    its arrival (HTTP 408 for a body that does not come, 503 for a search); a connection whose request does
+    not come is closed."""
 
     queries: int = 4096
     query_characters: int = 8192
@@ -148,9 +148,9 @@ def create_app(
 ) -> FastAPI:
     """The service. `about` is shown by GET /health (e.g. kind of index and number of documents).
 
-    hosts: the names by which it may be asked, None for any; `LOCAL_NAMES` for a service of this machine alone, which a
-    web page could else reach through a name of its own that leads here. Requests of web pages are refused in any case.
-    """
+    hosts: the names by which it may be asked, None for any; `LOCAL_NAMES` for a service of this machine
+    alone, which a web page could else reach through a name of its own that leads here. Requests of web pages
+    are refused in any case."""
     limits = limits or Limits()
     batcher = Batcher(retriever, limits)
 
@@ -311,7 +311,8 @@ def _checked(body: bytes, limits: Limits, default_topk: int) -> tuple[list[str],
         raise refuse(f"topk: must be a whole number from 1 to {limits.topk}, got {str(top_k)[:50]}")
     if len(queries) * top_k > limits.documents:
         raise refuse(
-            f"queries times topk: {len(queries) * top_k} documents in one request, allowed are {limits.documents}"
+            f"queries times topk: {len(queries) * top_k} documents in one request, allowed are "
+            f"{limits.documents}"
         )
     scored = asked.get("return_scores", False)
     if not isinstance(scored, bool):

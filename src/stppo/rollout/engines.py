@@ -1,6 +1,7 @@
 """Which engine samples: the one place that knows them all."""
 
-from hydra.utils import get_class
+from importlib import import_module
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.policy.policy import check_positions
@@ -20,8 +21,9 @@ def make_rollout(
     """The sampler that `config.engine` names; an engine with weights of its own is started for this policy.
 
     score_tokens: most padded tokens that are scored at once, where the trainer scores what an engine sampled.
-    ValueError where the policy has too few positions, which the settings cannot see of weights that come from the hub.
-    """
+    ValueError where the policy has too few positions, which the settings cannot see of weights that come from
+    the hub."""
     shape = without_adapters(policy).config
     check_positions(getattr(shape, "max_position_embeddings", None), config.max_tokens)
-    return get_class(ENGINES[config.engine]).start(environment, tokenizer, config, policy, score_tokens)
+    module, _, name = ENGINES[config.engine].rpartition(".")
+    return getattr(import_module(module), name).start(environment, tokenizer, config, policy, score_tokens)

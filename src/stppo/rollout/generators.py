@@ -10,7 +10,8 @@ import torch
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Afterwards the global generators of Python, NumPy and PyTorch, a GPU's too, stand where they stood before."""
+    """Afterwards the global generators of Python, NumPy and PyTorch, a GPU's too, stand where they stood
+    before."""
     python, numpy = random.getstate(), np.random.get_state()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     try:

@@ -20,10 +20,9 @@ _ROWS_SCORED = 16  # at once, where no budget is given
 def mismatch(trainer: Tensor, batch: Trajectories, engine: Tensor) -> dict[str, float]:
     """How far log-probs (B, T) in nats of trainer and engine lie apart; only agent tokens are read.
 
-    mismatch_mean, mismatch_max: of the absolute difference over tokens. mismatch_kl: KL(engine || trainer) by the
-    estimator k3 = r - 1 - log r with r = pi_trainer / pi_engine. mismatch_effective_sample_size: of the
-    trajectories' product ratios, as share of the batch.
-    """
+    mismatch_mean, mismatch_max: of the absolute difference over tokens. mismatch_kl: KL(engine || trainer) by
+    the estimator k3 = r - 1 - log r with r = pi_trainer / pi_engine. mismatch_effective_sample_size: of the
+    trajectories' product ratios, as share of the batch."""
     layout = batch.layout
     log_ratio = (layout.gather(trainer) - layout.gather(engine)).double()
     log_weights = layout.row_sum(log_ratio)
@@ -66,8 +65,8 @@ def trainer_logprobs(
 
 @torch.no_grad()
 def scored_anew(policy: PreTrainedModel, rollout: Rollout, temperature: float, budget: int | None) -> Rollout:
-    """The roll-out with the trainer's log-probs as the behaviour policy's; its metrics tell how far the sampled ones were
-    from them, and how long scoring took. budget: as in `trainer_logprobs`."""
+    """The roll-out with the trainer's log-probs as the behaviour policy's; its metrics tell how far the
+    sampled ones were from them, and how long scoring took. budget: as in `trainer_logprobs`."""
     began, batch = time.perf_counter(), rollout.trajectories
     trainer = trainer_logprobs(policy, batch, temperature, budget)
     found = mismatch(trainer, batch, batch.behaviour_logprobs)

@@ -1,4 +1,5 @@
-"""What every roll-out engine shares: its settings, where a turn ends, and the board trajectories are played on.
+"""What every roll-out engine shares: its settings, where a turn ends, and the buffer trajectories are played
+on.
 
 An engine (PyTorch, vLLM) only has to emit the tokens of one turn; prompts, observations, limits and rewards
 are handled here, once.
@@ -60,19 +61,19 @@ class VLLMRolloutConfig:
 
     temperature, max_tokens: as in PyTorch.
     max_num_seqs: trajectories that are decoded at once; the others wait.
-    dtype: the engine computes in; "policy" takes what the policy computes in. In half precision an engine rounds the
-    weights that it is handed, and small changes by adapters away.
+    dtype: the engine computes in; "policy" takes what the policy computes in. In half precision an engine
+    rounds the weights that it is handed, and small changes by adapters away.
     gpu_memory_utilization: share of the GPU's memory for the engine (weights and KV cache). On a CPU the KV
     cache holds `max_num_seqs` whole trajectories instead.
     sleep_level: what the engine hands back between roll-outs: 0 nothing, 1 the KV cache (weights move to host
     memory), 2 both. Without effect on a CPU.
     enforce_eager: no CUDA graphs: slower decoding, quicker start, less memory.
-    sync_tolerance: largest mean |log-prob difference| (nats) to the trainer after a hand-over of weights; null takes
-    `vllm_engine.SYNC_TOLERANCE` of the coarser of both dtypes.
-    behaviour_logprobs: whose log-probs are recorded as the behaviour policy's: "trainer" scores the trajectories
-    again, so that ratios start at 1; "engine" takes what vLLM sampled from.
-    importance_correction: "truncated" multiplies each token's term by min(pi_trainer / pi_engine, importance_cap).
-    """
+    sync_tolerance: largest mean |log-prob difference| (nats) to the trainer after a hand-over of weights;
+    null takes `vllm_engine.SYNC_TOLERANCE` of the coarser of both dtypes.
+    behaviour_logprobs: whose log-probs are recorded as the behaviour policy's: "trainer" scores the
+    trajectories again, so that ratios start at 1; "engine" takes what vLLM sampled from.
+    importance_correction: "truncated" multiplies each token's term by min(pi_trainer / pi_engine,
+    importance_cap)."""
 
     engine: Literal["vllm"] = "vllm"
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
@@ -90,13 +91,15 @@ class VLLMRolloutConfig:
     def __post_init__(self) -> None:
         if self.importance_correction == "truncated" and self.behaviour_logprobs == "engine":
             raise ValueError(
-                "rollout.importance_correction=truncated needs behaviour_logprobs=trainer: with the engine's log-probs "
+                "rollout.importance_correction=truncated needs behaviour_logprobs=trainer: with the "
+                "engine's log-probs "
                 "the ratio itself holds the difference"
             )
 
 
 def at_temperature_one(config: RolloutConfig | VLLMRolloutConfig) -> RolloutConfig | VLLMRolloutConfig:
-    """The same settings for evaluation, which is always at temperature 1 (or greedy) and trains on nothing."""
+    """The same settings for evaluation, which is always at temperature 1 (or greedy) and trains on
+    nothing."""
     changes: dict = {"temperature": 1.0}
     if config.engine == "vllm":
         changes |= {"behaviour_logprobs": "engine", "importance_correction": "none"}
@@ -104,10 +107,10 @@ def at_temperature_one(config: RolloutConfig | VLLMRolloutConfig) -> RolloutConf
 
 
 class TurnEnd:
-    """Tells which lanes have just closed a turn: a closing tag was completed, or an end token came.
+    """Tells which slots have just closed a turn: a closing tag was completed, or an end token came.
 
-    Works for any tokenizer: only where a token's text could end a tag that began before it are several decoded.
-    """
+    Works for any tokenizer: only where a token's text could end a tag that began before it are several
+    decoded."""
 
     def __init__(self, encoder: DialogueEncoder) -> None:
         self.tokenizer, self.closing_tags = encoder.tokenizer, encoder.protocol.stop_strings
@@ -119,11 +122,11 @@ class TurnEnd:
         self.ends[list(self.end_ids)] = True
         self.tail = max(len(tag) for tag in self.closing_tags)
 
-    def __call__(self, tokens: Tensor, recent: Tensor, open_lanes: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, recent: Tensor, open_slots: Tensor) -> Tensor:
         """tokens (n,) just sampled, recent (n, m) tokens of this turn so far; returns closed (n,) bool."""
         closed = self._of(tokens, self.ends)
-        for lane in (self._of(tokens, self.candidate) & open_lanes).nonzero().flatten().tolist():
-            closed[lane] |= self._has_tag(recent[lane])
+        for slot in (self._of(tokens, self.candidate) & open_slots).nonzero().flatten().tolist():
+            closed[slot] |= self._has_tag(recent[slot])
         return closed
 
     def first(self, turn: list[int]) -> int | None:
@@ -149,9 +152,9 @@ class TurnEnd:
 class Sampler(ABC):
     """Plays questions with a policy in an environment: `collect`.
 
-    keeps_states: whether `collect` also gives the states of the policy's frozen layers (`Trajectories.below`), where it has
-    some and the engine computes them; who trains on a roll-out asks for them.
-    """
+    keeps_states: whether `collect` also gives the states of the policy's frozen layers
+    (`Trajectories.below`), where it has some and the engine computes them; who trains on a roll-out asks for
+    them."""
 
     keeps_states = False
 
@@ -210,13 +213,12 @@ class Sampler(ABC):
         """Give back what an engine holds; the sampler cannot be used afterwards."""
 
 
-class Board:
-    """Trajectories while they are played, one lane (row) each, on the CPU.
+class RolloutBuffer:
+    """Trajectories while they are played, one slot (row) each, on the CPU.
 
-    tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths: (n,); episodes: n; below: (n, max_tokens, H)
-    states of frozen layers, or None. Raises ValueError where the room is too
-    small for the longest prompt and a turn.
-    """
+    tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths: (n,); episodes: n; below: (n,
+    max_tokens, H) states of frozen layers, or None. Raises ValueError where the room is too small for the
+    longest prompt and a turn."""
 
     def __init__(self, sampler: Sampler, questions: list[Question]) -> None:
         self.sampler, n, limit = sampler, len(questions), sampler.config.max_tokens
@@ -235,52 +237,52 @@ class Board:
         self.logprobs = torch.zeros(n, limit)
         self.below: Tensor | None = None
         self.lengths = torch.tensor([len(prompt) for prompt in prompts])
-        for lane, prompt in enumerate(prompts):
-            self.tokens[lane, : len(prompt)] = torch.tensor(prompt)
+        for slot, prompt in enumerate(prompts):
+            self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
 
-    def emit(self, lanes: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        """Append one agent token (n,) to each of the lanes (n,)."""
-        columns = self.lengths[lanes]
-        self.tokens[lanes, columns] = tokens
-        self.logprobs[lanes, columns] = logprobs
-        self.agent_mask[lanes, columns] = True
-        self.lengths[lanes] += 1
+    def emit(self, slots: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        """Append one agent token (n,) to each of the slots (n,)."""
+        columns = self.lengths[slots]
+        self.tokens[slots, columns] = tokens
+        self.logprobs[slots, columns] = logprobs
+        self.agent_mask[slots, columns] = True
+        self.lengths[slots] += 1
 
-    def emit_turn(self, lane: int, tokens: Tensor, logprobs: Tensor) -> None:
-        """Append a whole turn (m,) to one lane."""
-        begin, end = int(self.lengths[lane]), int(self.lengths[lane]) + len(tokens)
-        self.tokens[lane, begin:end], self.logprobs[lane, begin:end] = tokens, logprobs
-        self.agent_mask[lane, begin:end] = True
-        self.lengths[lane] = end
+    def emit_turn(self, slot: int, tokens: Tensor, logprobs: Tensor) -> None:
+        """Append a whole turn (m,) to one slot."""
+        begin, end = int(self.lengths[slot]), int(self.lengths[slot]) + len(tokens)
+        self.tokens[slot, begin:end], self.logprobs[slot, begin:end] = tokens, logprobs
+        self.agent_mask[slot, begin:end] = True
+        self.lengths[slot] = end
 
-    def environment_turn(self, lanes: Tensor, start: Tensor) -> Tensor:
-        """Let the environment answer the turns that began at `start` (n,) in `lanes` (n,).
+    def environment_turn(self, slots: Tensor, start: Tensor) -> Tensor:
+        """Let the environment answer the turns that began at `start` (n,) in `slots` (n,).
 
-        Returns which of `lanes` go on, as indices into it.
+        Returns which of `slots` go on, as indices into it.
         """
         environment, encoder = self.sampler.environment, self.sampler.encoder
         stops = environment.protocol.stop_strings
-        ids = lanes.tolist()
+        ids = slots.tolist()
         turns = [
-            self.tokens[lane, begin : self.lengths[lane]]
-            for lane, begin in zip(ids, start.tolist(), strict=True)
+            self.tokens[slot, begin : self.lengths[slot]]
+            for slot, begin in zip(ids, start.tolist(), strict=True)
         ]
-        for lane, begin, turn in zip(ids, start.tolist(), turns, strict=True):
+        for slot, begin, turn in zip(ids, start.tolist(), turns, strict=True):
             ends = encoder.sentence_ends(turn.tolist())
-            self.sentence_ends[lane, begin : begin + len(ends)] = torch.tensor(ends)
+            self.sentence_ends[slot, begin : begin + len(ends)] = torch.tensor(ends)
         texts = [through_first(encoder.turn(turn), stops) for turn in turns]
-        observations = environment.step([self.episodes[lane] for lane in ids], texts)
+        observations = environment.step([self.episodes[slot] for slot in ids], texts)
         encoded = iter(encoder.observations([text for text in observations if text is not None]))
         keep = []
-        for row, (lane, observation) in enumerate(zip(ids, observations, strict=True)):
+        for row, (slot, observation) in enumerate(zip(ids, observations, strict=True)):
             if observation is None:
                 continue
             observed = next(encoded)
-            begin, end = int(self.lengths[lane]), int(self.lengths[lane]) + len(observed)
+            begin, end = int(self.lengths[slot]), int(self.lengths[slot]) + len(observed)
             if end + self.max_turn > self.tokens.shape[1]:
                 continue  # out of room: the trajectory ends unanswered, with no reward
-            self.tokens[lane, begin:end] = torch.tensor(observed)
-            self.lengths[lane] = end
+            self.tokens[slot, begin:end] = torch.tensor(observed)
+            self.lengths[slot] = end
             keep.append(row)
         return torch.tensor(keep, dtype=torch.long)
 
@@ -304,7 +306,7 @@ class Board:
 
 
 def through_first(text: str, stops: tuple[str, ...]) -> str:
-    """The text up to the end of the first stop string: what shares a token with a closing tag and follows it was
-    sampled, and stays in the token ids, but is no part of the action."""
+    """The text up to the end of the first stop string: what shares a token with a closing tag and follows it
+    was sampled, and stays in the token ids, but is no part of the action."""
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     return text[: min(ends)] if ends else text

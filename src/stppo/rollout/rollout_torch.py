@@ -1,21 +1,20 @@
 """Multi-turn roll-out in PyTorch: one KV cache lives through all turns of a trajectory.
 
-Each round prefills what the environment said (never regenerated) and decodes one turn for every
-unfinished trajectory. Position ids count real tokens only. That makes the recorded log-probs equal to a later scoring
-pass. A trajectory whose turn is closed is not computed until the next round, one that is done leaves for good; random
-numbers are drawn for every trajectory of a round until its last turn is closed, so a sample does not hang on what else
-is computed.
-"""
+Each round prefills what the environment said (never regenerated) and decodes one turn for every unfinished
+trajectory. Position ids count real tokens only. That makes the recorded log-probs equal to a later scoring
+pass. A trajectory whose turn is closed is not computed until the next round, one that is done leaves for
+good; random numbers are drawn for every trajectory of a round until its last turn is closed, so a sample does
+not hang on what else is computed."""
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from stppo.policy.compiled import CompiledLanes, is_compiled
+from stppo.policy.compiled import CompiledKVCache, is_compiled
 from stppo.policy.compute import body_of, computing, logits_of
-from stppo.rollout.lanes import Lanes
-from stppo.rollout.rollout import Board, Rollout, Sampler
+from stppo.rollout.kv_cache import KVCache
+from stppo.rollout.rollout import Rollout, RolloutBuffer, Sampler
 from stppo.trajectories import Trajectories
 from stppo.world.protocol import Question
 
@@ -42,62 +41,62 @@ class TorchRollout(Sampler):
         parts, episodes = [], []
         for start in range(0, len(questions), self.config.batch_size):
             some = slice(start, start + self.config.batch_size)
-            board = Board(self, questions[some])
+            buffer = RolloutBuffer(self, questions[some])
             with computing(body_of(policy)):  # around all steps: weights are rounded to bfloat16 once
-                self._play(board, policy, generator, greedy, forced[some])
-            parts.append(board.finish(group_ids[some], policy_updates))
-            episodes += board.episodes
+                self._play(buffer, policy, generator, greedy, forced[some])
+            parts.append(buffer.finish(group_ids[some], policy_updates))
+            episodes += buffer.episodes
         return Rollout(Trajectories.cat(parts), episodes)
 
     def _play(
         self,
-        board: Board,
+        buffer: RolloutBuffer,
         policy: PreTrainedModel,
         generator: torch.Generator,
         greedy: bool,
         forced: list[list[int]],
     ) -> None:
-        # -1 where a lane has no forced token (left): always in the last column.
+        # -1 where a slot has no forced token (left): always in the last column.
         forced = pad_sequence([torch.tensor([*ids, -1]) for ids in forced], True, -1)
         emitted = torch.zeros(len(forced), dtype=torch.long)
-        lanes = torch.arange(len(forced))
-        fed = torch.zeros(len(forced), dtype=torch.long)  # tokens of each lane that the cache holds
-        cache = _LaneCache(policy, *board.tokens.shape, self.keeps_states)
-        while len(lanes):
-            pending = [board.tokens[lane, fed[lane] : board.lengths[lane]] for lane in lanes.tolist()]
+        slots = torch.arange(len(forced))
+        fed = torch.zeros(len(forced), dtype=torch.long)  # tokens of each slot that the cache holds
+        cache = _KVCache(policy, *buffer.tokens.shape, self.keeps_states)
+        while len(slots):
+            pending = [buffer.tokens[slot, fed[slot] : buffer.lengths[slot]] for slot in slots.tolist()]
             chunk = pad_sequence(pending, batch_first=True)
             chunk_mask = torch.arange(chunk.shape[1]) < torch.tensor([len(p) for p in pending])[:, None]
-            fed_rows = torch.arange(len(lanes))  # of the lanes that are computed
-            logits = cache.feed(lanes, chunk, chunk_mask)
-            open_lanes = torch.ones(len(lanes), dtype=torch.bool)
-            start = board.lengths[lanes]
-            turn = torch.zeros(len(lanes), 0, dtype=torch.long)
-            for step in range(board.max_turn):
-                given = forced[lanes, emitted[lanes].clamp(max=forced.shape[1] - 1)]
+            fed_rows = torch.arange(len(slots))  # of the slots that are computed
+            logits = cache.feed(slots, chunk, chunk_mask)
+            open_slots = torch.ones(len(slots), dtype=torch.bool)
+            start = buffer.lengths[slots]
+            turn = torch.zeros(len(slots), 0, dtype=torch.long)
+            for step in range(buffer.max_turn):
+                given = forced[slots, emitted[slots].clamp(max=forced.shape[1] - 1)]
                 sampled, logprob = self._sample(logits, fed_rows, generator, greedy, given)
                 turn = torch.cat([turn, sampled[:, None]], 1)
-                rows = lanes[open_lanes]
-                board.emit(rows, sampled[open_lanes], logprob[open_lanes])
+                rows = slots[open_slots]
+                buffer.emit(rows, sampled[open_slots], logprob[open_slots])
                 emitted[rows] += 1
-                # A closed lane keeps its newest token out of the cache: it leads the next prefill.
-                open_lanes &= ~self.turn_end(sampled, turn, open_lanes)
-                if step + 1 == board.max_turn or not open_lanes.any():
+                # A closed slot keeps its newest token out of the cache: it leads the next prefill.
+                open_slots &= ~self.turn_end(sampled, turn, open_slots)
+                if step + 1 == buffer.max_turn or not open_slots.any():
                     break
                 if cache.drops_closed:
-                    fed_rows = open_lanes.nonzero().squeeze(1)
-                token, still = sampled[fed_rows, None], open_lanes[fed_rows, None]
-                logits = cache.feed(lanes[fed_rows], token, still)
-            fed[lanes] = board.lengths[lanes] - 1
-            keep = board.environment_turn(lanes, start)
-            lanes = lanes[keep]
-            cache.keep(keep, lanes)
-        board.below = cache.below
+                    fed_rows = open_slots.nonzero().squeeze(1)
+                token, still = sampled[fed_rows, None], open_slots[fed_rows, None]
+                logits = cache.feed(slots[fed_rows], token, still)
+            fed[slots] = buffer.lengths[slots] - 1
+            keep = buffer.environment_turn(slots, start)
+            slots = slots[keep]
+            cache.keep(keep, slots)
+        buffer.below = cache.below
 
     def _sample(
         self, logits: Tensor, rows: Tensor, generator: torch.Generator, greedy: bool, given: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Next tokens (n,) and their log-probs, of logits (a, V) for `rows` (a,) of these n, 0 elsewhere; `given` (n,)
-        overrides what is drawn where it is not -1."""
+        """Next tokens (n,) and their log-probs, of logits (a, V) for `rows` (a,) of these n, 0 elsewhere;
+        `given` (n,) overrides what is drawn where it is not -1."""
         log_probs = torch.log_softmax(logits.float().cpu() / (1.0 if greedy else self.config.temperature), -1)
         if not torch.isfinite(log_probs).any(1).all():
             raise FloatingPointError("non-finite logits in a roll-out")
@@ -110,12 +109,12 @@ class TorchRollout(Sampler):
 
 
 def draw(probs: Tensor, rows: Tensor, n: int, generator: torch.Generator) -> Tensor:
-    """A token (a,) from each distribution (a, V), those of the `rows` (a,) of n. The random numbers are those of n rows, so
-    a draw does not hang on which of them are computed.
+    """A token (a,) from each distribution (a, V), those of the `rows` (a,) of n. The random numbers are those
+    of n rows, so a draw does not hang on which of them are computed.
 
-    `torch.multinomial` takes a random number for each row and token. With a large vocabulary that costs as much as a small
-    model's layers; there the inverse of the distribution function takes one number for each row.
-    """
+    `torch.multinomial` takes a random number for each row and token. With a large vocabulary that costs as
+    much as a small model's layers; there the inverse of the distribution function takes one number for each
+    row."""
     if probs.shape[1] > _SMALL_VOCABULARY:
         uniform = torch.rand(n, 1, dtype=torch.float64, generator=generator)[rows]
         below = probs.double().cumsum(-1)
@@ -128,27 +127,28 @@ def draw(probs: Tensor, rows: Tensor, n: int, generator: torch.Generator) -> Ten
     return found if len(found) == len(rows) else found[rows]
 
 
-class _LaneCache:
-    """The lanes of a board, n of at most `room` tokens, in compiled code or in PyTorch."""
+class _KVCache:
+    """The slots of a buffer, n of at most `room` tokens, in compiled code or in PyTorch."""
 
     def __init__(self, policy: PreTrainedModel, n: int, room: int, keeps_states: bool) -> None:
         self.policy, body = policy, body_of(policy)
         self.compiled = is_compiled(body)
         self.drops_closed = not self.compiled  # compiled code skips them itself
-        self.lanes = CompiledLanes(body, n, room) if self.compiled else Lanes(body, n, room, keeps_states)
+        self.slots = CompiledKVCache(body, n, room) if self.compiled else KVCache(body, n, room, keeps_states)
 
     @property
     def below(self) -> Tensor | None:
         """(n, room, H) states of a divided policy's frozen layers, where they are kept."""
-        return getattr(self.lanes, "below", None)
+        return getattr(self.slots, "below", None)
 
     def feed(self, ids: Tensor, chunk: Tensor, mask: Tensor) -> Tensor:
-        """Append tokens (a, m), real where mask (a, m) holds, to the lanes `ids` (a,), in compiled code all; returns the
-        logits (a, V) after each lane's last real token of the chunk (rows without one are to be ignored)."""
-        states = self.lanes.feed(chunk, mask) if self.compiled else self.lanes.feed(ids, chunk, mask)
+        """Append tokens (a, m), real where mask (a, m) holds, to the slots `ids` (a,), in compiled code all;
+        returns the logits (a, V) after each slot's last real token of the chunk (rows without one are to be
+        ignored)."""
+        states = self.slots.feed(chunk, mask) if self.compiled else self.slots.feed(ids, chunk, mask)
         with computing(body_of(self.policy)):
             return logits_of(self.policy, states)
 
     def keep(self, rows: Tensor, ids: Tensor) -> None:
-        """Drop all lanes but `ids`, which are these rows of the present ones."""
-        self.lanes.keep(rows if self.compiled else ids)
+        """Drop all slots but `ids`, which are these rows of the present ones."""
+        self.slots.keep(rows if self.compiled else ids)

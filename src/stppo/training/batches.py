@@ -37,9 +37,8 @@ class QueuedBatch:
 class Batches:
     """Samples batches of training questions, drawn without replacement, epoch-wise.
 
-    generator: training's; a batch that fails leaves it as it was. sampler: gives the engine, at first use. measured:
-    whether a critic is there whose error is measured against Monte-Carlo values.
-    """
+    generator: training's; a batch that fails leaves it as it was. sampler: gives the engine, at first use.
+    measured: whether a critic is there whose error is measured against Monte-Carlo values."""
 
     def __init__(
         self,
@@ -97,8 +96,8 @@ class Batches:
         return questions, self.generator, [g for g in range(n_groups) for _ in range(group)]
 
     def _true_values(self, rollout: Rollout, iteration: int) -> TrueValues | None:
-        """Monte-Carlo values of the current policy on a batch that it has just sampled, from a generator of their
-        own: at all starts of turns as the credit's values, or at some of them to measure the critic by.
+        """Monte-Carlo values of the current policy on a batch that it has just sampled, from a generator of
+        their own: at all starts of turns as the credit's values, or at some of them to measure the critic by.
 
         iteration: that will train on this batch."""
         training, evaluation = self.settings.training, self.settings.evaluation
@@ -138,11 +137,13 @@ def check_values(settings: RunConfig, objective: Objective) -> None:
     credit, training = objective.credit, settings.training
     if training.values == "monte_carlo" and not credit.needs_critic:
         raise ConfigError(
-            f"training.values = 'monte_carlo': the credit {type(credit).__name__} reads no values; use 'critic'"
+            f"training.values = 'monte_carlo': the credit {type(credit).__name__} reads no values; use "
+            "'critic'"
         )
     measured = training.values == "monte_carlo" or settings.evaluation.value_error_every
     if measured and getattr(credit, "gamma", 1.0) != 1.0:
         raise ConfigError(
-            f"algorithm.objective.credit.gamma = {credit.gamma}: Monte-Carlo values are undiscounted; set gamma "
+            f"algorithm.objective.credit.gamma = {credit.gamma}: Monte-Carlo values are undiscounted; set "
+            "gamma "
             "to 1, or training.values to critic and evaluation.value_error_every to 0"
         )

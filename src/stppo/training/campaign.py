@@ -1,8 +1,8 @@
-"""Every planned run of a preset, trained without notebooks: several processes, each of which trains many runs.
+"""Every planned run of a preset, trained without notebooks: several processes, each of which trains many
+runs.
 
-`snakemake all` executes a notebook per run; hundreds of runs of a study or a benchmark need none, and importing torch once
-a process instead of once a run saves more time than a short run takes.
-"""
+`snakemake all` executes a notebook per run; hundreds of runs of a study or a benchmark need none, and
+importing torch once a process instead of once a run saves more time than a short run takes."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def train_planned(
 ) -> list[Done]:
     """Train runs in their order, `jobs` at a time, each warm start before the first run that needs it.
 
-    jobs: None takes `runs_at_a_time`. report(done, n, total) is called after each job. A finished run is found complete and
-    costs a second; an interrupted one goes on from its checkpoint. A run that fails is reported and the others go on, also
-    where its process was killed (whatever ran beside it fails with it) or its warm start failed. Returns what failed.
-    """
+    jobs: None takes `runs_at_a_time`. report(done, n, total) is called after each job. A finished run is
+    found complete and costs a second; an interrupted one goes on from its checkpoint. A run that fails is
+    reported and the others go on, also where its process was killed (whatever ran beside it fails with it) or
+    its warm start failed. Returns what failed."""
     with saying(f"composing the {len(runs)} runs of preset={preset}"):
         # All are composed, and so checked, before any is trained.
         starts = {run.name: warm_start_dir(run.config) for run in runs}
@@ -157,8 +157,8 @@ def _quiet() -> None:
 
 
 def _between_jobs() -> None:
-    """End where the campaign is gone: its queue still holds jobs. Else give back what the job before has freed: glibc keeps
-    it in pieces, and a process of ten runs grew to twice one's."""
+    """End where the campaign is gone: its queue still holds jobs. Else give back what the job before has
+    freed: glibc keeps it in pieces, and a process of ten runs grew to twice one's."""
     if is_orphan():
         os._exit(1)
     gc.collect()

@@ -1,8 +1,7 @@
 """Checkpoints: everything a run needs to go on exactly where it stopped, written as one.
 
-A checkpoint is a folder: `state.json` and one safetensors file for each part that holds tensors. It is written beside the
-one before and then renamed, so a kill or a full disk leaves the older whole.
-"""
+A checkpoint is a folder: `state.json` and one safetensors file for each part that holds tensors. It is
+written beside the one before and then renamed, so a kill or a full disk leaves the older whole."""
 
 import itertools
 import json
@@ -60,9 +59,9 @@ def _to_disk(path: Path) -> None:
 def save_checkpoint(folder: Path, fingerprint: str, state: dict[str, Any]) -> None:
     """Write a state of plain values, containers and tensors (on any device), then drop what was there before.
 
-    It is on the disk before it gets its name, so that a machine that goes down leaves one whole checkpoint too. Each
-    top-level entry is a part. Raises OSError, leaving the older checkpoint whole, where it cannot be written.
-    """
+    It is on the disk before it gets its name, so that a machine that goes down leaves one whole checkpoint
+    too. Each top-level entry is a part. Raises OSError, leaving the older checkpoint whole, where it cannot
+    be written."""
     folder.mkdir(parents=True, exist_ok=True)
     older = newest(folder)
     number = 1 if older is None else int(older.name) + 1
@@ -89,7 +88,8 @@ def save_checkpoint(folder: Path, fingerprint: str, state: dict[str, Any]) -> No
             else "there is none before it"
         )
         raise OSError(
-            f"checkpoint in {folder} cannot be written ({str(error).splitlines()[0]}); {kept}; make room and run the same "
+            f"checkpoint in {folder} cannot be written ({str(error).splitlines()[0]}); {kept}; make room "
+            "and run the same "
             "command again"
         ) from error
     finally:
@@ -102,9 +102,8 @@ def save_checkpoint(folder: Path, fingerprint: str, state: dict[str, Any]) -> No
 def load_checkpoint(folder: Path, fingerprint: str, needed: Collection[str] = ()) -> dict[str, Any] | None:
     """The saved state, tensors on the CPU; None where nothing was saved.
 
-    needed: parts that it must have. Raises ValueError, naming the file and the remedy, where it is damaged or was written
-    by a run with another config or other code; nothing is deleted.
-    """
+    needed: parts that it must have. Raises ValueError, naming the file and the remedy, where it is damaged or
+    was written by a run with another config or other code; nothing is deleted."""
     if (earlier := folder.parent / EARLIER_FILE).exists():
         raise ValueError(f"checkpoint {earlier} is of an earlier version's format; {_REMEDY}")
     if (path := newest(folder)) is None:
@@ -116,7 +115,8 @@ def load_checkpoint(folder: Path, fingerprint: str, needed: Collection[str] = ()
         raise ValueError(f"checkpoint {path} cannot be read ({type(error).__name__}); {_REMEDY}") from error
     if form != FORMAT or written_by != fingerprint:
         raise ValueError(
-            f"checkpoint {path} belongs to another config or code version ({written_by}, this run is {fingerprint}); "
+            f"checkpoint {path} belongs to another config or code version ({written_by}, this run is "
+            f"{fingerprint}); "
             f"{_REMEDY}, or choose another folder with --out"
         )
     if missing := [name for name in needed if name not in parts]:
@@ -171,7 +171,8 @@ def trained(model: torch.nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(model: torch.nn.Module, saved: dict[str, Tensor]) -> None:
-    """Put parameters back that `trained` gave; ValueError unless they are all there, of the same shapes, and no others."""
+    """Put parameters back that `trained` gave; ValueError unless they are all there, of the same shapes, and
+    no others."""
     weights = trained(model)
     if weights.keys() != saved.keys():
         raise ValueError(f"checkpoint: {min(weights.keys() ^ saved.keys())} is missing or surplus; {_REMEDY}")
@@ -183,7 +184,8 @@ def restore(model: torch.nn.Module, saved: dict[str, Tensor]) -> None:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Put an optimizer's state back; ValueError where it is not that of these parameters, which torch checks in part."""
+    """Put an optimizer's state back; ValueError where it is not that of these parameters, which torch checks
+    in part."""
     try:
         optimizer.load_state_dict(saved)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -195,7 +197,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move what an earlier run left in a run folder to a new sub-folder, losing nothing; None if it is empty."""
+    """Move what an earlier run left in a run folder to a new sub-folder, losing nothing; None if it is
+    empty."""
     names = (RUN_FILE, UPDATES_FILE, EVALUATIONS_FILE, BY_BENCHMARK_FILE, TRAJECTORIES_FILE, CONFIG_FILE)
     names = (CHECKPOINT_DIR, EARLIER_FILE, POLICY_DIR, *names, *FOLDERS)
     found = [run_dir / name for name in names if (run_dir / name).exists()]

@@ -22,7 +22,8 @@ COLUMN = "stabilizer_divisor"
 
 
 def generator_for(purpose: str, seed: int, iteration: int) -> torch.Generator:
-    """A generator of its own for one purpose, run seed and iteration: nothing that draws from it shifts another."""
+    """A generator of its own for one purpose, run seed and iteration: nothing that draws from it shifts
+    another."""
     digest = hashlib.sha256(f"{purpose}/{seed}/{iteration}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
 
@@ -31,19 +32,20 @@ class ReplayedDivisors:
     """A placebo for a stabiliser: its divisors, cut off from the updates that called for them.
 
     They are those that another run recorded (`stabilizer_divisor` in its updates.parquet), matched by
-    iteration, epoch and minibatch; with `shuffle` permuted within each iteration, with `constant` all replaced by their
-    harmonic mean, which shortens plain gradient descent by as much on average. A source that ended non-finite
-    may be shorter than this run: the divisors of its last whole iteration then go on to the end.
+    iteration, epoch and minibatch; with `shuffle` permuted within each iteration, with `constant` all
+    replaced by their harmonic mean, which shortens plain gradient descent by as much on average. A source
+    that ended non-finite may be shorter than this run: the divisors of its last whole iteration then go on to
+    the end.
 
-    Called with iteration (from 1), epoch and minibatch (from 0) it returns the divisor. Raises ConfigError for a
-    source that is missing, unfinished, of other epochs or minibatches, or too short, and where the
-    objective has a stabiliser of its own or steps turn by turn.
-    """
+    Called with iteration (from 1), epoch and minibatch (from 0) it returns the divisor. Raises ConfigError
+    for a source that is missing, unfinished, of other epochs or minibatches, or too short, and where the
+    objective has a stabiliser of its own or steps turn by turn."""
 
     def __init__(self, training: TrainingConfig, objective: Objective, seed: int) -> None:
         if not isinstance(objective.stabilizer, NoStabilizer):
             raise ConfigError(
-                "training.divisors.from_run takes a stabiliser's place, but algorithm.objective.stabilizer is "
+                "training.divisors.from_run takes a stabiliser's place, but algorithm.objective.stabilizer "
+                "is "
                 f"{type(objective.stabilizer).__name__}; use an algorithm without one, such as token_ppo"
             )
         if objective.surrogate.one_turn_at_a_time:
@@ -60,7 +62,8 @@ class ReplayedDivisors:
         if n < wanted and not (n and status == NON_FINITE):
             raise ConfigError(
                 f"training.divisors.from_run = {source}: has {n} iterations of {training.epochs} epochs x "
-                f"{training.minibatches} minibatches with a divisor each, this run needs {wanted}; take a source of the "
+                f"{training.minibatches} minibatches with a divisor each, this run needs {wanted}; take a "
+                "source of the "
                 "same training settings that ran as long"
             )
         table = recorded[[min(i, n - 1) for i in range(wanted)]]
@@ -104,7 +107,8 @@ def _whole_iterations(source: Path, epochs: int, minibatches: int) -> Tensor:
         ) from None
     if missing := [column for column in (*KEY, COLUMN) if column not in updates]:
         raise ConfigError(
-            f"training.divisors.from_run = {source}: its {UPDATES_FILE} lacks column {missing[0]}; train that run anew"
+            f"training.divisors.from_run = {source}: its {UPDATES_FILE} lacks column {missing[0]}; train "
+            "that run anew"
         )
     expected = [(epoch, minibatch) for epoch in range(epochs) for minibatch in range(minibatches)]
     whole: list[np.ndarray] = []
@@ -119,7 +123,8 @@ def _whole_iterations(source: Path, epochs: int, minibatches: int) -> Tensor:
 
 
 def identity(config: Config, divisors: ReplayedDivisors | None) -> Config:
-    """What a run depends on: `config.identity_section`, with replayed divisors by their content, not their place."""
+    """What a run depends on: `config.identity_section`, with replayed divisors by their content, not their
+    place."""
     section = identity_section(config)
     if divisors is not None:
         section["training"]["divisors"] = divisors.content

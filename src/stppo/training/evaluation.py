@@ -1,4 +1,5 @@
-"""Any checkpoint on any benchmarks: played, scored, written down benchmark by benchmark (`stppo evaluate`)."""
+"""Any checkpoint on any benchmarks: played, scored, written down benchmark by benchmark (`stppo
+evaluate`)."""
 
 import dataclasses
 import hashlib
@@ -66,19 +67,22 @@ def evaluate_checkpoint(
     progress: bool = True,
     trained_on: Config | None = None,
 ) -> list[dict[str, Any]]:
-    """Play the test questions of the config's world with a checkpoint; returns the rows (`BENCHMARK_COLUMNS`).
+    """Play the test questions of the config's world with a checkpoint; returns the rows
+    (`BENCHMARK_COLUMNS`).
 
-    checkpoint: a folder that `save_pretrained` wrote (a warm start, a run's `policy`), a run folder, or a hub name.
-    config: composed; its `world`, `rollout`, `training.device` and `training.precision` count. The world's benchmarks
-    are played one after the other.
-    out: gets BENCHMARK/DECODING/result.json and trajectories.json as soon as each is done, then `benchmarks.json` (all
-    rows, with provenance) and `benchmarks.csv`. What is there already is not played again.
+    checkpoint: a folder that `save_pretrained` wrote (a warm start, a run's `policy`), a run folder, or a hub
+    name.
+    config: composed; its `world`, `rollout`, `training.device` and `training.precision` count. The world's
+    benchmarks are played one after the other.
+    out: gets BENCHMARK/DECODING/result.json and trajectories.json as soon as each is done, then
+    `benchmarks.json` (all rows, with provenance) and `benchmarks.csv`. What is there already is not played
+    again.
     questions: most questions per benchmark, a sample chosen by `seed`; None takes all. seed: of sampling too.
     tokenizer: where the checkpoint brings none and the world has none of its own.
     trajectories: how many are kept per benchmark, for the viewer.
-    trained_on: config of the training (default: that of the run folder). Questions of a file, which may serve training
-    too, that it trained on are left out and counted in the log; where its world divides real questions by gold title, also
-    those whose passages it trained on.
+    trained_on: config of the training (default: that of the run folder). Questions of a file, which may serve
+    training too, that it trained on are left out and counted in the log; where its world divides real
+    questions by gold title, also those whose passages it trained on.
 
     ValueError or OSError of one line for whatever is missing or does not fit; finished benchmarks stay.
     """
@@ -152,7 +156,8 @@ def evaluate_checkpoint(
 
 
 def replies_of(out: Path) -> pd.DataFrame:
-    """Every reply that an evaluation's folder holds: benchmark, decoding, id (of the question), reply, em (0 or 1), searches."""
+    """Every reply that an evaluation's folder holds: benchmark, decoding, id (of the question), reply, em (0
+    or 1), searches."""
     parts = [
         pd.DataFrame(parse_json(file.read_bytes())["questions"]).assign(
             benchmark=file.parts[-3], decoding=file.parts[-2]
@@ -165,8 +170,8 @@ def replies_of(out: Path) -> pd.DataFrame:
 def summarise(episodes: Sequence[Episode]) -> dict[str, float]:
     """`BENCHMARK_MEANS` of finished episodes, each with its standard error over questions (`_se`).
 
-    The questions count as a sample of those that could have been asked; standard errors are NaN for a single one.
-    """
+    The questions count as a sample of those that could have been asked; standard errors are NaN for a single
+    one."""
     turns = [float(len(e.turns)) for e in episodes]
     per_question = {
         "em": [score(e.question, e.answer) for e in episodes],
@@ -189,8 +194,8 @@ def summarise(episodes: Sequence[Episode]) -> dict[str, float]:
 def ratio_and_error(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float]:
     """Sum of values over sum of sizes, and its standard error over the n pairs.
 
-    The error is that of the ratio estimator (Cochran, Sampling Techniques, 3rd ed., eq. 6.13): for sizes of 1 that of a mean.
-    """
+    The error is that of the ratio estimator (Cochran, Sampling Techniques, 3rd ed., eq. 6.13): for sizes of 1
+    that of a mean."""
     n, total = len(values), sum(sizes)
     ratio = sum(values) / total
     squares = sum((value - ratio * size) ** 2 for value, size in zip(values, sizes, strict=True))
@@ -207,10 +212,11 @@ def write_results(out: Path, about: dict[str, Any], rows: list[dict[str, Any]]) 
 def find_tokenizer(
     folder: Path | str, world: World, given: str | Path | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that a checkpoint was trained with: the world's where it has one, else what is given or its own.
+    """The tokenizer that a checkpoint was trained with: the world's where it has one, else what is given or
+    its own.
 
-    Raises ValueError or FileNotFoundError where there is none, or where the world's is another than the checkpoint's.
-    """
+    Raises ValueError or FileNotFoundError where there is none, or where the world's is another than the
+    checkpoint's."""
     own = None
     try:
         own = load_tokenizer(given or folder)
@@ -220,12 +226,14 @@ def find_tokenizer(
     theirs = world.tokenizer
     if own is None and theirs is None:
         raise ValueError(
-            f"{folder} holds no tokenizer and this world has none of its own: give the model that it was trained from "
+            f"{folder} holds no tokenizer and this world has none of its own: give the model that it was "
+            "trained from "
             "with --tokenizer"
         )
     if own is not None and theirs is not None and own.get_vocab() != theirs.get_vocab():
         raise ValueError(
-            f"{given or folder} has another vocabulary than this world; evaluate it on the world it was trained in"
+            f"{given or folder} has another vocabulary than this world; evaluate it on the world it was "
+            "trained in"
         )
     return own if theirs is None else theirs
 
@@ -253,8 +261,8 @@ def _config_of(checkpoint: str | Path) -> Config:
 
 
 def _unseen(asked: list[Question], trained_on: Config, world: Config) -> list[Question]:
-    """Without what training has met: other benchmarks may ask for the passages of one divided by gold title, and a file has
-    no split that is kept for testing.
+    """Without what training has met: other benchmarks may ask for the passages of one divided by gold title,
+    and a file has no split that is kept for testing.
 
     world: the evaluation's, whose files serve where those of the training's config are not here.
     """
@@ -299,7 +307,8 @@ def _of_files(world: Config) -> bool:
 
 
 def sample_of_each(asked: list[Question], most: int | None, seed: int) -> dict[str, list[Question]]:
-    """Questions by benchmark, of each at most so many, chosen by `seed` and in their order; None takes all."""
+    """Questions by benchmark, of each at most so many, chosen by `seed` and in their order; None takes
+    all."""
     groups: dict[str, list[Question]] = defaultdict(list)
     for question in asked:
         groups[question.source or "synthetic"].append(question)
@@ -324,7 +333,8 @@ def _finished(part: Path, made_for: str) -> dict[str, Any] | None:
         raise ValueError(f"{file} is damaged; delete it to play this part again") from error
     if of != made_for:
         raise ValueError(
-            f"{file} belongs to another checkpoint, world, number of questions or setting; choose another folder with --out"
+            f"{file} belongs to another checkpoint, world, number of questions or setting; choose another "
+            "folder with --out"
         )
     log.info("%s is done already", part)
     return row
@@ -340,7 +350,8 @@ def _play(
     made_for: str,
     progress: bool,
 ) -> dict[str, Any]:
-    """One benchmark with one decoding: its row, also written to its folder with the answers and some trajectories."""
+    """One benchmark with one decoding: its row, also written to its folder with the answers and some
+    trajectories."""
     folder, benchmark, decoding = place
     began = time.perf_counter()
     generator = torch.Generator().manual_seed(seed)

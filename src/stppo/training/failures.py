@@ -14,16 +14,17 @@ class RunStopped(OSError):
 def what_stopped(error: Exception, settings: RunConfig, run_dir: Path, iteration: int) -> RunStopped | None:
     """The one-line form of an error that is not the run's own; None for any other.
 
-    iteration: iterations done. The knobs are named in the order in which they cost least, those of the roll-out first
-    where memory ran out in its engine; a run goes on from its checkpoint under those that change no result.
-    """
+    iteration: iterations done. The knobs are named in the order in which they cost least, those of the
+    roll-out first where memory ran out in its engine; a run goes on from its checkpoint under those that
+    change no result."""
     if isinstance(error, ConnectionError | TimeoutError):
         return RunStopped(
-            f"stopped after iteration {iteration}, which is kept: {_reason(error)}; run the same command again to go on"
+            f"stopped after iteration {iteration}, which is kept: {_reason(error)}; run the same command "
+            "again to go on"
         )
     if not is_out_of_memory(error):
         return None
-    policy, again = settings.policy, _lanes(settings)
+    policy, again = settings.policy, _smaller_batch(settings)
     if policy.pretrained is not None and policy.trainable_layers is None:
         again.append("policy.trainable_layers=N (the top N alone)")
     if policy.lora is None:
@@ -40,15 +41,16 @@ def warm_start_stopped(error: Exception, settings: RunConfig) -> RunStopped | No
     """The one-line form of an error for want of memory in a warm start; None for any other."""
     if not is_out_of_memory(error):
         return None
-    policy, other = settings.policy, _lanes(settings)
+    policy, other = settings.policy, _smaller_batch(settings)
     if settings.warm_start.trained_weights == "all" and (policy.lora or policy.trainable_layers):
         other.append("warm_start.trained_weights=policy")
     knobs = ", ".join([_out_of_memory(error, settings), *other])
     return RunStopped(f"warm start: {knobs}, and run the same command again")
 
 
-def _lanes(settings: RunConfig) -> list[str]:
-    """Fewer trajectories at once, in PyTorch; a checkpoint does not go on under it, for other samples are drawn."""
+def _smaller_batch(settings: RunConfig) -> list[str]:
+    """Fewer trajectories at once, in PyTorch; a checkpoint does not go on under it, for other samples are
+    drawn."""
     rollout = settings.rollout
     return [f"lower rollout.batch_size (now {rollout.batch_size})"] if rollout.engine == "torch" else []
 

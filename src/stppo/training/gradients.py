@@ -1,10 +1,10 @@
-"""Gradients of scalars of a minibatch with respect to a model's parameters: of a whole batch, or in micro-batches.
+"""Gradients of scalars of a minibatch with respect to a model's parameters: of a whole batch, or in
+micro-batches.
 
-In micro-batches the result is that of the whole batch for every objective, because the objective sees all log-probs at
-once: they are computed without a graph first; the gradient of a scalar with respect to *them* is exact; and a second
-pass, micro-batch by micro-batch with a graph, carries it on to the parameters (chain rule). The price is one more
-forward pass.
-"""
+In micro-batches the result is that of the whole batch for every objective, because the objective sees all
+log-probs at once: they are computed without a graph first; the gradient of a scalar with respect to *them* is
+exact; and a second pass, micro-batch by micro-batch with a graph, carries it on to the parameters (chain
+rule). The price is one more forward pass."""
 
 import functools
 from dataclasses import dataclass
@@ -34,8 +34,9 @@ class WatchedNorm:
 class Passes:
     """How a model passes over a batch.
 
-    budget: most padded tokens of a micro-batch; rows of like length go together. A row that is longer has a micro-batch
-    of its own, so the longest trajectory sets what memory is needed at least. None: the whole batch at once.
+    budget: most padded tokens of a micro-batch; rows of like length go together. A row that is longer has a
+    micro-batch of its own, so the longest trajectory sets what memory is needed at least. None: the whole
+    batch at once.
     chunks: length-sorted chunks of a batch that is not cut (they share one graph: less padding, same memory).
     """
 
@@ -123,11 +124,11 @@ class PolicyPass:
         return score(self.policy, part, self.temperature, self.chunks, self.entropy_gradient)
 
     def backward(self, loss: Tensor, watched: dict[str, WatchedNorm]) -> dict[str, float]:
-        """Leave the gradient of the loss in the parameters' `grad`; returns the L2 norms that are watched, by name.
+        """Leave the gradient of the loss in the parameters' `grad`; returns the L2 norms that are watched, by
+        name.
 
-        A scalar takes one pass, however many norms of it are wanted, and no further down than their parameters lie.
-        To be called once: it ends the graph.
-        """
+        A scalar takes one pass, however many norms of it are wanted, and no further down than their
+        parameters lie. To be called once: it ends the graph."""
         passes = _by_scalar(watched)
         if len(self.parts) == 1:
             norms: dict[str, float] = {}

@@ -1,8 +1,8 @@
 """Optional loggers: TensorBoard and Weights & Biases get each row as it is recorded, and nothing else.
 
-What they show is a copy: `updates.parquet` and `evaluations.parquet` hold the same numbers whatever becomes of it. A
-logger that fails (full disk, no network) says so once and is off; the run goes on as if it had never been there.
-"""
+What they show is a copy: `updates.parquet` and `evaluations.parquet` hold the same numbers whatever becomes
+of it. A logger that fails (full disk, no network) says so once and is off; the run goes on as if it had never
+been there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Logger(ABC):
 
     @abstractmethod
     def evaluation_row(self, row: Row) -> None:
-        """A row of `evaluations.parquet`; where questions of several benchmarks were asked, with `by_benchmark`."""
+        """A row of `evaluations.parquet`; where questions of several benchmarks were asked, with
+        `by_benchmark`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -47,7 +48,8 @@ def update_scalars(row: Row) -> dict[str, float]:
 
 
 def evaluation_scalars(row: Row) -> dict[str, float]:
-    """The same of an evaluation, such as `evaluation/success/greedy` or, of one benchmark, `.../greedy/nq`."""
+    """The same of an evaluation, such as `evaluation/success/greedy` or, of one benchmark,
+    `.../greedy/nq`."""
     decoding = "sampled" if row["temperature"] else "greedy"
     return dict(_scalars(f"evaluation/{{}}/{decoding}", row)) | dict(
         _scalars(f"evaluation/success/{decoding}/{{}}", row.get("by_benchmark", {}))
@@ -61,7 +63,8 @@ def _scalars(tag: str, row: Row) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoardLogger(Logger):
-    """Event files in RUN/tensorboard. A run that goes on after `step` updates takes back what came behind them."""
+    """Event files in RUN/tensorboard. A run that goes on after `step` updates takes back what came behind
+    them."""
 
     def __init__(self, run_dir: Path, name: str, identifier: str, step: int) -> None:
         # One event a row; torch's SummaryWriter writes one a number, which costs as much as a small update.
@@ -95,9 +98,8 @@ class TensorBoardLogger(Logger):
 class WandbLogger(Logger):
     """A run of the project `stppo` (or WANDB_PROJECT) in RUN/wandb; WANDB_MODE=offline keeps it on this disk.
 
-    A run that goes on keeps its identifier, and W&B drops steps that it has. Nothing but rows is sent: no code, no
-    console, no machine.
-    """
+    A run that goes on keeps its identifier, and W&B drops steps that it has. Nothing but rows is sent: no
+    code, no console, no machine."""
 
     def __init__(self, run_dir: Path, name: str, identifier: str, step: int) -> None:
         import wandb
@@ -139,7 +141,8 @@ def check_installed(names: Sequence[str]) -> None:
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(
-                f"loggers: {name} is not installed; pip install 'stppo[{name}]', or leave {name} out of loggers"
+                f"loggers: {name} is not installed; pip install 'stppo[{name}]', or leave {name} out of "
+                "loggers"
             )
 
 

@@ -38,7 +38,8 @@ def valid_format_rate(rollout: Rollout) -> float:
 
 
 def rollout_metrics(rollout: Rollout, seconds: float) -> dict[str, float]:
-    """Iteration-level columns of one batch that took so many seconds; those of scoring it anew are no seconds of sampling."""
+    """Iteration-level columns of one batch that took so many seconds; those of scoring it anew are no seconds
+    of sampling."""
     seconds -= rollout.metrics.get("seconds_scoring", 0.0)
     batch, episodes = rollout.trajectories, rollout.episodes
     agent_tokens = int(batch.agent_mask.sum())
@@ -83,7 +84,8 @@ def evaluate(
 
 
 def write_tables(run_dir: Path, updates: list[dict], evaluations: list[dict]) -> None:
-    """Both tables with exactly the columns of the schema, in its order; success per benchmark in a file of its own."""
+    """Both tables with exactly the columns of the schema, in its order; success per benchmark in a file of
+    its own."""
     names = ("iteration", "update", "temperature", "by_benchmark")
     if parts := [{name: row[name] for name in names} for row in evaluations if "by_benchmark" in row]:
         write_json(run_dir / BY_BENCHMARK_FILE, parts)
@@ -103,7 +105,8 @@ def read_tables(run_dir: Path) -> tuple[list[dict], list[dict]]:
 
 
 def trajectory_records(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, n: int) -> list[dict[str, Any]]:
-    """The first n trajectories of a roll-out, token by token, as the viewer reads them (`TRAJECTORY_FIELDS`)."""
+    """The first n trajectories of a roll-out, token by token, as the viewer reads them
+    (`TRAJECTORY_FIELDS`)."""
     batch, records = rollout.trajectories, []
     for row, episode in enumerate(rollout.episodes[:n]):
         length = int(batch.lengths[row])
@@ -141,8 +144,8 @@ def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int) -> N
 
 
 def forget_peaks() -> None:
-    """Let the peak of `peak_memory_mb` begin here: a process that trains one run after another would record the largest of
-    all. A GPU's begins with `Trainer.train`."""
+    """Let the peak of `peak_memory_mb` begin here: a process that trains one run after another would record
+    the largest of all. A GPU's begins with `Trainer.train`."""
     if os.uname().sysname == "Linux":
         with contextlib.suppress(OSError):  # not every kernel or container allows it
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets the peak
@@ -160,7 +163,8 @@ def peak_memory_mb() -> float:
 
 
 def gpu_peak_memory_mb(device: torch.device) -> float | None:
-    """Most memory that this process has had allocated on a GPU since its peak was reset, MiB, as PyTorch counts it; None for a CPU."""
+    """Most memory that this process has had allocated on a GPU since its peak was reset, MiB, as PyTorch
+    counts it; None for a CPU."""
     if device.type != "cuda":
         return None
     return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)

@@ -22,9 +22,9 @@ from stppo.trajectories import Trajectories
 
 @dataclass
 class Models:
-    """policy; reference: the warm start, frozen, or under LoRA the policy itself, whose adapters are then switched off
-    while it scores, and None where it is not scored (`RunConfig.scores_reference`); critic: None where nothing reads its values.
-    kernels: what computes them, "compiled" or "eager"."""
+    """policy; reference: the warm start, frozen, or under LoRA the policy itself, whose adapters are then
+    switched off while it scores, and None where it is not scored (`RunConfig.scores_reference`); critic: None
+    where nothing reads its values. kernels: what computes them, "compiled" or "eager"."""
 
     policy: PreTrainedModel
     reference: PreTrainedModel | None
@@ -32,14 +32,16 @@ class Models:
     kernels: str = "eager"
 
     def with_states(self, batch: Trajectories) -> Trajectories:
-        """The batch with the states of the policy's frozen layers, where it has such layers and they were not kept."""
+        """The batch with the states of the policy's frozen layers, where it has such layers and they were not
+        kept."""
         body = body_of(self.policy)
         if not is_divided(body) or batch.below is not None:
             return batch
         return dataclasses.replace(batch, below=states_below(body, batch))
 
     def reference_logprobs(self, batch: Trajectories, passes: Passes, temperature: float) -> Tensor | None:
-        """(B, T) log-probs of the agent tokens under the reference, without graph; None where it is not scored."""
+        """(B, T) log-probs of the agent tokens under the reference, without graph; None where it is not
+        scored."""
         if self.reference is None:
             return None
         off = self.policy.disable_adapter if self.reference is self.policy else contextlib.nullcontext
@@ -55,11 +57,10 @@ class Models:
 def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, critic: bool) -> Models:
     """Models of a run from the policy that a warm start's folder holds.
 
-    Weights that are trained are float32 in every precision. With training.precision=bfloat16 what stays frozen beside
-    adapters is bfloat16, and of the reference the linear layers, so that its log-probs begin as the policy's very own.
-    With policy.trainable_layers policy, reference and critic share the layers below.
-    Raises ValueError where the device is not there, or the policy has too few layers.
-    """
+    Weights that are trained are float32 in every precision. With training.precision=bfloat16 what stays
+    frozen beside adapters is bfloat16, and of the reference the linear layers, so that its log-probs begin as
+    the policy's very own. With policy.trainable_layers policy, reference and critic share the layers below.
+    Raises ValueError where the device is not there, or the policy has too few layers."""
     training, lora = settings.training, settings.policy.lora
     divided, wanted = settings.policy.trainable_layers, settings.scores_reference
     device = resolve_device(training.device)

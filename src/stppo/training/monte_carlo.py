@@ -24,11 +24,10 @@ class TrueValues:
     def per_token(self, batch: Trajectories) -> Tensor:
         """(B, T): the mean return from its turn's start at every agent token, 0 elsewhere; needs all turns.
 
-        Within a turn the value stands still. With lambda = 1 that makes the advantage of every token of a turn
-        the return minus the true value of the turn's start. With lambda < 1 temporal differences are zero but for
-        each turn's last token, so a token is credited with the change of true value over its own turn and later
-        ones, faded by lambda per token in between.
-        """
+        Within a turn the value stands still. With lambda = 1 that makes the advantage of every token of a
+        turn the return minus the true value of the turn's start. With lambda < 1 temporal differences are
+        zero but for each turn's last token, so a token is credited with the change of true value over its own
+        turn and later ones, faded by lambda per token in between."""
         layout = batch.layout
         values = self.returns.new_zeros(len(layout.turn_lengths))
         values[self.turns] = self.returns.mean(1)
@@ -58,8 +57,8 @@ def true_values(
     generator: torch.Generator,
     n_turns: int | None = None,
 ) -> TrueValues:
-    """Play n independent continuations from the start of every turn of a roll-out, or of `n_turns` drawn without
-    replacement (all where it has fewer). The policy should be the one that made the roll-out."""
+    """Play n independent continuations from the start of every turn of a roll-out, or of `n_turns` drawn
+    without replacement (all where it has fewer). The policy should be the one that made the roll-out."""
     layout = rollout.trajectories.layout
     total = len(layout.turn_lengths)
     turns = torch.arange(total)

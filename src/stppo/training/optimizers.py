@@ -26,6 +26,7 @@ def make_optimizer(
         import bitsandbytes
     except ImportError as error:
         raise ImportError(
-            f"training.optimizer=adam8bit needs bitsandbytes: pip install 'stppo[adam8bit]', or use adam ({error})"
+            "training.optimizer=adam8bit needs bitsandbytes: pip install 'stppo[adam8bit]', or use adam "
+            f"({error})"
         ) from error
     return bitsandbytes.optim.Adam8bit(parameters, lr=learning_rate)

@@ -1,4 +1,5 @@
-"""A function in a process of its own: what it leaves behind there, such as vLLM's pool of GPU memory, ends with it."""
+"""A function in a process of its own: what it leaves behind there, such as vLLM's pool of GPU memory, ends
+with it."""
 
 import importlib
 import logging
@@ -24,16 +25,18 @@ def set_up_logging(level: int) -> None:
     logging.basicConfig(level=level, format="%(levelname)s %(message)s")
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # Else every retry without network is two lines, by a handler of its own and by ours; the error comes last anyway.
+    # Else every retry without network is two lines, by a handler of its own and by ours; the error comes last
+    # anyway.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when it is imported
 
 
 def in_own_process(function: str, *arguments: Any) -> Any:
-    """What `function`, "module:name", returns for these arguments in a fresh process, which ends with the call.
+    """What `function`, "module:name", returns for these arguments in a fresh process, which ends with the
+    call.
 
-    Arguments and result must be picklable. Raises what the function raises (of a kind that cannot travel, a like one),
-    its traceback as a note; ChildProcessError where the process ends without an answer. An interruption stops it first.
-    """
+    Arguments and result must be picklable. Raises what the function raises (of a kind that cannot travel, a
+    like one), its traceback as a note; ChildProcessError where the process ends without an answer. An
+    interruption stops it first."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     level = logging.getLogger().level
@@ -62,8 +65,8 @@ def in_own_process(function: str, *arguments: Any) -> Any:
 
 
 def engine_apart(engine: str, function: str, *arguments: Any) -> Any:
-    """What `function`, "module:name", returns; where `engine` is vLLM, from a process of its own: two engines one after the
-    other in one process can break CUDA's memory pool."""
+    """What `function`, "module:name", returns; where `engine` is vLLM, from a process of its own: two engines
+    one after the other in one process can break CUDA's memory pool."""
     if engine == "vllm":
         return in_own_process(function, *arguments)
     module, _, name = function.partition(":")

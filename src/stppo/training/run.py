@@ -59,10 +59,11 @@ def engine_rounds_adapters(settings: RunConfig) -> bool:
 class Run:
     """One training run in `folder`, from a saved warm start.
 
-    loaded: what `config.loading.load` gives. on_iteration: called after each iteration with the `Trainer`, for live
-    curves. variant: the overrides that tell this run from others of its algorithm and seed, for its record. title: of
-    the progress bar; default: algorithm and seed. Raises ConfigError or ValueError for invalid input, before training.
-    """
+    loaded: what `config.loading.load` gives. on_iteration: called after each iteration with the `Trainer`,
+    for live
+    curves. variant: the overrides that tell this run from others of its algorithm and seed, for its record.
+    title: of the progress bar; default: algorithm and seed. Raises ConfigError or ValueError for invalid
+    input, before training."""
 
     def __init__(
         self,
@@ -78,7 +79,8 @@ class Run:
         check_installed(self.settings.loggers)
         if engine_rounds_adapters(self.settings):
             log.warning(
-                "policy.lora with vLLM in half precision: it samples from merged weights that are rounded, so small "
+                "policy.lora with vLLM in half precision: it samples from merged weights that are rounded, "
+                "so small "
                 "updates do not reach it; rollout.dtype=float32 avoids that"
             )
         self.on_iteration, self.progress, self.variant = on_iteration, progress, variant
@@ -94,11 +96,12 @@ class Run:
         self.fingerprint = fingerprint([self.identity, self.trainer.start_weights, self.code_hash])
 
     def train(self, resume: str = "auto") -> dict[str, Any]:
-        """Train to the end and return the run's record (`run.json`); that of a finished run as it stands, nothing written.
+        """Train to the end and return the run's record (`run.json`); that of a finished run as it stands,
+        nothing written.
 
         resume: "auto" continues from a checkpoint if there is one and raises ValueError where it does not
-        fit; "set_aside" renames such a checkpoint and starts again; "never" ignores checkpoints.
-        FolderInUse where another process trains in this folder; RunStopped where the pipeline that started it is gone.
+        fit; "set_aside" renames such a checkpoint and starts again; "never" ignores checkpoints. FolderInUse
+        where another process trains in this folder; RunStopped where the pipeline that started it is gone.
         """
         with FolderLock(self.folder) as self.lock:
             return self._train_alone(resume)
@@ -143,7 +146,8 @@ class Run:
         return ended or self._write(COMPLETED)  # only now: a completed run is whole, and never taken up again
 
     def _train(self) -> dict[str, Any] | None:
-        """The record of a run that a number which is not finite has ended; None where all iterations are done."""
+        """The record of a run that a number which is not finite has ended; None where all iterations are
+        done."""
         trainer, n = self.trainer, self.settings.evaluation.trajectories
         try:
             with tqdm(
@@ -172,14 +176,16 @@ class Run:
         return None
 
     def _keep(self, evaluated: bool) -> None:
-        """Write what an iteration has brought: a checkpoint where one is due, or the tables for who follows the run."""
+        """Write what an iteration has brought: a checkpoint where one is due, or the tables for who follows
+        the run."""
         done, training = self.trainer.iteration, self.settings.training
         if done % training.checkpoint_every == 0 and done < training.iterations:
             self._write(RUNNING)
             self._checkpoint()
             if is_orphan():
                 raise RunStopped(
-                    f"stopped after iteration {done}, which is kept: the pipeline that started this run is gone"
+                    f"stopped after iteration {done}, which is kept: the pipeline that started this run is "
+                    "gone"
                 )
         elif evaluated:
             self._write(RUNNING)
@@ -260,9 +266,9 @@ class Run:
         return None
 
     def _ended(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The record of this very run, by config and code, where it is completed, or where a number that is not finite
-        ended it: it would end so again. Its rows and, of a completed run, its checkpoint's state are taken up; nothing
-        is written."""
+        """The record of this very run, by config and code, where it is completed, or where a number that is
+        not finite ended it: it would end so again. Its rows and, of a completed run, its checkpoint's state
+        are taken up; nothing is written."""
         mine = {"config_fingerprint": fingerprint(self.identity), "code_hash": self.code_hash}
         try:
             record = parse_json((self.folder / RUN_FILE).read_bytes())

@@ -1,8 +1,9 @@
 """The off-policy training loop: roll out, queue, score, several epochs of minibatch updates, evaluate.
 
 Off-policy on purpose: a batch is reused for `epochs` passes, and a queue trains on batches that are
-`staleness_iterations` old. Everything random comes from one generator that is part of `Trainer.state`, so a run that
-goes on from it repeats an uninterrupted one bit for bit on the CPU. Folder, lock and record of a run: `training.run`.
+`staleness_iterations` old. Everything random comes from one generator that is part of `Trainer.state`, so a
+run that goes on from it repeats an uninterrupted one bit for bit on the CPU. Folder, lock and record of a
+run: `training.run`.
 
 Batches, credit and objective live on the CPU; the models compute on `training.device`.
 """
@@ -39,11 +40,11 @@ from stppo.waiting import saying
 
 
 class Trainer:
-    """The loop of one run: `iterations` trains it to the end, `state` and `take_up` carry it over an interruption.
+    """The loop of one run: `iterations` trains it to the end, `state` and `take_up` carry it over an
+    interruption.
 
-    run: what `config.loading.load` gives. start: folder of the warm start. Raises ConfigError or ValueError for invalid
-    input, before training.
-    """
+    run: what `config.loading.load` gives. start: folder of the warm start. Raises ConfigError or ValueError
+    for invalid input, before training."""
 
     def __init__(self, run: LoadedRun, start: Path) -> None:
         torch.set_num_threads(1)  # runs are parallel, not threads; and sums keep one order
@@ -111,7 +112,8 @@ class Trainer:
 
     @functools.cached_property
     def sampler(self) -> Sampler:
-        """Made at first use: vLLM takes minutes to start, which a checkpoint that does not fit need not cost."""
+        """Made at first use: vLLM takes minutes to start, which a checkpoint that does not fit need not
+        cost."""
         training, rollout = self.settings.training, self.settings.rollout
         budget = training.micro_batch_tokens
         with saying(f"starting the engine that samples ({rollout.engine})"):
@@ -129,8 +131,8 @@ class Trainer:
     # ---- the loop -------------------------------------------------------------------------------
 
     def iterations(self) -> Iterator[bool]:
-        """Train to the end; yields after each iteration whether it was evaluated. FloatingPointError where a number is
-        not finite, which a roll-out raises too, on its logits."""
+        """Train to the end; yields after each iteration whether it was evaluated. FloatingPointError where a
+        number is not finite, which a roll-out raises too, on its logits."""
         if self._evaluation_is_due():
             with saying(f"evaluating the start on {len(self.evaluation_questions)} questions"):
                 self._evaluate()
@@ -140,8 +142,8 @@ class Trainer:
             yield self.iterate()
 
     def iterate(self) -> bool:
-        """Train on the oldest batch of the queue, evaluate where it is due, and sample the next batch; whether it was
-        evaluated."""
+        """Train on the oldest batch of the queue, evaluate where it is due, and sample the next batch;
+        whether it was evaluated."""
         self._train_on(self.queue.popleft())
         if evaluated := self._evaluation_is_due():
             self._evaluate()
@@ -191,7 +193,8 @@ class Trainer:
     def _train_critic(
         self, queued: QueuedBatch, batch: Trajectories, credit: Credit, values: Tensor | None
     ) -> dict[str, float]:
-        """Regress the critic on the credit's returns; its columns of the metrics row, NaN without a critic."""
+        """Regress the critic on the credit's returns; its columns of the metrics row, NaN without a
+        critic."""
         names = ("critic_loss", "critic_explained_variance", "critic_value_rmse", "true_value_std")
         row = dict.fromkeys(names, math.nan) | {"seconds_critic": 0.0}
         if self.critic is None:
@@ -208,8 +211,9 @@ class Trainer:
     def _minibatches(
         self, batch: Trajectories, kept: Tensor | None
     ) -> Iterator[tuple[int, int, Tensor, int | None]]:
-        """Epoch, minibatch, its rows, and the turn that it trains on (None: all); an epoch that is not reached draws no
-        random numbers. kept (B,) bool: the rows to train on, None: all. Minibatches without that turn are left out."""
+        """Epoch, minibatch, its rows, and the turn that it trains on (None: all); an epoch that is not
+        reached draws no random numbers. kept (B,) bool: the rows to train on, None: all. Minibatches without
+        that turn are left out."""
         training = self.settings.training
         rows = torch.arange(len(batch)) if kept is None else kept.nonzero().squeeze(1)
         size = -(-len(rows) // training.minibatches)
@@ -227,18 +231,21 @@ class Trainer:
                 yield epoch, minibatch, part, turn
 
     def fill_queue(self) -> None:
-        """Sample batches until the queue is as long as they are to be stale, but none that would not be trained on."""
+        """Sample batches until the queue is as long as they are to be stale, but none that would not be
+        trained on."""
         training = self.settings.training
         wanted = min(training.staleness_iterations + 1, training.iterations - self.iteration)
         while len(self.queue) < wanted:
             self.queue.append(self.sample())
 
     def sample(self) -> QueuedBatch:
-        """Roll out one batch with the current policy. A roll-out that fails leaves the random stream as it was."""
+        """Roll out one batch with the current policy. A roll-out that fails leaves the random stream as it
+        was."""
         return self.batches.sample(self.iteration, self.update)
 
     def _values(self, queued: QueuedBatch, batch: Trajectories) -> Tensor | None:
-        """(B, T) values that the credit reads, of the queued batch as it is trained on; None where it reads none."""
+        """(B, T) values that the credit reads, of the queued batch as it is trained on; None where it reads
+        none."""
         if self.critic is not None:
             return self.critic_updates.values(batch)
         return None if queued.truth is None else queued.truth.per_token(queued.trajectories)

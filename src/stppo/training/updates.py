@@ -40,9 +40,8 @@ def require_finite(value: Tensor | float, what: str, update: int, iteration: int
 class PolicyUpdates:
     """Steps of the policy's optimiser.
 
-    temperature: that of the roll-outs. divisors: a placebo in the stabiliser's place, or None. past: the stabiliser's divisors
-    of the run so far, in order of size, where it divides by them over their median.
-    """
+    temperature: that of the roll-outs. divisors: a placebo in the stabiliser's place, or None. past: the
+    stabiliser's divisors of the run so far, in order of size, where it divides by them over their median."""
 
     def __init__(
         self,
@@ -76,12 +75,11 @@ class PolicyUpdates:
         reference: Tensor | None,
         weights: Tensor | None,
     ) -> None:
-        """One step on a minibatch; advantages, log-probs of the reference (None: not scored) and weights are (B, T) or
-        wider.
+        """One step on a minibatch; advantages, log-probs of the reference (None: not scored) and weights are
+        (B, T) or wider.
 
-        row: holds update, iteration, epoch and minibatch; it is filled on the way, so that a non-finite stop keeps
-        what it measured. Raises NonFinite.
-        """
+        row: holds update, iteration, epoch and minibatch; it is filled on the way, so that a non-finite stop
+        keeps what it measured. Raises NonFinite."""
         began = time.perf_counter()
         training, width = self.training, batch.tokens.shape[1]
         advantages = advantages[:, :width]
@@ -145,9 +143,10 @@ class PolicyUpdates:
     def _watched(
         self, surrogate: Surrogate, scores: Scores, loss: Tensor, row: dict[str, float]
     ) -> tuple[dict[str, WatchedNorm], dict[str, float]]:
-        """Scalars whose gradients' norms cost a backward pass and are wanted now: ‖C‖ where the stabiliser needs it, and
-        every few updates all that only watch. The iteration shifts their choice, so that it does not always fall on
-        the same minibatch of an epoch. Also returns the norms that are known without."""
+        """Scalars whose gradients' norms cost a backward pass and are wanted now: ‖C‖ where the stabiliser
+        needs it, and every few updates all that only watch. The iteration shifts their choice, so that it
+        does not always fall on the same minibatch of an epoch. Also returns the norms that are known
+        without."""
         watches = (row["update"] - 1 + row["iteration"]) % self.training.bias_norm_every == 0
         norms = estimated_bias_norms(surrogate, scores.logprobs, scores.squared_prob_sum)
         norms |= dict.fromkeys((*self.norm_over, "ppo_gradient_norm"), math.nan)
@@ -174,7 +173,8 @@ class PolicyUpdates:
         return divisor / median(self.past)
 
     def remember(self, rows: Iterable[dict[str, float]]) -> None:
-        """Take up the divisors of a run that goes on, from its rows: they are functions of what these hold."""
+        """Take up the divisors of a run that goes on, from its rows: they are functions of what these
+        hold."""
         if self.objective.stabilizer.over_median:
             self.past = sorted(map(self._own_divisor, rows))
 
@@ -185,14 +185,16 @@ class PolicyUpdates:
         column = BIAS_NORM_COLUMNS.get(stabilizer.estimator, stabilizer.estimator)
         if column not in row:
             raise ConfigError(
-                f"algorithm.objective.stabilizer: {type(stabilizer).__name__}.estimator={stabilizer.estimator!r} must be "
+                "algorithm.objective.stabilizer: "
+                f"{type(stabilizer).__name__}.estimator={stabilizer.estimator!r} must be "
                 f"one of {', '.join(BIAS_NORM_COLUMNS)} or a diagnostic of the surrogate"
             )
         return stabilizer.divisor(row[column])
 
     def _step(self, divisor: float, gradients: list[Tensor]) -> float:
-        """Clip, divide, step; returns the norm of the parameters' change. Dividing after a clip keeps the divisor; a
-        clip that binds afterwards cancels it. A divisor of the step divides the learning rate of this update alone."""
+        """Clip, divide, step; returns the norm of the parameters' change. Dividing after a clip keeps the
+        divisor; a clip that binds afterwards cancels it. A divisor of the step divides the learning rate of
+        this update alone."""
         training = self.training
         of_step = (self.divisors or self.objective.stabilizer).divides == "step"
         before = [p.detach().clone() for p in self.parameters]

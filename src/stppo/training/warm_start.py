@@ -1,11 +1,11 @@
 """The warm start: supervised learning in two stages, until sampled success is moderate.
 
-Reading: look-ups in made-up documents, which the world invents anew for each step, so that nothing but copying from
-the document helps. Searching: imitation of noisy scripted demonstrations; alone it teaches the protocol but hardly any
-copying. A pretrained policy can read; a few dozen steps on demonstrations that succeed teach it the protocol. Every run
-starts from here, as the paper's agents start from a pretrained model: RL then has something to improve, and something
-to lose.
-"""
+Reading: look-ups in made-up documents, which the world invents anew for each step, so that nothing but
+copying from
+the document helps. Searching: imitation of noisy scripted demonstrations; alone it teaches the protocol but
+hardly any copying. A pretrained policy can read; a few dozen steps on demonstrations that succeed teach it
+the protocol. Every run starts from here, as the paper's agents start from a pretrained model: RL then has
+something to improve, and something to lose."""
 
 import itertools
 import logging
@@ -41,7 +41,7 @@ from stppo.policy.policy import (
 from stppo.policy.weights import weights_of
 from stppo.record.ownership import FolderLock
 from stppo.rollout.engines import make_rollout
-from stppo.rollout.rollout import Board, Sampler
+from stppo.rollout.rollout import RolloutBuffer, Sampler
 from stppo.training.failures import warm_start_stopped
 from stppo.training.gradients import Passes
 from stppo.training.metrics import evaluate
@@ -106,14 +106,14 @@ def demonstration_batch(episodes: list[Episode], encoder: DialogueEncoder) -> Tr
 def warm_start(run: LoadedRun, out_dir: Path, progress: bool = True, again: bool = True) -> dict:
     """Train and save a warm start in `out_dir` (weights, tokenizer, `warm_start.json`); returns the record.
 
-    With max_steps=0 nothing is trained: pretrained weights are measured and saved as they are. Else all weights are
-    trained, whatever `policy.lora` says, or with trained_weights=policy those that training trains; adapters are merged
-    into what is saved. The record holds sampled success S0 (from `final_samples` trajectories on the evaluation questions), greedy success, steps of both stages, what was measured on the way, and seconds. Raises
-    ValueError where a stage does not reach its target within its `max_steps`, and where `out_dir` holds a warm start
-    for another world or policy; RunStopped where memory runs out. Where another process makes one there, it is waited
-    for. again=False: a finished one is left as it is. Where the folder holds none and `recorded_start` finds one, that
-    is copied in place of training.
-    """
+    With max_steps=0 nothing is trained: pretrained weights are measured and saved as they are. Else all
+    weights are trained, whatever `policy.lora` says, or with trained_weights=policy those that training
+    trains; adapters are merged into what is saved. The record holds sampled success S0 (from `final_samples`
+    trajectories on the evaluation questions), greedy success, steps of both stages, what was measured on the
+    way, and seconds. Raises ValueError where a stage does not reach its target within its `max_steps`, and
+    where `out_dir` holds a warm start for another world or policy; RunStopped where memory runs out. Where
+    another process makes one there, it is waited for. again=False: a finished one is left as it is. Where the
+    folder holds none and `recorded_start` finds one, that is copied in place of training."""
     config, settings = run.config, run.settings
     record = out_dir / WARM_START_FILE
     make_folder(out_dir)
@@ -123,7 +123,8 @@ def warm_start(run: LoadedRun, out_dir: Path, progress: bool = True, again: bool
                 found = read_record(record)
                 if found.get("made_for") != made_for(config):
                     raise ValueError(
-                        f"{out_dir} holds a warm start for another world or policy, and runs may stand on it: choose "
+                        f"{out_dir} holds a warm start for another world or policy, and runs may stand on "
+                        "it: choose "
                         "another folder or delete that one"
                     )
                 if not again:
@@ -175,14 +176,15 @@ def _warm_start(loaded: LoadedRun, out_dir: Path, progress: bool) -> dict:
     sampler = make_rollout(world.environment, tokenizer, run.rollout, policy).for_evaluation()
     history = []
     try:
-        # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for them.
+        # S0 is measured on the very questions that training is evaluated on, or it would be no baseline for
+        # them.
         evaluated = evaluation_questions(world, run.evaluation.questions)
-        Board(sampler, evaluated)  # whether they fit shows before anything is trained
+        RolloutBuffer(sampler, evaluated)  # whether they fit shows before anything is trained
         if world.tokenizer is None:  # real questions are of any length
             asked = world.questions("train")
             with saying(f"looking whether {len(asked)} training questions fit into a trajectory"):
                 for start in range(0, len(asked), 1024):
-                    Board(sampler, asked[start : start + 1024])
+                    RolloutBuffer(sampler, asked[start : start + 1024])
         if data is not None and _reading_steps(run, world):
             history += _read(policy, world, encoder, run, progress)
         if data is not None:
@@ -214,7 +216,8 @@ def _warm_start(loaded: LoadedRun, out_dir: Path, progress: bool) -> dict:
 def _read(
     policy: PreTrainedModel, world: SyntheticWorld, encoder: DialogueEncoder, run: RunConfig, progress: bool
 ) -> list[dict]:
-    """Supervised steps on reading examples until the looked-up words are copied; returns what was measured on the way.
+    """Supervised steps on reading examples until the looked-up words are copied; returns what was measured on
+    the way.
 
     No example comes twice, so the accuracy of the steps themselves is that on unseen documents.
     """
@@ -238,7 +241,8 @@ def _read(
                 if accuracy >= settings.target_accuracy:
                     return history
     raise ValueError(
-        f"warm start: reading accuracy {accuracy:.3f} after warm_start.reading.max_steps={settings.max_steps} is below "
+        f"warm start: reading accuracy {accuracy:.3f} after "
+        f"warm_start.reading.max_steps={settings.max_steps} is below "
         f"warm_start.reading.target_accuracy={settings.target_accuracy}; raise one or lower the other"
     )
 
@@ -275,7 +279,8 @@ def _imitate(
                     return history
     raise ValueError(
         f"warm start: sampled success {history[-1]['success']:.3f} after warm_start.max_steps="
-        f"{settings.max_steps} is below warm_start.target_success={settings.target_success}; raise one or lower the other"
+        f"{settings.max_steps} is below warm_start.target_success={settings.target_success}; raise one or "
+        "lower the other"
     )
 
 
@@ -287,7 +292,8 @@ def _measured(
     rng: random.Random,
     step: int,
 ) -> tuple[dict[str, float], bool]:
-    """Sampled success, F1 and valid format on some held-out questions, and whether all that are wanted were asked."""
+    """Sampled success, F1 and valid format on some held-out questions, and whether all that are wanted were
+    asked."""
     first = settings.first_questions
     for n in [settings.evaluate_questions] if first is None else [first, settings.evaluate_questions]:
         some = [rng.choice(held_out) for _ in range(n)]
@@ -301,7 +307,8 @@ def _measured(
 
 
 def _far_below(target: float, success: float, n: int) -> bool:
-    """Whether the success of n questions is more than two standard errors below what a policy at the target would have."""
+    """Whether the success of n questions is more than two standard errors below what a policy at the target
+    would have."""
     return success < target - 2 * math.sqrt(target * (1 - target) / n)
 
 
@@ -310,7 +317,8 @@ def _successes(episodes: list[Episode], encoder: DialogueEncoder, run: RunConfig
     right = [e for e in episodes if score_reply(e.question, e.answer) == 1]
     if not right:
         raise ValueError(
-            f"warm start: none of {len(episodes)} demonstrations succeeded, so there is nothing to imitate; lower "
+            f"warm start: none of {len(episodes)} demonstrations succeeded, so there is nothing to imitate; "
+            "lower "
             "warm_start.noise, or see what the retriever finds with `stppo play`"
         )
     data = demonstration_batch(right, encoder)
@@ -353,7 +361,8 @@ def _trained(policy: PreTrainedModel) -> list[torch.nn.Parameter]:
 def _supervised_step(
     policy: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Trajectories, run: RunConfig
 ) -> tuple[float, float]:
-    """One step on the agent tokens of a batch: its loss (nats per token) and the mean probability of those tokens."""
+    """One step on the agent tokens of a batch: its loss (nats per token) and the mean probability of those
+    tokens."""
     passes = Passes(run.training.micro_batch_tokens, chunks=2)
     optimizer.zero_grad()
     loss = probability = 0.0
@@ -370,7 +379,8 @@ def _supervised_step(
 
 
 def _reading_steps(run: RunConfig, world: World) -> int:
-    """Most steps of the reading stage: 0 where the world makes up no documents and where the policy is pretrained."""
+    """Most steps of the reading stage: 0 where the world makes up no documents and where the policy is
+    pretrained."""
     reads = hasattr(world, "reading_examples") and run.policy.pretrained is None
     return run.warm_start.reading.max_steps if reads else 0
 
@@ -392,12 +402,13 @@ def made_for(config: Config) -> str:
 
 
 def recorded_start(config: Config) -> Path | None:
-    """The warm start that the preset's recorded runs of this world began from, where it was kept: made again on another
-    kind of processor it has other weights, and the runs of a world are compared because they begin alike.
+    """The warm start that the preset's recorded runs of this world began from, where it was kept: made again
+    on another kind of processor it has other weights, and the runs of a world are compared because they begin
+    alike.
 
-    It is told by its seed, world and policy: the rest of its folder's name changes with the code, its weights do not.
-    None where the config's `warm_start` is not the preset's own: what was recorded was not made with other settings.
-    """
+    It is told by its seed, world and policy: the rest of its folder's name changes with the code, its weights
+    do not. None where the config's `warm_start` is not the preset's own: what was recorded was not made with
+    other settings."""
     folder = (config.get("pipeline") or {}).get("recorded")
     if not folder or config["warm_start"] != compose([f"preset={config['preset']}"])["warm_start"]:
         return None
@@ -409,7 +420,8 @@ def recorded_start(config: Config) -> Path | None:
 
 
 def ensure_warm_start(run: LoadedRun) -> Path:
-    """The folder of the cached warm start, made first where there is none: with vLLM in a process of its own."""
+    """The folder of the cached warm start, made first where there is none: with vLLM in a process of its
+    own."""
     path = warm_start_dir(run.config)
     if (path / WARM_START_FILE).is_file():
         return path
@@ -437,7 +449,8 @@ def read_record(file: Path) -> dict:
 
 
 def load_warm_start(path: Path, attention: str = "sdpa") -> tuple[PreTrainedModel, dict, str]:
-    """Policy, record and hash of the weights (`weights_of`) of a saved warm start; raises FileNotFoundError."""
+    """Policy, record and hash of the weights (`weights_of`) of a saved warm start; raises
+    FileNotFoundError."""
     record = path / WARM_START_FILE
     if not record.is_file():
         raise FileNotFoundError(f"{path} holds no finished warm start; run `stppo warm-start` first")

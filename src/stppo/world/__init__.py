@@ -1,4 +1,5 @@
-"""Where questions, documents and rewards come from: the synthetic world, the benchmarks, and scripted players."""
+"""Where questions, documents and rewards come from: the synthetic world, the benchmarks, and scripted
+players."""
 
 from stppo.retrieval.bm25 import BM25Retriever
 from stppo.retrieval.documents import Document, read_corpus

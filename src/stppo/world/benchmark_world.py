@@ -32,34 +32,40 @@ SPLITS_BY = ("question", "gold_title")
 class BenchmarkWorld:
     """Questions of the eight benchmarks; nothing is read or downloaded before it is asked for.
 
-    benchmark: what "test" asks: one of `BENCHMARKS`, of `single_hop.SINGLE_HOP`, or a list of them; `Question.source`
-    tells them apart.
-    train: what "train" and "validation" ask: a name, a list (all questions of each), or {name: share} with shares that
-    sum to 1 (as many questions as these proportions allow). Besides `BENCHMARKS` there is nq_hotpotqa, Search-R1's mix
+    benchmark: what "test" asks: one of `BENCHMARKS`, of `single_hop.SINGLE_HOP`, or a list of them;
+    `Question.source` tells them apart.
+    train: what "train" and "validation" ask: a name, a list (all questions of each), or {name: share} with
+    shares that sum to 1 (as many questions as these proportions allow). Besides `BENCHMARKS` there is
+    nq_hotpotqa, Search-R1's mix
     in one file. None: the world is for evaluation alone.
-    records: where they are, for all or per benchmark ({name: place}); see `datasets.locate`. None takes the hub's. What
-    is derived from a benchmark's records takes that benchmark's place where it has none of its own.
-    held_out: share of the train records that is kept for validation, chosen by a hash of the normalised question, so it
-    is the same in every process and shares no question with train. Where one file serves training and testing, as large
-    a share again is its test, or `test_share`. Train and validation never ask what test asks.
-    split_by: "gold_title": that hash is of a question's gold titles, and none of train's or validation's questions needs
-    a passage whose title one of test's needs, nor train's one of validation's; what would is left out. A question of
-    several passages is held out where any of them is. Questions without gold titles are divided as by "question".
+    records: where they are, for all or per benchmark ({name: place}); see `datasets.locate`. None takes the
+    hub's. What is derived from a benchmark's records takes that benchmark's place where it has none of its
+    own.
+    held_out: share of the train records that is kept for validation, chosen by a hash of the normalised
+    question, so it is the same in every process and shares no question with train. Where one file serves
+    training and testing, as large a share again is its test, or `test_share`. Train and validation never ask
+    what test asks.
+    split_by: "gold_title": that hash is of a question's gold titles, and none of train's or validation's
+    questions needs a passage whose title one of test's needs, nor train's one of validation's; what would is
+    left out. A question of several passages is held out where any of them is. Questions without gold titles
+    are divided as by "question".
     train_limit, test_limit: most records per benchmark, a seeded sample.
-    streaming, seed, unanswerable, no_answer: as in `datasets.Reading`; `seed` also shuffles train and validation.
-    corpus: Search-R1 JSONL for a BM25 index, which is kept in `cache_dir` (None: in memory); or "contexts": all paragraphs
-    that come with the records read for any split, each once.
-    only_in_corpus: questions that come without gold paragraphs (NQ, TriviaQA, PopQA, ...) are asked only if the corpus has
-    a passage whose title stands in the question and whose text holds an accepted answer; such passages become their gold
-    paragraphs. For a small corpus, which holds few of the passages that such sets need.
-    retriever: in place of a corpus: an object with `search(queries, top_k)`, or a function (`_partial_: true`) that
-    makes one at first use.
+    streaming, seed, unanswerable, no_answer: as in `datasets.Reading`; `seed` also shuffles train and
+    validation.
+    corpus: Search-R1 JSONL for a BM25 index, which is kept in `cache_dir` (None: in memory); or "contexts":
+    all paragraphs that come with the records read for any split, each once.
+    only_in_corpus: questions that come without gold paragraphs (NQ, TriviaQA, PopQA, ...) are asked only if
+    the corpus has a passage whose title stands in the question and whose text holds an accepted answer; such
+    passages become their gold paragraphs. For a small corpus, which holds few of the passages that such sets
+    need.
+    retriever: in place of a corpus: an object with `search(queries, top_k)`, or a function (`_partial_:
+    true`) that makes one at first use.
     turn_budget: turns that get an observation before the last generation.
     prompt: one of `PROMPTS`: Search-R1's, or a short one for small contexts.
     parsing, max_*: as in `Protocol`.
 
-    ValueError names the field that is wrong; missing or malformed files as in `read_records` and `read_corpus`.
-    """
+    ValueError names the field that is wrong; missing or malformed files as in `read_records` and
+    `read_corpus`."""
 
     benchmark: str | Sequence[str] = "hotpotqa"
     train: str | Sequence[str] | Mapping[str, float] | None = None
@@ -117,8 +123,10 @@ class BenchmarkWorld:
             check_place(name, self.place(name))
         if (self.corpus is None) == (self.retriever is None):
             raise ValueError(
-                "exactly one of corpus and retriever is needed: set world.corpus=FILE (JSONL), world.corpus=contexts (the "
-                "records' own passages) or world.retriever; questions come from the hub, or from world.records=FILE"
+                "exactly one of corpus and retriever is needed: set world.corpus=FILE (JSONL), "
+                "world.corpus=contexts (the "
+                "records' own passages) or world.retriever; questions come from the hub, or from "
+                "world.records=FILE"
             )
         if self.corpus not in (None, CONTEXTS) and not Path(self.corpus).is_file():
             raise FileNotFoundError(f"corpus: no file {self.corpus}")
@@ -177,7 +185,8 @@ class BenchmarkWorld:
 
     @cached_property
     def _documents(self) -> list[Document]:
-        """The passages of the corpus; a warning counts those that hold protocol tags, which are shown in brackets."""
+        """The passages of the corpus; a warning counts those that hold protocol tags, which are shown in
+        brackets."""
         documents = self._contexts() if self.corpus == CONTEXTS else read_corpus(self.corpus)
         tagged = [d.id for d in documents if "<" in d.contents and neutralise_tags(d.contents) != d.contents]
         if tagged:
@@ -200,13 +209,15 @@ class BenchmarkWorld:
                     found.setdefault(paragraph_key(*passage), passage)
         if not found:
             raise ValueError(
-                f"corpus=contexts: the records of {', '.join({*self._tested, *self._trained})} come without paragraphs; "
+                f"corpus=contexts: the records of {', '.join({*self._tested, *self._trained})} come without "
+                "paragraphs; "
                 "set world.corpus=FILE or world.retriever"
             )
         return [Document(str(i), title, text) for i, (title, text) in enumerate(found.values())]
 
     def questions(self, split: str) -> list[Question]:
-        """The questions of "train", "validation" (both shuffled) or "test" (in order); the same list each time.
+        """The questions of "train", "validation" (both shuffled) or "test" (in order); the same list each
+        time.
 
         ValueError for another split, and for train and validation where `train` is not set.
         """
@@ -244,8 +255,8 @@ class BenchmarkWorld:
         return kept
 
     def _placed(self, question: Question) -> Question | None:
-        """The question with gold paragraphs, of the corpus where it comes without; None where `only_in_corpus` leaves it
-        out."""
+        """The question with gold paragraphs, of the corpus where it comes without; None where
+        `only_in_corpus` leaves it out."""
         if question.gold_paragraphs or not self.only_in_corpus:
             return question
         return self._by_passage.placed(question)
@@ -260,8 +271,8 @@ class BenchmarkWorld:
         return [q for q in questions if not taken & self._shared([self._placed(q) or q])]
 
     def _position(self, question: Question) -> float:
-        """A number in [0, 1) by which a question is held out or not: a hash of its normalised text, or the smallest of
-        those of its gold titles."""
+        """A number in [0, 1) by which a question is held out or not: a hash of its normalised text, or the
+        smallest of those of its gold titles."""
         return (
             min(map(_position, _titles(question))) if self._by_title(question) else _position(_key(question))
         )
@@ -297,7 +308,8 @@ class BenchmarkWorld:
             mixed[split] = tuple(_mixed(pools, self._shares, rng))
             if not mixed[split]:
                 raise ValueError(
-                    f"no {split} question is left of {', '.join(pools)}: give more records, or others to world.benchmark; what "
+                    f"no {split} question is left of {', '.join(pools)}: give more records, or others to "
+                    "world.benchmark; what "
                     "test asks, or by gold title needs, is not trained on"
                 )
         return mixed

@@ -66,12 +66,12 @@ _UNPUBLISHED_TEST = ("hotpotqa", "2wikimultihopqa", "musique")  # their test spl
 class Reading:
     """How records are read.
 
-    streaming: read records as they are needed instead of downloading and caching a whole hub set or Parquet file first.
-    limit: take this many records, from a shuffle of `shuffle_buffer` records at a time with `seed`; None takes all,
-    in their order.
-    unanswerable: what to do with questions marked so; no_answer: with records without gold answer. "skip" leaves them
-    out and logs their number.
-    """
+    streaming: read records as they are needed instead of downloading and caching a whole hub set or Parquet
+    file first.
+    limit: take this many records, from a shuffle of `shuffle_buffer` records at a time with `seed`; None
+    takes all, in their order.
+    unanswerable: what to do with questions marked so; no_answer: with records without gold answer. "skip"
+    leaves them out and logs their number."""
 
     streaming: bool = False
     limit: int | None = None
@@ -91,7 +91,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Records:
-    """Where a benchmark's records are: a local file or folder, or a set of the hub, and the splits for each use.
+    """Where a benchmark's records are: a local file or folder, or a set of the hub, and the splits for each
+    use.
 
     Equal splits (None in a file) mean one pool, which whoever both trains and evaluates on it must divide.
     """
@@ -108,7 +109,8 @@ class Records:
 
 
 def check_place(benchmark: str, place: str | Path | None) -> None:
-    """ValueError for an unknown benchmark, FileNotFoundError for a place that is neither local nor a name on the hub."""
+    """ValueError for an unknown benchmark, FileNotFoundError for a place that is neither local nor a name on
+    the hub."""
     if benchmark not in SCHEMAS and benchmark not in SINGLE_HOP:
         raise ValueError(
             f"benchmark must be one of {', '.join((*BENCHMARKS, *SINGLE_HOP))}, got {benchmark!r}"
@@ -117,7 +119,8 @@ def check_place(benchmark: str, place: str | Path | None) -> None:
         return
     if not isinstance(place, str | Path):
         raise ValueError(
-            f"records must be a place or {{{benchmark}: place}}, got {place!r}; of several files make one, or a folder"
+            f"records must be a place or {{{benchmark}: place}}, got {place!r}; of several files make one, "
+            "or a folder"
         )
     if Path(place).exists():
         if Path(place).is_file() and Path(place).suffix not in FILES:
@@ -131,19 +134,19 @@ def check_place(benchmark: str, place: str | Path | None) -> None:
 
 
 def hub_sets(benchmark: str) -> tuple[HubSet, ...]:
-    """The sets of the hub that hold a benchmark, its default first. What is derived from a benchmark's records takes the
-    original ones, which hold every field."""
+    """The sets of the hub that hold a benchmark, its default first. What is derived from a benchmark's
+    records takes the original ones, which hold every field."""
     if benchmark in SINGLE_HOP:
         return HUB[SINGLE_HOP[benchmark]][::-1]
     return HUB[benchmark]
 
 
 def locate(benchmark: str, place: str | Path | None = None) -> Records:
-    """Find out what is at `place`: a file, a folder, OWNER/NAME or OWNER/NAME:CONFIG of the hub, None for its default.
+    """Find out what is at `place`: a file, a folder, OWNER/NAME or OWNER/NAME:CONFIG of the hub, None for its
+    default.
 
-    A folder is what `save_to_disk` writes, or one that `load_dataset` reads, such as a downloaded hub set. Errors as in
-    `check_place`; where the hub cannot be read, FileNotFoundError says how to get the set.
-    """
+    A folder is what `save_to_disk` writes, or one that `load_dataset` reads, such as a downloaded hub set.
+    Errors as in `check_place`; where the hub cannot be read, FileNotFoundError says how to get the set."""
     check_place(benchmark, place)
     path, config, known = str(place or ""), None, None
     if not place:
@@ -191,10 +194,9 @@ def read_records(
 ) -> list[Question]:
     """The questions of a benchmark, in its own schema or FlashRAG's, for the use "train" or "test".
 
-    place: as in `locate`; a file has no splits and gives all its records.
-    ValueError names file and line of a line that is not JSON, file and record (counted from 1) of one that is not
-    the benchmark's or lacks question or answer, and a file that is damaged; FileNotFoundError says how to get a missing set.
-    """
+    place: as in `locate`; a file has no splits and gives all its records. ValueError names file and line of a
+    line that is not JSON, file and record (counted from 1) of one that is not the benchmark's or lacks
+    question or answer, and a file that is damaged; FileNotFoundError says how to get a missing set."""
     return read_questions(locate(benchmark, place), split, reading)
 
 
@@ -239,7 +241,8 @@ def read_questions(records: Records, split: str, reading: Reading) -> list[Quest
 
 
 def read_passages(records: Records, split: str, reading: Reading) -> dict[tuple[str, str], None]:
-    """The (title, text) of all paragraphs that come with the records which `read_questions` reads, each once, in order.
+    """The (title, text) of all paragraphs that come with the records which `read_questions` reads, each once,
+    in order.
 
     ValueError names the record whose paragraphs cannot be read.
     """
@@ -249,7 +252,8 @@ def read_passages(records: Records, split: str, reading: Reading) -> dict[tuple[
             passages.update(dict.fromkeys(context_of(record)))
         except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
             raise ValueError(
-                f"{records.path} record {number}: its paragraphs cannot be read ({type(error).__name__}: {error})"
+                f"{records.path} record {number}: its paragraphs cannot be read ({type(error).__name__}: "
+                f"{error})"
             ) from error
     return passages
 
@@ -274,7 +278,8 @@ def _open(records: Records, split: str, reading: Reading) -> "IterableDataset":
     path = Path(records.path)
     name = records.train if split == "train" else records.test
     if path.suffix in (".jsonl", ".json") and path.is_file():
-        # Not load_dataset("json"): it names no line of a broken file and turns dates such as "1999-01-01" into time stamps.
+        # Not load_dataset("json"): it names no line of a broken file and turns dates such as "1999-01-01"
+        # into time stamps.
         return IterableDataset.from_generator(_json_records, gen_kwargs={"path": str(path)})
     if path.suffix == ".parquet" and path.is_file():
         found = load_dataset("parquet", data_files=str(path), split="train", streaming=reading.streaming)
@@ -291,7 +296,8 @@ def _open(records: Records, split: str, reading: Reading) -> "IterableDataset":
 
 @contextmanager
 def _explained(benchmark: str, path: str) -> Iterator[None]:
-    """Turns what `datasets` raises into one line that says what to do; what JSON files raise is that already."""
+    """Turns what `datasets` raises into one line that says what to do; what JSON files raise is that
+    already."""
     from datasets.exceptions import DatasetsError
     from httpx import HTTPError
 
@@ -310,14 +316,17 @@ def _explained(benchmark: str, path: str) -> Iterator[None]:
                 f"{path}: cannot be read ({problem}); if it was cut off on its way, get it again"
             ) from error
         raise FileNotFoundError(
-            f"{path}: {benchmark} cannot be read from the hub ({problem}). Get it where there is network with `hf download "
-            f"{path} --repo-type dataset --local-dir DIR` (a gated set asks for `hf auth login` first), then set "
+            f"{path}: {benchmark} cannot be read from the hub ({problem}). Get it where there is network "
+            "with `hf download "
+            f"{path} --repo-type dataset --local-dir DIR` (a gated set asks for `hf auth login` first), "
+            "then set "
             f"world.records={{{SINGLE_HOP.get(benchmark, benchmark)}: DIR}}, beside those that it has"
         ) from error
 
 
 def _json_records(path: str) -> Iterable[dict[str, Any]]:
-    """Objects of JSONL, of one JSON array, or of TriviaQA's release, an object whose field `Data` is an array."""
+    """Objects of JSONL, of one JSON array, or of TriviaQA's release, an object whose field `Data` is an
+    array."""
     if path.endswith(".json"):
         try:
             text = Path(path).read_bytes().decode("utf-8-sig")

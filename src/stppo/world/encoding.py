@@ -1,4 +1,5 @@
-"""Dialogues as token ids, for one tokenizer: chat template, limits, and what ends a turn. No library is imported."""
+"""Dialogues as token ids, for one tokenizer: chat template, limits, and what ends a turn. No library is
+imported."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -25,9 +26,9 @@ def render_prompt(tokenizer: Any, prompt: str) -> str:
 class DialogueEncoder:
     """Prompts and observations to token ids, turns to text, within the protocol's limits.
 
-    Each part is tokenised once and on its own; agent tokens are never tokenised. Control tokens in questions and
-    documents stay text: the protocol neutralised those of the shape `<|im_end|>`; of others (`</s>`), prompts get a
-    space inside and observations are tokenised with special tokens split.
+    Each part is tokenised once and on its own; agent tokens are never tokenised. Control tokens in questions
+    and documents stay text: the protocol neutralised those of the shape `<|im_end|>`; of others (`</s>`),
+    prompts get a space inside and observations are tokenised with special tokens split.
 
     tokenizer: a transformers tokenizer.
     ValueError where `max_observation_tokens` leaves no room for an observation's closing tag.
@@ -42,7 +43,8 @@ class DialogueEncoder:
         self._closing = self._encode(protocol.closing_text)
         if len(self._closing) >= protocol.max_observation_tokens:
             raise ValueError(
-                f"max_observation_tokens={protocol.max_observation_tokens} leaves no room before the closing tag "
+                f"max_observation_tokens={protocol.max_observation_tokens} leaves no room before the "
+                "closing tag "
                 f"({len(self._closing)} tokens); raise it"
             )
 
@@ -61,13 +63,15 @@ class DialogueEncoder:
         for text, ids in zip(texts, found, strict=True):
             if len(ids) > self.protocol.max_start_tokens:
                 raise ValueError(
-                    f"a prompt of {len(ids)} tokens exceeds max_start_tokens={self.protocol.max_start_tokens}: raise it, "
+                    f"a prompt of {len(ids)} tokens exceeds "
+                    f"max_start_tokens={self.protocol.max_start_tokens}: raise it, "
                     f"or leave that question out: {' '.join(text.split())[-80:]}"
                 )
         return found
 
     def observation(self, text: str) -> list[int]:
-        """Token ids of an observation, at most `max_observation_tokens`: cut before its closing tag, never in it."""
+        """Token ids of an observation, at most `max_observation_tokens`: cut before its closing tag, never in
+        it."""
         return self._within_limit(text, self._encode(text))
 
     def observations(self, texts: Sequence[str]) -> list[list[int]]:
@@ -93,8 +97,9 @@ class DialogueEncoder:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def sentence_ends(self, ids: Sequence[int]) -> list[bool]:
-        """For each token of an agent turn, whether a sentence ends in it, by the protocol's rule. Tokens are read one by
-        one, so that a character of several tokens is unreadable: the rule's marks are of one byte each."""
+        """For each token of an agent turn, whether a sentence ends in it, by the protocol's rule. Tokens are
+        read one by one, so that a character of several tokens is unreadable: the rule's marks are of one byte
+        each."""
         for token in set(ids) - self._texts.keys():
             self._texts[token] = self.tokenizer.decode([token])
         texts = [self._texts[token] for token in ids]

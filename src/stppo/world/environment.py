@@ -19,9 +19,9 @@ class SearchEnvironment:
     ends the episode with reward 0. An answer always ends it.
 
     reward: "em" or "f1".
-    retrieve_first: spend the first of the `turn_budget` searches on the question itself, before the agent's first
-    turn, and show the result in the prompt. With a budget of 1 an episode is a single turn, which must answer.
-    """
+    retrieve_first: spend the first of the `turn_budget` searches on the question itself, before the agent's
+    first turn, and show the result in the prompt. With a budget of 1 an episode is a single turn, which must
+    answer."""
 
     protocol: Protocol
     retriever: Retriever

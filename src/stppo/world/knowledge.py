@@ -49,32 +49,34 @@ _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 @dataclass(frozen=True, eq=False)
 class SyntheticWorld:
-    """Entities with two-token names, one document each, and questions such as `mentor of rival of dorn vale ?`.
+    """Entities with two-token names, one document each, and questions such as `mentor of rival of dorn vale
+    ?`.
 
-    The same fields give the same world in every process. A document reads `dorn vale mentor alba moss rival …`:
-    the entity's name, then its facts. Names combine shared first and last parts, so documents distract
-    from one another. The answer to a question is the entity at the end of its chain of relations;
-    no chain visits an entity twice, every (entity, relation) has one object, and no question is in two splits.
+    The same fields give the same world in every process. A document reads `dorn vale mentor alba moss rival
+    …`: the entity's name, then its facts. Names combine shared first and last parts, so documents distract
+    from one another. The answer to a question is the entity at the end of its chain of relations; no chain
+    visits an entity twice, every (entity, relation) has one object, and no question is in two splits.
 
-    What is asked cannot be learned by heart: the entities are divided, and a chain of a training question takes all its
-    steps from documents of one part, a chain of validation or test from documents of the other. So no
-    (entity, relation) that a training question uses is used by a question of validation or test. The entity at the end
-    of a chain, whose document is not needed, may be of either part.
+    What is asked cannot be learned by heart: the entities are divided, and a chain of a training question
+    takes all its steps from documents of one part, a chain of validation or test from documents of the other.
+    So no (entity, relation) that a training question uses is used by a question of validation or test. The
+    entity at the end of a chain, whose document is not needed, may be of either part.
 
     seed: of names, the division, facts and questions.
-    facts_seed: of the facts and questions alone (None: `seed`): another gives new facts behind the same names, to try
-        whether a policy reads or remembers.
+    facts_seed: of the facts and questions alone (None: `seed`): another gives new facts behind the same
+        names, to try whether a policy reads or remembers.
     n_name_parts: number of first parts, and of last parts; n_entities may not exceed its square.
     held_out: share of the entities whose documents validation and test ask for.
     neighbour_share: probability that a fact's object shares a name part with the document's entity.
     hop_shares: shares of 1-, 2-, … hop questions, summing to 1.
     turn_budget: searches before the last generation; at least the number of hops.
-    retrieve_first: the environment makes the first of these searches itself, with the question as the query, and shows
-        the result in the prompt (with turn_budget 1: episodes of one turn).
+    retrieve_first: the environment makes the first of these searches itself, with the question as the query,
+        and shows the result in the prompt (with turn_budget 1: episodes of one turn).
     think_probability: how often a scripted turn starts with a thought.
-    options: entities that a question names as possible answers, one of them right, drawn for each question (0: none; from 2
-        on). A blind guess then succeeds once in so many times.
-    misjudged: share of the answers to training questions whose reward is wrong; validation and test judge rightly.
+    options: entities that a question names as possible answers, one of them right, drawn for each question
+        (0: none; from 2 on). A blind guess then succeeds once in so many times.
+    misjudged: share of the answers to training questions whose reward is wrong; validation and test judge
+    rightly.
     cache_dir: where the retriever keeps its index (None: in memory; it is built in milliseconds).
 
     ValueError names the field that is out of range.
@@ -142,7 +144,8 @@ class SyntheticWorld:
             raise ValueError(f"hop_shares must be shares that sum to 1, got {list(shares)}")
         if self.turn_budget < len(self.hop_shares):
             raise ValueError(
-                f"turn_budget must be at least the number of hops ({len(self.hop_shares)}), got {self.turn_budget}"
+                f"turn_budget must be at least the number of hops ({len(self.hop_shares)}), got "
+                f"{self.turn_budget}"
             )
         _ = self.environment  # validates what it is given
 
@@ -218,7 +221,8 @@ class SyntheticWorld:
         return facts
 
     def _draw(self, rng: random.Random, pool: Sequence[str], used: list[str]) -> str:
-        """An entity not in `used`, of a few from the pool the one that repeats the fewest name parts of `used`.
+        """An entity not in `used`, of a few from the pool the one that repeats the fewest name parts of
+        `used`.
 
         Parts repeated within a document are what misleads BM25, so this keeps most questions answerable.
         """
@@ -297,15 +301,16 @@ class SyntheticWorld:
         asking = " + ".join(f"n_{name}" for name in names)
         change = "lower" if names == SPLITS[:1] else "raise"
         return (
-            f"{asking} ask for {needed} {hops}-hop questions but the knowledge base has {found} for them: raise "
+            f"{asking} ask for {needed} {hops}-hop questions but the knowledge base has {found} for them: "
+            "raise "
             f"n_entities or facts_per_document, {change} held_out={self.held_out}, or lower {asking}"
         )
 
     def _chains(
         self, hops: int, readable: Sequence[str]
     ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """(entities, relations) of every walk of `hops` facts, each from the document of a readable entity, that visits
-        no entity twice."""
+        """(entities, relations) of every walk of `hops` facts, each from the document of a readable entity,
+        that visits no entity twice."""
         allowed = frozenset(readable)
         walks: Iterator = (((entity,), ()) for entity in readable)
         for _ in range(hops):
@@ -319,11 +324,12 @@ class SyntheticWorld:
         return walks
 
     def reading_examples(self, n: int, rng: random.Random) -> list[Episode]:
-        """`n` exercises in reading: a made-up document, then ten look-ups in it, each a relation followed by a name.
+        """`n` exercises in reading: a made-up document, then ten look-ups in it, each a relation followed by
+        a name.
 
-        The documents are none of this world: their names combine name parts drawn anew each time, and so do their
-        relations. A look-up's relation stands with the environment's words, its name is what the agent writes.
-        """
+        The documents are none of this world: their names combine name parts drawn anew each time, and so do
+        their relations. A look-up's relation stands with the environment's words, its name is what the agent
+        writes."""
         return [self._reading_example(rng) for _ in range(n)]
 
     def _reading_example(self, rng: random.Random) -> Episode:

@@ -10,7 +10,8 @@ from stppo.world.rewards import normalise_answer
 
 
 class PassagesByTitle:
-    """The passages of a corpus by their titles, without a bracket at the end ("Fog (film)" is found as "Fog")."""
+    """The passages of a corpus by their titles, without a bracket at the end ("Fog (film)" is found as
+    "Fog")."""
 
     def __init__(self, documents: Iterable[Document]):
         self._of: dict[str, list[Document]] = defaultdict(list)
@@ -20,8 +21,8 @@ class PassagesByTitle:
         self._longest = max((len(title.split()) for title in self._of), default=0)
 
     def placed(self, question: Question) -> Question | None:
-        """The question with its gold paragraphs: passages whose title stands in it, word by word, and whose text holds an
-        accepted answer, both up to SQuAD's normalisation; None where there is none."""
+        """The question with its gold paragraphs: passages whose title stands in it, word by word, and whose
+        text holds an accepted answer, both up to SQuAD's normalisation; None where there is none."""
         words = normalise_answer(question.text).split()
         named = [
             " ".join(words[start : start + length])

@@ -28,8 +28,10 @@ _ACTION_TAG = re.compile(r"<(search|answer)>")
 
 SEARCH_R1_PROMPT = (
     "Answer the question below. Whenever you learn something new, first reason about it between <think> and "
-    "</think>. If you lack a fact, write a query between <search> and </search>; a search engine then shows its "
-    "best results between <information> and </information>. You may search several times. As soon as you know "
+    "</think>. If you lack a fact, write a query between <search> and </search>; a search engine then shows "
+    "its "
+    "best results between <information> and </information>. You may search several times. As soon as you "
+    "know "
     "enough, give only the final answer, as short as possible, between <answer> and </answer>, without any "
     "explanation; for instance <answer> Mount Everest </answer>.\nQuestion: {question}\n"
 )
@@ -55,8 +57,8 @@ class Question:
 
     gold_paragraphs: (title, text) pairs where known.
     source: the benchmark it comes from, "" in the synthetic world.
-    options: texts of a multiple-choice question's options A, B, ...; `answers` then holds the correct one's text and
-    its letter, in this order, and `rewards.score` says which replies name it.
+    options: texts of a multiple-choice question's options A, B, ...; `answers` then holds the correct one's
+    text and its letter, in this order, and `rewards.score` says which replies name it.
     misjudged: share of the answers to it whose reward is wrong, see `rewards.judge`.
     """
 
@@ -76,7 +78,8 @@ class Question:
             raise ValueError(f"question {self.id}: no answer")
         if self.options and self.answers not in zip(self.options, ascii_uppercase, strict=False):
             raise ValueError(
-                f"question {self.id}: its options {self.options} hold no right answer, answers are {self.answers}; give the "
+                f"question {self.id}: its options {self.options} hold no right answer, answers are "
+                f"{self.answers}; give the "
                 "right option's text and its letter, in this order"
             )
 
@@ -91,7 +94,8 @@ class Action:
 
 
 def parse_turn(text: str) -> Action:
-    """Read one agent turn: at most one <think> block, then exactly one <search> or <answer> block, nothing else.
+    """Read one agent turn: at most one <think> block, then exactly one <search> or <answer> block, nothing
+    else.
 
     Anything else (unclosed, nested, repeated, empty or foreign tags, text outside of tags) is an
     `invalid` action with a reason; this never raises. Tags are case-sensitive and hold no spaces.
@@ -133,11 +137,11 @@ def parse_turn(text: str) -> Action:
 
 
 def parse_search_r1(text: str) -> Action:
-    """Read one turn as Search-R1 does: its first complete <search> or <answer> block, whatever stands around it.
+    """Read one turn as Search-R1 does: its first complete <search> or <answer> block, whatever stands around
+    it.
 
-    Stricter than Search-R1 in two things: an <information> tag of the agent's own and an empty block are `invalid`
-    (there, the first passes and the second searches or answers the empty string). Never raises.
-    """
+    Stricter than Search-R1 in two things: an <information> tag of the agent's own and an empty block are
+    `invalid` (there, the first passes and the second searches or answers the empty string). Never raises."""
     if _INFORMATION.search(text):
         return _invalid("<information> is written by the environment alone")
     last = {kind: text.rfind(f"</{kind}>") for kind in ("search", "answer")}
@@ -157,8 +161,9 @@ PARSERS = {"strict": parse_turn, "search_r1": parse_search_r1}
 
 
 def neutralise_tags(text: str) -> str:
-    """Clean text in which every protocol tag and chat control token is bracketed (`<search>` → `[search]`, `<|im_end|>` →
-    `[|im_end|]`), which no parser takes for an action and no tokenizer for the end of a message."""
+    """Clean text in which every protocol tag and chat control token is bracketed (`<search>` → `[search]`,
+    `<|im_end|>` → `[|im_end|]`), which no parser takes for an action and no tokenizer for the end of a
+    message."""
     text = _TAG_LIKE.sub(lambda match: f"[{match[1]}{match[2]}]", clean(text))
     return _CONTROL_TOKEN.sub(lambda match: f"[{match[1]}{match[2]}{match[1]}]", text)
 
@@ -176,9 +181,9 @@ class Protocol:
     no_result: stands in place of documents where the search found none.
     turn_budget: turns that get an observation; the generation after them must answer.
     parsing: "strict" (`parse_turn`) or "search_r1" (`parse_search_r1`, for pretrained models).
-    max_information_words: retrieved text is cut to this many white-space separated words.
-    max_turn_tokens, max_observation_tokens, max_start_tokens: most tokens of a turn, of an observation (which is cut)
-    and of the prompt. Roll-outs enforce them, through `encoding.DialogueEncoder`: the environment sees no tokens.
+    max_information_words: retrieved text is cut to this many white-space separated words. max_turn_tokens,
+    max_observation_tokens, max_start_tokens: most tokens of a turn, of an observation (which is cut) and of
+    the prompt. Roll-outs enforce them, through `encoding.DialogueEncoder`: the environment sees no tokens.
     """
 
     prompt_template: str = SEARCH_R1_PROMPT
@@ -217,10 +222,10 @@ class Protocol:
         return "</search>", "</answer>"
 
     def sentence_ends(self, text: str) -> list[int]:
-        """Where the sentences of an agent turn end: behind each run of `.?!` and behind each closing tag, as counts of
-        characters. The end of the turn always ends one and need not be named. A decimal point or an abbreviation ends
-        a sentence too: the rule is simple and the same for every text; a protocol of your own may know better.
-        """
+        """Where the sentences of an agent turn end: behind each run of `.?!` and behind each closing tag, as
+        counts of characters. The end of the turn always ends one and need not be named. A decimal point or an
+        abbreviation ends a sentence too: the rule is simple and the same for every text; a protocol of your
+        own may know better."""
         return [match.end() for match in _SENTENCE_END.finditer(text)]
 
     def prompt(self, question: str) -> str:
@@ -229,7 +234,8 @@ class Protocol:
         return self.prompt_template.format(question=text if text.endswith("?") else text + "?")
 
     def information(self, documents: Sequence["Document"]) -> str:
-        """The observation after a search: rendered documents, cut to `max_information_words`, without live tags."""
+        """The observation after a search: rendered documents, cut to `max_information_words`, without live
+        tags."""
         rendered = self.document_separator.join(
             self.document_template.format(index=index, title=document.title, text=document.text)
             for index, document in enumerate(documents, start=1)

@@ -25,10 +25,9 @@ class Unanswerable(ValueError):
 def question_from(record: Record, benchmark: str, number: int) -> Question:
     """The question of a record, its schema recognised from its fields.
 
-    number: of the record, from 1; it names records without an id. `benchmark` is one of `SCHEMAS`; "nq_hotpotqa"
-    records say themselves which they come from (`data_source`).
-    Unanswerable, NoGoldAnswer or another ValueError says what is wrong, with the record's id where it has one.
-    """
+    number: of the record, from 1; it names records without an id. `benchmark` is one of `SCHEMAS`;
+    "nq_hotpotqa" records say themselves which they come from (`data_source`). Unanswerable, NoGoldAnswer or
+    another ValueError says what is wrong, with the record's id where it has one."""
     schema = next((s for s in SCHEMAS[benchmark] if all(field in record for field in s.fields)), None)
     if schema is None:
         wanted = " or ".join("{" + ", ".join(s.fields) + "}" for s in SCHEMAS[benchmark])
@@ -63,7 +62,8 @@ class _Parts(NamedTuple):
 
 
 def _strings(value: Any) -> list[str]:
-    """A value or a list of values as strings without white space around them; blank ones and None are left out."""
+    """A value or a list of values as strings without white space around them; blank ones and None are left
+    out."""
     values = value if isinstance(value, list | tuple) else [value]
     # `datasets` reads a JSON column that holds nothing but dates as time stamps.
     dates = (
@@ -76,8 +76,8 @@ def _strings(value: Any) -> list[str]:
 
 
 def pairs(value: Any, *keys: str) -> list[tuple]:
-    """Pairs, a list of dicts, (as in Arrow) a dict of lists, or JSON of these, as (title, x) pairs; x is under the first
-    key there is."""
+    """Pairs, a list of dicts, (as in Arrow) a dict of lists, or JSON of these, as (title, x) pairs; x is
+    under the first key there is."""
     if isinstance(value, str):
         value = parse_json(value)
     if isinstance(value, Mapping):
@@ -119,16 +119,16 @@ def _metadata(record: Record) -> Record:
 
 
 def flashrag_or_own(record: Record, field: str, as_json: bool = False) -> Any:
-    """A field of the record or, in FlashRAG's schema, of its metadata; as_json: parsed where it is a string. KeyError
-    where neither has it."""
+    """A field of the record or, in FlashRAG's schema, of its metadata; as_json: parsed where it is a string.
+    KeyError where neither has it."""
     value = record.get(field)
     value = _metadata(record)[field] if value is None else value
     return parse_json(value) if as_json and isinstance(value, str) else value
 
 
 def context_of(record: Record) -> Paragraphs:
-    """All paragraphs that come with a record, gold and others; () where it has none (FlashRAG's MuSiQue has the gold
-    ones alone). Errors as the readers raise them for a record that is not what it seems."""
+    """All paragraphs that come with a record, gold and others; () where it has none (FlashRAG's MuSiQue has
+    the gold ones alone). Errors as the readers raise them for a record that is not what it seems."""
     if own := record.get("paragraphs"):
         return tuple(paragraph(p["title"], p["paragraph_text"]) for p in own)
     if (context := record.get("context") or _metadata(record).get("context")) is not None:
@@ -150,7 +150,8 @@ def _flashrag(record: Record) -> _Parts:
 
 
 def _unquoted(text: str) -> str:
-    """DPR's CSV quoting (`"... ""x"" ..."`), which TriviaQA's questions kept on their way to FlashRAG, undone."""
+    """DPR's CSV quoting (`"... ""x"" ..."`), which TriviaQA's questions kept on their way to FlashRAG,
+    undone."""
     inside = text[1:-1].replace('""', "")
     quoted = text.startswith('"') and text.endswith('"') and '""' in text[1:-1] and '"' not in inside
     return text[1:-1].replace('""', '"') if quoted else text
@@ -195,7 +196,8 @@ def _bamboogle(record: Record) -> _Parts:
 
 
 def _medqa(record: Record) -> _Parts:
-    """Scored by letter or text; the options follow the question, which the prompt ends with a question of its own."""
+    """Scored by letter or text; the options follow the question, which the prompt ends with a question of its
+    own."""
     options = {letter: text.strip() for letter, text in sorted(record["options"].items()) if text}
     if "".join(options) != "ABCDE"[: len(options)] or len(options) < 2:
         raise ValueError(f"options must be A, B, C, ..., got {', '.join(options) or 'none'}")
@@ -203,7 +205,8 @@ def _medqa(record: Record) -> _Parts:
     letter = record["answer_idx"]
     if letter and letter not in options:
         raise ValueError(
-            f"its options {', '.join(options)} hold no right answer, answer_idx is {letter!r}; correct one of the two"
+            f"its options {', '.join(options)} hold no right answer, answer_idx is {letter!r}; correct one "
+            "of the two"
         )
     answers = (options[letter], letter) if letter else ()
     return _Parts(

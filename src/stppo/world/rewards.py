@@ -1,4 +1,5 @@
-"""Exact match and F1 as in the SQuAD and HotpotQA evaluation scripts, choices, and Search-R1's own scoring."""
+"""Exact match and F1 as in the SQuAD and HotpotQA evaluation scripts, choices, and Search-R1's own
+scoring."""
 
 import hashlib
 import re
@@ -31,15 +32,16 @@ def _plain(text: str) -> str:
 
 
 def _key(text: str) -> str:
-    """Normalised, except where nothing would be left: else a reply of "the" would match the answer "The The"."""
+    """Normalised, except where nothing would be left: else a reply of "the" would match the answer "The
+    The"."""
     return normalise_answer(text) or text.strip().lower()
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
     """1 where the normalised prediction equals one of the normalised answers, else 0.
 
-    Texts of which normalisation leaves nothing ("The The", "A", "!!!") are compared as they are, in lower case.
-    """
+    Texts of which normalisation leaves nothing ("The The", "A", "!!!") are compared as they are, in lower
+    case."""
     key = _key(prediction)
     return float(any(key == _key(answer) for answer in answers))
 
@@ -71,8 +73,8 @@ MEASURES = {"em": exact_match, "f1": f1}
 def score(question: Question, reply: str | None, measure: str = "em") -> float:
     """The reward of a reply (None: no answer was given), in [0, 1]: "em" or "f1" over the accepted answers.
 
-    A question with options scores 1 where the reply names the correct one (`chosen_option`), else 0, by either measure.
-    """
+    A question with options scores 1 where the reply names the correct one (`chosen_option`), else 0, by
+    either measure."""
     if reply is None:
         return 0.0
     if question.options:
@@ -82,8 +84,9 @@ def score(question: Question, reply: str | None, measure: str = "em") -> float:
 
 
 def judge(question: Question, reply: str, measure: str = "em") -> float:
-    """The reward of an answer in training: its `score`, or 1 less that for a share `question.misjudged` of all answers. Question
-    and answer alone tell which: who judges wrongly once does so again, whatever the run."""
+    """The reward of an answer in training: its `score`, or 1 less that for a share `question.misjudged` of
+    all answers. Question and answer alone tell which: who judges wrongly once does so again, whatever the
+    run."""
     value = score(question, reply, measure)
     if not question.misjudged:
         return value
@@ -94,10 +97,9 @@ def judge(question: Question, reply: str, measure: str = "em") -> float:
 def chosen_option(reply: str, options: Sequence[str]) -> int | None:
     """Which option (from 0) a reply names, None where it names none or is ambiguous.
 
-    A reply names an option by its letter ("B", "b", "(B)", "B."), its text (up to SQuAD's normalisation), or both
-    ("B. text", "(B) text"), and by nothing else. A letter beside the text of another option names none; the letter
-    "A" is a label, not an article.
-    """
+    A reply names an option by its letter ("B", "b", "(B)", "B."), its text (up to SQuAD's normalisation), or
+    both ("B. text", "(B) text"), and by nothing else. A letter beside the text of another option names none;
+    the letter "A" is a label, not an article."""
     reply, options = _DECIMAL.sub("·", reply.strip()), [_DECIMAL.sub("·", text) for text in options]
     letters = string.ascii_uppercase[: len(options)]
     if (letter := _LETTER.fullmatch(reply)) and letter[1].upper() in letters:
@@ -125,12 +127,14 @@ def mean_by_source(questions: Sequence[Question], values: Sequence[float]) -> di
 
 
 def search_r1_answer(turns: Sequence[str]) -> str | None:
-    """The answer that Search-R1's `qa_em` extracts: the last <answer> block of the dialogue, of the agent's turns alone.
+    """The answer that Search-R1's `qa_em` extracts: the last <answer> block of the dialogue, of the agent's
+    turns alone.
 
-    There prompt, documents and corrections are searched too, and a dialogue with a single match counts as unanswered
-    for the sake of the prompt's example; a prompt that holds several then lends its example to agents that never answer.
-    """
-    # Cut behind the last closing tag: an opening one without a closing would be searched for to the end, each anew.
+    There prompt, documents and corrections are searched too, and a dialogue with a single match counts as
+    unanswered for the sake of the prompt's example; a prompt that holds several then lends its example to
+    agents that never answer."""
+    # Cut behind the last closing tag: an opening one without a closing would be searched for to the end, each
+    # anew.
     blocks = [
         block for turn in turns for block in _ANSWER.findall(turn[: turn.rfind(_CLOSING) + len(_CLOSING)])
     ]
@@ -140,10 +144,9 @@ def search_r1_answer(turns: Sequence[str]) -> str | None:
 def search_r1_em(episode: Episode) -> float:
     """Exact match (0 or 1) as Search-R1 scores a dialogue (`search_r1_compat`); play it greedily.
 
-    Differences from the reward: the *last* answer block of any turn counts, even in one that is invalid (text outside
-    of tags, a forged <information>), and texts of which normalisation leaves nothing match one another.
-    Multiple-choice questions, which Search-R1 has none of, are scored as by `score`.
-    """
+    Differences from the reward: the *last* answer block of any turn counts, even in one that is invalid (text
+    outside of tags, a forged <information>), and texts of which normalisation leaves nothing match one
+    another. Multiple-choice questions, which Search-R1 has none of, are scored as by `score`."""
     reply = search_r1_answer([turn.text for turn in episode.turns])
     if reply is None or episode.question.options:
         return score(episode.question, reply)

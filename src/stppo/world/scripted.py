@@ -18,7 +18,8 @@ from stppo.world.rewards import mean_by_source, normalise_answer, score
 
 @dataclass(frozen=True)
 class DemonstrationNoise:
-    """Probabilities of mistakes, each in [0, 1]; the defaults give demonstrations that succeed about 0.6 of the time.
+    """Probabilities of mistakes, each in [0, 1]; the defaults give demonstrations that succeed about 0.6 of
+    the time.
 
     early_answer: at each turn that has read a document but lacks the answer: answer some entity seen there.
     wrong_entity: at each name that is to be copied from a document: copy another of its entities.
@@ -54,9 +55,8 @@ AMONG, OR = "among", "or"  # of the options in a question: `mentor of dorn vale 
 class SyntheticReader:
     """Reads the chain of relations from the question and every entity from what was retrieved, nothing else.
 
-    Where the retriever returns another entity's document, it asks once more with the relation added. An early answer to a
-    question with options is one of them.
-    """
+    Where the retriever returns another entity's document, it asks once more with the relation added. An early
+    answer to a question with options is one of them."""
 
     def __init__(
         self,
@@ -121,7 +121,8 @@ def _happens(rng: random.Random, probability: float) -> bool:
 
 
 def _broken(rng: random.Random, kind: str, content: str) -> str:
-    """A turn with broken tags. One that opens its tag is still read under `parsing: search_r1`, as Search-R1 would."""
+    """A turn with broken tags. One that opens its tag is still read under `parsing: search_r1`, as Search-R1
+    would."""
     return rng.choice(
         (
             f"{content} </{kind}>",
@@ -148,10 +149,10 @@ def parse_document(text: str, relations: frozenset[str]) -> tuple[str, dict[str,
 class GoldTitleSearcher:
     """Searches each gold title, then answers the gold answer where its string stands in what was retrieved.
 
-    It knows the answer, so without noise it bounds what this retriever and turn budget allow. A yes / no answer has no
-    string to look for and counts where every gold paragraph was retrieved. Without gold titles it searches the question.
-    Entities of its noise are the titles that it has seen; a search that was lost to noise is made up for.
-    """
+    It knows the answer, so without noise it bounds what this retriever and turn budget allow. A yes / no
+    answer has no string to look for and counts where every gold paragraph was retrieved. Without gold titles
+    it searches the question. Entities of its noise are the titles that it has seen; a search that was lost to
+    noise is made up for."""
 
     def __init__(
         self,
@@ -255,7 +256,8 @@ def play_summary(
     noise: DemonstrationNoise | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Play the questions; returns n, em, f1, recall_at_3 (None without gold paragraphs) and searches_per_question.
+    """Play the questions; returns n, em, f1, recall_at_3 (None without gold paragraphs) and
+    searches_per_question.
 
     Questions of several benchmarks add em_by_benchmark.
     """

@@ -1,7 +1,9 @@
-"""Questions of one hop out of multi-hop records: MuSiQue's decompositions and 2WikiMultiHopQA's evidence triples.
+"""Questions of one hop out of multi-hop records: MuSiQue's decompositions and 2WikiMultiHopQA's evidence
+triples.
 
-One search finds the passage and one span of it is the answer: what a language model of a hundred million parameters can
-learn first. The rule, in the order in which it is applied; `Asked.dropped` counts what it leaves out:
+One search finds the passage and one span of it is the answer: what a language model of a hundred million
+parameters can learn first. The rule, in the order in which it is applied; `Asked.dropped` counts what it
+leaves out:
 
 1. MuSiQue: every step of `question_decomposition` is a question, its answer the step's (of the last step also the record's
    aliases), its passage the step's supporting paragraph. `#1` in it is replaced by the answer of step 1. A step in the
@@ -28,7 +30,8 @@ from stppo.world.rewards import normalise_answer
 # Derived sets and the benchmarks whose records they are made from.
 SINGLE_HOP = {"musique_single_hop": "musique", "2wiki_single_hop": "2wikimultihopqa"}
 
-# 2Wiki's relations, and those of MuSiQue's steps; a relation that has many right answers ("shares border with") has none.
+# 2Wiki's relations, and those of MuSiQue's steps; a relation that has many right answers ("shares border
+# with") has none.
 TEMPLATES = {
     "applies to jurisdiction": "To which jurisdiction does {} apply?",
     "author": "Who wrote {}?",
@@ -99,7 +102,8 @@ _EARLIER = re.compile(r"#(\d+)")
 
 @dataclass
 class Asked:
-    """The questions of records, as they are read: one of each record (`whole`), or by the module's rule (`parts`).
+    """The questions of records, as they are read: one of each record (`whole`), or by the module's rule
+    (`parts`).
 
     dropped: how many steps or triples were left out for what reason.
     """
@@ -131,9 +135,8 @@ class Asked:
 def questions_of(record: Record, name: str, number: int) -> Iterator[Question | str]:
     """For each step or triple of a record its question, or why it has none.
 
-    name: one of `SINGLE_HOP`; it is the questions' source. Errors as `question_from` raises them for the records' own
-    benchmark, and ValueError for a record without decomposition or evidences.
-    """
+    name: one of `SINGLE_HOP`; it is the questions' source. Errors as `question_from` raises them for the
+    records' own benchmark, and ValueError for a record without decomposition or evidences."""
     whole = question_from(record, SINGLE_HOP[name], number)
     parts = _steps if name == "musique_single_hop" else _triples
     try:

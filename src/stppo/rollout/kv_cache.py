@@ -1,8 +1,8 @@
-"""Keys and values of many trajectories (lanes) that are decoded side by side by a transformers model.
+"""Keys and values of many trajectories (slots) that are decoded side by side by a transformers model.
 
-A lane's tokens lie in the columns of their positions, without holes, and the lanes that are fed lie in the first rows. So a
-step computes no lane that has closed its turn, copies no cache to append to it, and in decoding repeats no grouped key.
-"""
+A slot's tokens lie in the columns of their positions, without holes, and the slots that are fed lie in the
+first rows. So a step computes no slot that has closed its turn, copies no cache to append to it, and in
+decoding repeats no grouped key."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ from stppo.policy.frozen import is_divided, layers_of
 from stppo.policy.policy import length_sorted_chunks
 
 _FIRST_ROOM = 64
-_MANY = 16  # lanes, from which padding costs more than passes of fewer rows do
-_ATTENTION = "stppo_lanes"
+_MANY = 16  # slots, from which padding costs more than passes of fewer rows do
+_ATTENTION = "stppo_kv_cache"
 
 
 def _attend(
@@ -30,8 +30,8 @@ def _attend(
     scaling: float | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """Attention of one new token (n, heads, 1, d) to keys and values (n, kv_heads, S, d), each group of heads at once; of
-    several tokens as `sdpa` does it. attention_mask: (n, 1, m, S) bool."""
+    """Attention of one new token (n, heads, 1, d) to keys and values (n, kv_heads, S, d), each group of heads
+    at once; of several tokens as `sdpa` does it. attention_mask: (n, 1, m, S) bool."""
     n, heads, m, width = query.shape
     if m > 1 or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
@@ -44,9 +44,9 @@ def _attend(
 AttentionInterface.register(_ATTENTION, _attend)
 
 
-class Lanes:
-    """n lanes of at most `limit` tokens, numbered from 0. below: (n, limit, H), filled with the states that a divided
-    body's frozen layers give, or None.
+class KVCache:
+    """n slots of at most `limit` tokens, numbered from 0. below: (n, limit, H), filled with the states that a
+    divided body's frozen layers give, or None.
 
     It is its own transformers cache: `update` is what an attention layer calls.
     """
@@ -55,15 +55,16 @@ class Lanes:
         self.body, self.limit = body, limit
         self.room = min(limit, _FIRST_ROOM)
         self.stores: dict[int, list[Tensor]] = {}  # by layer: keys and values, (rows, kv_heads, room, d)
-        self.ids = torch.arange(n)  # which lane lies in a row
+        self.ids = torch.arange(n)  # which slot lies in a row
         self.past = torch.zeros(n, dtype=torch.long)  # tokens in it
         self.below: Tensor | None = None
         self.keeps_states = keeps_states and is_divided(body)
 
     def feed(self, ids: Tensor, chunk: Tensor, mask: Tensor) -> Tensor:
-        """Append to each of the lanes `ids` (a,) the tokens (a, m) that the mask (a, m) leaves, its first ones; returns the
-        state (a, H) of each lane's last one, of lanes without one a state without meaning. All on the CPU; the states
-        stay where the body computes. Many chunks are fed a quarter at a time, those of like length together."""
+        """Append to each of the slots `ids` (a,) the tokens (a, m) that the mask (a, m) leaves, its first
+        ones; returns the state (a, H) of each slot's last one, of slots without one a state without meaning.
+        All on the CPU; the states stay where the body computes. Many chunks are fed a quarter at a time,
+        those of like length together."""
         counts = mask.sum(1)
         if chunk.shape[1] == 1 or len(ids) < _MANY:
             return self._feed(ids, chunk, mask, counts)
@@ -85,7 +86,7 @@ class Lanes:
         past = self.past[:a]
         longest = int((past + counts).max())
         if longest > self.limit:
-            raise ValueError(f"a lane holds more than {self.limit} tokens")
+            raise ValueError(f"a slot holds more than {self.limit} tokens")
         self._make_room(longest)
         positions = past[:, None] + (mask.long().cumsum(1) - 1).clamp(min=0)
         row, column = mask.nonzero(as_tuple=True)
@@ -109,7 +110,7 @@ class Lanes:
         return states[rows.to(device)]
 
     def keep(self, ids: Tensor) -> None:
-        """Forget all lanes but these."""
+        """Forget all slots but these."""
         self._to_front(ids)
         a = len(ids)
         self.ids, self.past = self.ids[:a], self.past[:a].clone()
@@ -118,7 +119,8 @@ class Lanes:
                 store[:] = [part[:a].clone() for part in store]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """Called by the attention of a layer with what is new, (a, kv_heads, m, d); returns what it attends to."""
+        """Called by the attention of a layer with what is new, (a, kv_heads, m, d); returns what it attends
+        to."""
         row, column, position = self.new
         if layer not in self.stores:
             shape = (len(self.ids), keys.shape[1], self.room, keys.shape[3])
@@ -136,7 +138,7 @@ class Lanes:
     # ---- rows -----------------------------------------------------------------------------------
 
     def _to_front(self, ids: Tensor) -> Tensor:
-        """Exchange rows so that these lanes lie in the first ones; returns the row (a,) of each."""
+        """Exchange rows so that these slots lie in the first ones; returns the row (a,) of each."""
         a = len(ids)
         wanted = torch.isin(self.ids, ids)
         if not wanted[:a].all():
@@ -184,8 +186,8 @@ class Lanes:
             states = (given[0] if given else named["hidden_states"]).detach().cpu()
             if self.below is None:
                 self.below = states.new_zeros(len(self.ids), self.limit, states.shape[-1])
-            lanes = self.ids[: len(mask), None].expand_as(mask)
-            self.below[lanes[mask], positions[mask]] = states[mask]
+            slots = self.ids[: len(mask), None].expand_as(mask)
+            self.below[slots[mask], positions[mask]] = states[mask]
 
         first = layers_of(self.body)[self.body.frozen_layers]
         handle = first.register_forward_pre_hook(keep, with_kwargs=True)
