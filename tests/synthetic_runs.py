@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,18 +16,10 @@ from stppo.record import schema
 from stppo.record.runs import Metrics, per_iteration
 
 
-class Replicate(NamedTuple):
-    """What tells the runs of an arm apart."""
-
-    world_seed: int
-    warm_start_seed: int
-    seed: int
-
-
 @dataclass(frozen=True)
 class Dynamics:
-    """What a made-up run does: it rises to `level`, and where it has an `onset` falls to nothing, for ten iterations or for
-    good. Iterations are those of a run of 40, stretched in a longer one."""
+    """What a made-up run does: it rises to `level`, and where it has an `onset` falls to nothing, for ten
+    iterations or for good. Iterations are those of a run of 40, stretched in a longer one."""
 
     level: float
     onset: int | None = None
@@ -41,7 +33,8 @@ class Dynamics:
 
 START, GREEDY_START = 0.2, 0.45
 N_UPDATES = 4
-# One that learns and collapses, learns, crashes and recovers, does not learn, loses its start: every outcome there is.
+# One that learns and collapses, learns, crashes and recovers, does not learn, loses its start: every outcome
+# there is.
 DYNAMICS = {
     "token_ppo": Dynamics(0.70, onset=24, clip=0.12, clip_growth=0.02, gradient=3.0),
     "turn_ppo": Dynamics(0.75, clip=0.40, gradient=1.2, granularity="turn"),
@@ -66,7 +59,8 @@ def simulate(
     dynamics: Dynamics | None = None,
     **training: float,
 ) -> Run:
-    """One finished run in a world of its own; the same arguments give the same numbers. training: keys of the config's."""
+    """One finished run in a world of its own; the same arguments give the same numbers. training: keys of the
+    config's."""
     rng = np.random.default_rng([seed, *algorithm.encode(), *regime.encode()])
     dynamics = dynamics or DYNAMICS[algorithm]
     stretch = max(iterations, 40) / 40
@@ -220,120 +214,9 @@ def make_study(root: Path, seeds: int = 3) -> list[Path]:
     return runs
 
 
-# --- a study of known truth, in memory -------------------------------------------------------------
-@dataclass(frozen=True)
-class Behaviour:
-    """What every run of an arm does; the truth that an analysis must find."""
-
-    final: float = 0.40  # success of a run that does not collapse
-    onset: int = 16  # iteration at which a collapsing run falls, give or take three
-    risk: float = 0.0  # share of runs that collapse: exactly, rounded to runs
-    dip: bool = False  # success is lost for ten iterations, then comes back
-    clip: float = 0.10
-    spike_lead: int = 4  # iterations from the first gradient spike of a collapsing run to its fall
-    bias_growth: float = 0.03  # log-slope of the clipping-bias norm
-    value_error: float = 0.6  # RMSE of the critic relative to the spread of the true values
-    non_finite: bool = False  # a collapsing run ends at its onset
-    learning_rate: float = 3.5e-4
-
-
-def replicates(worlds: int = 2, warm_starts: int = 3, seeds: int = 3) -> list[Replicate]:
-    """The replicates of a study, numbered as in its preset."""
-    return [
-        Replicate(world, 10 * world + start, 100 * world + 10 * start + seed)
-        for seed in range(1, seeds + 1)
-        for start in range(1, warm_starts + 1)
-        for world in range(11, 11 + worlds)
-    ]
-
-
-def make_metrics(
-    arms: Mapping[tuple[str, str], Behaviour],
-    of: Sequence[Replicate] | Mapping[tuple[str, str], Sequence[Replicate]] | None = None,
-    iterations: int = 40,
-) -> Metrics:
-    """Metrics of a study: every (regime, algorithm) on every replicate, or on those that `of` gives it."""
-    parts = []
-    for (regime, algorithm), behaviour in arms.items():
-        runs = (of.get((regime, algorithm)) if isinstance(of, Mapping) else of) or replicates()
-        collapsing = round(behaviour.risk * len(runs))
-        parts += [
-            _simulate(regime, algorithm, replicate, behaviour, i < collapsing, iterations)
-            for i, replicate in enumerate(runs)
-        ]
-    records, rows, evaluations = zip(*parts, strict=True)
-    return Metrics(
-        list(records), pd.concat(rows, ignore_index=True), pd.concat(evaluations, ignore_index=True)
-    )
-
-
 def write_metrics(metrics: Metrics, folder: Path) -> None:
     """Write a metrics folder as `collect` does, from memory."""
     folder.mkdir(parents=True)
     metrics.iterations.to_parquet(folder / schema.ITERATIONS_FILE, index=False)
     metrics.evaluations.to_parquet(folder / schema.COLLECTED_EVALUATIONS_FILE, index=False)
     (folder / schema.RUNS_FILE).write_text(json.dumps(metrics.runs, default=int))
-
-
-def _simulate(
-    regime: str, algorithm: str, replicate: Replicate, behaviour: Behaviour, collapses: bool, iterations: int
-) -> tuple[dict, pd.DataFrame, pd.DataFrame]:
-    rng = np.random.default_rng([*replicate, *algorithm.encode(), *regime.encode()])
-    stops = collapses and behaviour.non_finite
-    end = behaviour.onset if stops else iterations
-    onset = behaviour.onset + rng.integers(-3, 4) if collapses and not stops else np.inf
-    steps = np.arange(end + 1)
-    success = START + (behaviour.final - START) * (1 - np.exp(-steps / (iterations / 4)))
-    success += rng.normal(0, 0.01)  # a run ends a little higher or lower than the next
-    sick = 1 / (1 + np.exp(-(steps - onset).clip(-50, 50))) if np.isfinite(onset) else np.zeros(len(steps))
-    if behaviour.dip:
-        sick = ((steps >= behaviour.onset) & (steps < behaviour.onset + 10)).astype(float)
-    success = success * (1 - 0.95 * sick)
-
-    t, ill = steps[1:], sick[1:]
-    noise = np.exp(rng.normal(0, 0.1, (6, end)))
-    spiking = t >= onset - behaviour.spike_lead
-    frame = {
-        "regime": regime,
-        "algorithm": algorithm,
-        "seed": replicate.seed,
-        "iteration": t,
-        "success_train": success[1:] * noise[5],
-        "valid_format_rate": 0.9 * (1 - 0.85 * ill) * (1 - 0.01 * (noise[0] - 1)),
-        "entropy": (0.3 + 1.1 * ill) * noise[1],
-        "gradient_norm": noise[2] * np.where(spiking, 3, 1),
-        "ppo_gradient_norm": noise[2] * np.where(spiking, 3, 1),
-        "learning_rate": behaviour.learning_rate,
-        "critic_loss": np.nan if "grpo" in algorithm or "gspo" in algorithm else 0.1,
-        "gradient_norm_max": 2 * noise[2] * np.where(spiking, 12, 1),
-        "clipping_bias_norm": 0.3 * noise[3] * np.exp(behaviour.bias_growth * t),
-        "staleness_iterations": np.minimum(2, t - 1).astype(float),
-        "clip_fraction": behaviour.clip * noise[4],
-        "out_of_range_fraction": 1.7 * behaviour.clip * noise[4],
-        "critic_value_rmse": np.where(t % 8 == 0, 0.2 * behaviour.value_error * noise[5], np.nan),
-        "true_value_std": np.where(t % 8 == 0, 0.2, np.nan),
-    }
-    grid = steps[::2]
-    evaluations = pd.DataFrame(
-        {
-            **{name: frame[name] for name in schema.KEY_COLUMNS},
-            "iteration": grid,
-            "temperature": 1.0,
-            "success": rng.binomial(256, success[grid].clip(0, 1)) / 256,
-        }
-    )
-    record = {
-        **{name: frame[name] for name in schema.KEY_COLUMNS},
-        "world_seed": replicate.world_seed,
-        "warm_start_seed": replicate.warm_start_seed,
-        "world": "synthetic",
-        "preset": "made-up",
-        "status": schema.NON_FINITE if stops else schema.COMPLETED,
-        "iterations": int(end),
-        "updates": int(end) * N_UPDATES,
-        "wall_seconds": 60.0,
-        "cpu_seconds": 50.0,
-        "warm_start": {"success_sampled": START, "success_greedy": GREEDY_START, "n_sampled": 2048},
-        "non_finite": {"what": "gradient", "update": int(end) * N_UPDATES} if stops else None,
-    }
-    return record, pd.DataFrame(frame), evaluations

@@ -31,7 +31,8 @@ def test_every_algorithm_has_a_factor_and_belongs_to_one_group(table):
 
 def test_on_fresh_data_the_factor_is_one(table):
     fresh = table[np.isclose(table["ratio"], 1.0)].pivot(index="algorithm", columns="sign", values="factor")
-    # Successes alone takes nothing from failures. Reading C's penalty looks at the whole minibatch, of which other tokens are
+    # Successes alone takes nothing from failures. Reading C's penalty looks at the whole minibatch, of which
+    # other tokens are
     # clipped.
     assert fresh.loc["successes_only"].to_dict() == {-1: 0.0, 1: 1.0}
     rest = fresh.drop("successes_only")
@@ -39,7 +40,8 @@ def test_on_fresh_data_the_factor_is_one(table):
 
 
 def test_algorithms_whose_bounds_differ_have_panels_of_their_own():
-    """MiniRL's upper bound is 1.27, DAPO's 1.28; dual clip's third, 3, is one that token PPO does not have."""
+    """MiniRL's upper bound is 1.27, DAPO's 1.28; dual clip's third, 3, is one that token PPO does not
+    have."""
     groups = same_factor(factor_table(["token_ppo", "dapo", "minirl", "starpo_s", "dual_clip", "grpo"]))
     assert sorted(map(sorted, groups)) == [
         ["dapo", "starpo_s"],

@@ -80,7 +80,7 @@ def test_same_settings_twice_are_still_refused(sweep, tmp_path):
     with pytest.raises(ValueError, match="are the same run"):
         collect([run, run], tmp_path)
     collect([run], tmp_path)
-    with pytest.raises(ValueError, match="two runs of .* have seed 0; give one of them"):
+    with pytest.raises(ValueError, match="are the same run"):
         compare_runs([run, tmp_path])
 
 

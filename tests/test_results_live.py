@@ -1,8 +1,6 @@
 """The curves that follow a run: drawn at each evaluation, in one place."""
 
-import nbformat
 import pandas as pd
-import papermill
 import pytest
 from matplotlib.figure import Figure
 
@@ -20,7 +18,8 @@ COLUMNS = (
 
 
 def rows(iterations: int, every: int = 2):
-    """What a run has recorded: two updates an iteration, sampled evaluations at `every`, greedy ones at twice that."""
+    """What a run has recorded: two updates an iteration, sampled evaluations at `every`, greedy ones at twice
+    that."""
     updates = [
         {"iteration": i, **{name: 0.1 * (n + 1) * (i + u) for n, name in enumerate(COLUMNS)}}
         for i in range(1, iterations + 1)
@@ -105,13 +104,3 @@ curves.begin()
 for n in (2, 4, 6):
     curves.update(*rows(n), last=n == 6)
 """
-
-
-@pytest.mark.slow
-def test_saved_notebook_holds_the_last_picture_once(tmp_path):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(notebook, tmp_path / "plain.ipynb")
-    done = papermill.execute_notebook(tmp_path / "plain.ipynb", tmp_path / "done.ipynb", progress_bar=False)
-    (output,) = done.cells[-1].outputs
-    assert "image/png" in output["data"] and "waiting" not in str(output["data"].get("text/plain"))

@@ -1,4 +1,5 @@
-"""Formulas of notebooks as MathML: each is converted or named, and pages ask no other machine for anything."""
+"""Formulas of notebooks as MathML: each is converted or named, and pages ask no other machine for
+anything."""
 
 import json
 import re

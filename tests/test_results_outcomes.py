@@ -1,4 +1,5 @@
-"""The rules of `results.outcomes` on curves made by hand: evaluations every second iteration, a start of 0.2."""
+"""The rules of `results.outcomes` on curves made by hand: evaluations every second iteration, a start of
+0.2."""
 
 import math
 
@@ -38,7 +39,8 @@ def test_numbers_of_a_collapse_by_hand():
     run = judged(CURVES["collapsed"])
     assert run.peak == pytest.approx(0.8) and run.final == pytest.approx(0.1)
     assert run.gain_kept == pytest.approx((0.1 - 0.2) / (0.8 - 0.2))
-    # After (0.8, 0.1, 0.1) the mean of three, 1/3, is the first below 0.2 + 0.6 / 2 = 0.5: the eighth evaluation.
+    # After (0.8, 0.1, 0.1) the mean of three, 1/3, is the first below 0.2 + 0.6 / 2 = 0.5: the eighth
+    # evaluation.
     assert run.crash_iteration == 14
 
 
@@ -94,7 +96,8 @@ def test_success_is_zero_after_a_non_finite_stop():
 
 @pytest.mark.parametrize("stopped", [10, 11, 12])
 def test_a_stop_off_the_grid_leaves_a_number_after_every_iteration(stopped):
-    """Evaluated at 0, 2, ..., 10 of 40; wherever the run stopped behind that, the zeros stand at 12, 14, ..., 40."""
+    """Evaluated at 0, 2, ..., 10 of 40; wherever the run stopped behind that, the zeros stand at 12, 14, ...,
+    40."""
     run = judged(RISEN, non_finite_iteration=float(stopped), horizon=40)
     assert run.after[20] == run.after[40] == 0.0 and math.isnan(run.after[60])
     assert run.area == pytest.approx(np.trapezoid([*RISEN, *[0.0] * 15], dx=2) / 40)

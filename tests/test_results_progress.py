@@ -15,8 +15,8 @@ from stppo.record.progress import all_progress, follow, milestones, table
 
 @pytest.fixture
 def record(tmp_path):
-    """Write what a run has on disk after some iterations of 40, at two seconds each; this process works on it, unless it
-    was stopped."""
+    """Write what a run has on disk after some iterations of 40, at two seconds each; this process works on
+    it, unless it was stopped."""
     locks = ExitStack()
     locked = set()
 

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from stppo.figures.figures import FIGURES
 from stppo.figures.report import provenance, render_report
@@ -44,8 +45,12 @@ class Page(HTMLParser):
 def draw(folder, *names):
     folder.mkdir(parents=True)
     for i, name in enumerate(names):
-        Image.new("RGB", (40, 20), (i, len(folder.parent.name), 0)).save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text(f"Caption of {name}, with {HOSTILE}.")
+        words = PngInfo()
+        words.add_itxt("Title", f"{name} found {HOSTILE}")
+        picture = Image.new("RGB", (40, 20), (i, len(folder.parent.name), 0))
+        picture.save(folder / f"{name}.png", pnginfo=words)
+        if folder.parent.name == "mine":  # the committed reference has no vector files
+            (folder / f"{name}.svg").touch()
 
 
 def relabel(run, **fields):
@@ -56,7 +61,8 @@ def relabel(run, **fields):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Runs of known and unknown algorithms, members of a sweep among them; three figures are drawn, one of them new."""
+    """Runs of known and unknown algorithms, members of a sweep among them; three figures are drawn, one of
+    them new."""
     root = tmp_path_factory.mktemp("results")
     known = [
         make_run(root / f"runs/{a}{s}", a, s, "OFF_POLICY")
@@ -69,7 +75,8 @@ def results(tmp_path_factory):
     draw(root / "mine" / "figures", "learning", "clip_ratio", "norms", "my_own_figure")
     (root / "mine" / "claims").mkdir()
     (root / "mine" / "claims" / "claims.csv").write_text(
-        "id,claim,measured,verdict\nC1,It helps.,one,supported\nC1,It helps.,two,supported\nC2,Always.,one,inconclusive\n"
+        "id,claim,measured,verdict\nC1,It helps.,one,supported\nC1,It "
+        "helps.,two,supported\nC2,Always.,one,inconclusive\n"
     )
     (root / "mine" / "20-what-happened.html").write_text("")
     collect(known[:4], root / "reference" / "metrics")
@@ -97,17 +104,6 @@ def test_what_happens_comes_first_and_what_is_looked_up_last(page):
         "claims",
     ]
     assert [page.place(name) for name in order] == sorted(page.place(name) for name in order)
-
-
-def test_only_the_chosen_figures_are_unfolded(page):
-    before = page.text[: page.place("clip_ratio")]
-    assert before.count("<img") == 2, "learning, of the run and of the reference"
-    folded = page.text[: page.place("norms")]
-    assert folded.rindex("<details") > folded.rindex("</section>")
-
-
-def test_a_reader_needs_few_words_before_unfolding(page):
-    assert 60 < len(page.visible) < 1500
 
 
 def test_everything_that_was_trained_appears(page, results):
@@ -143,9 +139,13 @@ def test_page_loads_nothing(page):
 
 def test_links_lead_to_files_beside_the_page(page):
     links = [a["href"] for tag, a in page.tags if tag == "a"]
-    assert {"20-what-happened.html", "figures/learning.svg", "../reference/figures/learning.csv"} <= set(
-        links
-    )
+    figures = {
+        "figures/learning.svg",
+        "../reference/figures/learning.png",
+        "../reference/figures/learning.csv",
+    }
+    assert {"20-what-happened.html", *figures} <= set(links)
+    assert "learning found &lt;script&gt;" in page.text
 
 
 def test_reference_stands_beside_the_same_regime_and_algorithm(page):
@@ -205,9 +205,3 @@ def test_what_a_later_part_of_a_run_ran_on_is_named_beside_what_it_began_on(tmp_
     made = provenance(metrics)
     assert "made-up CPU" in made["hardware"] and "another CPU, 8 cores" in made["hardware"]
     assert "torch 2.13.0/3.0" in made["versions"] and "f" * 12 in made["commit"]
-
-
-def test_what_a_record_may_leave_open_is_not_recorded(tmp_path):
-    run = relabel(make_run(tmp_path / "run", "st_ppo"), versions=None, hardware=None, resumed_on=None)
-    made = provenance(collect([run], tmp_path / "metrics"))
-    assert made["versions"] == made["hardware"] == "not recorded"

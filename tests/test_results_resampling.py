@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from rliable import metrics
 from scipy.stats import beta, norm, t
 
 from stppo import stats
@@ -48,7 +47,8 @@ def bimodal(rng, n):
 
 @pytest.mark.parametrize("alike", [False, True], ids=["points of their own", "points of a world alike"])
 def test_a_small_share_of_points_is_covered_as_often_as_said(alike):
-    """2 % of two points in each of 20 worlds: 200 simulated sets. By the plain bootstrap half of them or more would miss."""
+    """2 % of two points in each of 20 worlds: 200 simulated sets. By the plain bootstrap half of them or more
+    would miss."""
     rng, at = np.random.default_rng(3), np.repeat(np.arange(20), 2)
     weights = stats.shares_of(at, 1000)
     missed = {None: 0, SHARE: 0}
@@ -158,15 +158,23 @@ def test_more_verdicts_need_a_higher_level_and_more_worlds():
         assert 2 * 0.5**n <= 1 - level < 2 * 0.5 ** (n - 1)  # all worlds on one side of zero
 
 
-def test_interquartile_mean_is_rliables():
-    values = np.random.default_rng(0).normal(size=12)
-    estimate = stats.interquartile_mean(worlds(values))
-    assert estimate.value == pytest.approx(metrics.aggregate_iqm(values[:, None]))
-    assert estimate.interval(0.95)[0] < estimate.value < estimate.interval(0.95)[1]
+def test_a_curve_has_the_mean_and_the_interval_of_its_worlds():
+    curves = np.random.default_rng(0).normal(size=(9, 2))
+    curves[8, 1] = np.nan
+    value, low, high, n = stats.curve_band(curves, [31, 31, *range(32, 39)], 400, 0.95)
+    first = mean(worlds([curves[:2, 0].mean(), *curves[2:, 0]]), n_draws=400)
+    assert (value[0], low[0], high[0]) == pytest.approx((first.value, *first.interval(0.95)))
+    assert n.tolist() == [8, 7] and value[1] == pytest.approx(
+        np.mean([curves[:2, 1].mean(), *curves[2:8, 1]])
+    )
 
 
-def test_band_averages_a_world_and_needs_three():
-    curves = np.array([[1.0, 1.0], [3.0, 3.0], [5.0, np.nan], [8.0, 8.0]])
-    value, low, high = stats.curve_band(curves, [31, 31, 32, 33], 200, 0.95)
-    assert value == pytest.approx([stats.interquartile_mean(worlds([2, 5, 8])).value, 5.0])
-    assert low[0] < value[0] < high[0] and np.isnan([low[1], high[1]]).all()
+def test_the_band_of_few_worlds_is_their_range_and_one_world_has_none():
+    value, low, high, _ = stats.curve_band(
+        [[1.0, np.nan], [3.0, np.nan], [5.0, 4.0]], [31, 31, 32], 200, 0.95
+    )
+    assert (
+        (value[0], low[0], high[0]) == (3.5, 2.0, 5.0)
+        and value[1] == 4.0
+        and np.isnan([low[1], high[1]]).all()
+    )

@@ -6,7 +6,6 @@ import pytest
 from stppo.figures.trajectory_view import (
     DOWN,
     MEASURES,
-    TURN_COLORS,
     UP,
     boundary_strips,
     ladder,
@@ -49,21 +48,6 @@ def rgb(color):
 
 def background(span):
     return rgb(re.search(r"background-color:(#\w{6})", span["style"])[1])
-
-
-def test_record_without_measures_looks_as_before():
-    def token(text, turn, logprob):
-        tip = f"turn {turn}, log-probability {logprob:.3f}, probability {math.exp(logprob):.3f}"
-        return f'<span title="{tip}">{text}</span>'
-
-    first = f"{token('&lt;search&gt;', 0, -0.1)} {token('dorn', 0, -0.2)}"
-    second = f"{token('&lt;answer&gt;', 1, -0.3)} {token('moss', 1, -0.4)}"
-    assert body(show_trajectories([PLAIN])).strip() == (
-        '<div class="stppo-trajectory"><header><span class="reward">reward 1</span><b>mentor of dorn ?</b><br>'
-        'accepted: moss</header><div class="tokens"><span class="env">ask</span> '
-        f'<span class="turn" style="background:{TURN_COLORS[0]}">{first}</span> <span class="env">doc</span> '
-        f'<span class="turn" style="background:{TURN_COLORS[1]}">{second}</span></div></div>'
-    )
 
 
 def test_tooltip_and_marks_are_each_token_s_own():
@@ -123,11 +107,6 @@ def test_advantage_colours_scale_with_the_largest_agent_token_in_view():
     assert alone[1][0] < together[1][0]  # -2 is full blue alone, half of it beside 4
 
 
-def test_turn_ratio_gives_one_colour_a_turn():
-    colors = [background(span) for span in spans(show_trajectories([MEASURED], "turn_ratio"))]
-    assert colors[0] == colors[1] and colors[2] == colors[3] and colors[0] != colors[2]
-
-
 def test_vanishing_and_infinite_ratios_are_shown():
     record = MEASURED | {"token_ratio": [1.0, 0.0, math.inf, 1.0, 1.0, 1.0]}
     shown = spans(show_trajectories([record], "token_ratio"))
@@ -136,15 +115,6 @@ def test_vanishing_and_infinite_ratios_are_shown():
         background(shown[0])[2] > background(shown[0])[0]
         and background(shown[1])[0] > background(shown[1])[2]
     )
-
-
-def test_legend_explains_the_marks_that_occur():
-    assert "legend" not in body(show_trajectories([PLAIN]))
-    full = body(show_trajectories([PLAIN, MEASURED], "turn"))
-    assert full.count('<div class="stppo-legend">') == 1 and "hatched" in full and "struck" in full
-    part = body(show_trajectories([PLAIN | {"clipped_token": [0] * 6}]))
-    assert "struck" in part and "hatched" not in part and "probable than" not in part
-    assert "-2 <i" in body(show_trajectories([MEASURED], "advantage"))
 
 
 @pytest.mark.parametrize("name", MEASURES)
@@ -185,11 +155,6 @@ def test_ladder_shades_the_clip_range_it_is_given():
     (ax,) = ladder(MEASURED, epsilon_low=0.1, epsilon_high=0.3)[0].axes
     shaded = next(patch for patch in ax.patches if patch.get_label() == "clip range").get_bbox()
     assert (shaded.y0, shaded.y1) == pytest.approx((math.log(0.9), math.log(1.3)))
-
-
-def test_ladder_needs_ratios():
-    with pytest.raises(ValueError, match="lacks token_ratio"):
-        ladder(PLAIN)
 
 
 def test_strips_list_the_turns_of_each_mask():

@@ -6,15 +6,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from rliable.metrics import aggregate_iqm
 from scipy import stats
 
 from stppo import cli
 from stppo.config.files import VARIABLE, ConfigError
 from stppo.record.runs import Metrics
 from stppo.stats import mean
-from stppo.study import benchmark, benchmark_figures, benchmark_signals
+from stppo.study import benchmark
 from stppo.study.benchmark import BASELINE, REGIME, best_of
-from stppo.study.benchmark_figures import pictures
+from stppo.study.benchmark_figures import PUSH, pictures, signals_of_methods
 from stppo.training.campaign import Done
 from tests.synthetic_runs import Dynamics, gather, simulate
 
@@ -119,9 +120,9 @@ def test_best_of_k_is_the_mean_of_the_best_of_random_draws():
     assert best_of(values, 1, [0.5, 0, 0, 0.5, 0]) == pytest.approx(0.5)
 
 
-def test_the_interquartile_mean_is_that_of_the_middle_half():
+def test_the_interquartile_mean_is_rliables():
     values = np.random.default_rng(3).normal(size=40)
-    assert benchmark.interquartile_mean(values) == pytest.approx(stats.trim_mean(values, 0.25))
+    assert benchmark.interquartile_mean(values) == pytest.approx(aggregate_iqm(values[:, None]))
     assert benchmark.interquartile_mean([1.0, 5.0, 9.0], [0.2, 0.7, 0.1]) == pytest.approx(5)
 
 
@@ -129,13 +130,11 @@ def test_the_leaderboard_pairs_methods_by_point():
     rng = np.random.default_rng(1)
     base = rng.uniform(0.2, 0.5, 40)
     higher = np.where(np.arange(40) < 30, base + 0.3, base - 0.15)
-    buffer = benchmark.leaderboard(runs({BASELINE: base, "turn_ppo": higher})).set_index("method")
-    assert buffer.index[0] == "turn_ppo"
-    assert buffer.loc["turn_ppo", "above_token_ppo"] == pytest.approx(0.75, abs=0.05)
-    assert (
-        buffer.loc["turn_ppo", "above_token_ppo_low"] < 0.75 < buffer.loc["turn_ppo", "above_token_ppo_high"]
-    )
-    assert np.isnan(buffer.loc[BASELINE, "above_token_ppo"])
+    board = benchmark.leaderboard(runs({BASELINE: base, "turn_ppo": higher})).set_index("method")
+    assert board.index[0] == "turn_ppo"
+    assert board.loc["turn_ppo", "above_token_ppo"] == pytest.approx(0.75, abs=0.05)
+    assert board.loc["turn_ppo", "above_token_ppo_low"] < 0.75 < board.loc["turn_ppo", "above_token_ppo_high"]
+    assert np.isnan(board.loc[BASELINE, "above_token_ppo"])
 
 
 def test_a_run_elsewhere_than_at_its_point_is_refused():
@@ -167,18 +166,18 @@ def test_confirmation_waits_for_all_points():
 
 
 def test_nulls_are_those_whose_yaml_says_so():
-    buffer = benchmark.leaderboard(runs({BASELINE: 0.4, "kl_stop": 0.6, "turn_ppo": 0.7})).set_index("method")
-    assert buffer["null"].to_dict() == {BASELINE: False, "kl_stop": True, "turn_ppo": False}
-    assert buffer.loc["turn_ppo", "above_null"] > 0.9
+    board = benchmark.leaderboard(runs({BASELINE: 0.4, "kl_stop": 0.6, "turn_ppo": 0.7})).set_index("method")
+    assert board["null"].to_dict() == {BASELINE: False, "kl_stop": True, "turn_ppo": False}
+    assert board.loc["turn_ppo", "above_null"] > 0.9
     one = runs({"grad_clip": 0.95}, numbers=[0])
-    buffer = benchmark.leaderboard(both(runs({"kl_stop": 0.6, "turn_ppo": 0.7}), one)).set_index("method")
-    assert buffer.loc["turn_ppo", "above_null"] > 0.9, "a null at one point is not the one to beat"
+    board = benchmark.leaderboard(both(runs({"kl_stop": 0.6, "turn_ppo": 0.7}), one)).set_index("method")
+    assert board.loc["turn_ppo", "above_null"] > 0.9, "a null at one point is not the one to beat"
 
 
 def test_a_method_without_all_points_comes_last():
     whole, part = runs({BASELINE: 0.3}), runs({"turn_ppo": 0.9}, numbers=range(39))
-    buffer = benchmark.leaderboard(both(whole, part))
-    assert list(buffer["method"]) == [BASELINE, "turn_ppo"] and list(buffer["complete"]) == [True, False]
+    board = benchmark.leaderboard(both(whole, part))
+    assert list(board["method"]) == [BASELINE, "turn_ppo"] and list(board["complete"]) == [True, False]
 
 
 def test_the_difference_of_two_methods_is_paired_by_point():
@@ -202,9 +201,9 @@ def test_intervals_are_as_wide_as_those_of_the_study():
 def test_a_share_that_is_0_or_1_in_every_world_has_an_interval_with_a_width():
     """Of 20 worlds: Jeffreys' Beta(1/2, 20.5), whose 97.5th percentile is .117."""
     levels = {BASELINE: 0.5, "turn_ppo": 0.7, "grpo": 0.3}
-    buffer = benchmark.leaderboard(runs(levels)).set_index("method")
+    board = benchmark.leaderboard(runs(levels)).set_index("method")
     below, above = (
-        [buffer.loc[m, f"above_token_ppo_{end}"] for end in ("low", "high")] for m in ("grpo", "turn_ppo")
+        [board.loc[m, f"above_token_ppo_{end}"] for end in ("low", "high")] for m in ("grpo", "turn_ppo")
     )
     most = stats.beta.ppf(0.975, 0.5, 20.5)
     assert below == pytest.approx([0, most], abs=0.015) and above == pytest.approx([1 - most, 1], abs=0.015)
@@ -259,21 +258,32 @@ def test_a_run_that_differs_is_named_on_the_same_processor_alone():
 
 
 # ---- pictures -------------------------------------------------------------------------------------
-def test_every_method_is_in_every_picture():
-    metrics = runs({BASELINE: 0.4, "turn_ppo": 0.7, "grpo": 0.3}, numbers=range(12))
-    buffer, curves, failures = pictures(metrics)
-    for named in (buffer.data["method"], curves.data["algorithm"], failures.data["algorithm"]):
-        assert set(named) == {BASELINE, "turn_ppo", "grpo"}
-    assert "Turn-PPO" in buffer.title and "token PPO" in buffer.title
+def drawn(metrics):
+    return {plot.name: plot for plot in pictures(metrics)}
+
+
+def test_every_method_is_in_every_picture_also_one_without_all_points():
+    part = both(runs({BASELINE: 0.4, "turn_ppo": 0.7}), runs({"mine": 0.9}, numbers=range(2)))
+    plots = drawn(part)
+    for name, column in (
+        ("leaderboard", "method"),
+        ("benchmark_tolerance", "algorithm"),
+        ("benchmark_failures", "algorithm"),
+    ):
+        assert set(plots[name].data[column]) == {BASELINE, "turn_ppo", "mine"}, name
+    labels = [tick.get_text() for tick in plots["leaderboard"].figure.axes[0].get_yticklabels()]
+    assert labels == ["Turn-PPO", "token PPO", "mine (2 of 40)"]
+    assert "Turn-PPO ends highest" in plots["benchmark_tolerance"].title, "one at two points takes no title"
+    curve = plots["benchmark_tolerance"].data.query("algorithm == 'mine'")["x"]
+    own = benchmark.intensity().loc[[0, 1]]
+    assert own.min() * 0.99 < curve.min() and curve.max() < own.max() * 1.01, "over its own range"
 
 
 def test_an_ingredient_is_shown_where_both_methods_are_whole():
-    metrics = runs({BASELINE: 0.4, "turn_ppo": 0.7})
-    part = both(metrics, runs({"s_ppo": 0.6}, numbers=range(39)))
-    plot = pictures(part)[-1]
-    assert plot.name == "benchmark_ingredients" and list(plot.data["with"]) == ["turn_ppo"]
-    assert "turn ratio, to token PPO, +0.3" in plot.title
-    assert plot.title.startswith("1 of 1 ingredients")
+    part = both(runs({BASELINE: 0.4, "turn_ppo": 0.7}), runs({"s_ppo": 0.6}, numbers=range(39)))
+    plot = drawn(part)["benchmark_ingredients"]
+    assert list(plot.data["with"]) == ["turn_ppo"] and plot.title.startswith("1 of 1 ingredients")
+    assert "benchmark_ingredients" not in drawn(runs({BASELINE: 0.4}, numbers=range(12)))
 
 
 def test_the_title_counts_ingredients_by_intervals_that_hold_at_once():
@@ -282,11 +292,17 @@ def test_the_title_counts_ingredients_by_intervals_that_hold_at_once():
     noise = np.random.default_rng(4).normal(size=20)
     noise = (noise - noise.mean()) / noise.std(ddof=1)
     slight = base + np.tile(0.02 * (2.3 + 20**0.5 * noise), 2)  # 2.3 standard errors above 0
-    metrics = runs({BASELINE: base, "s_ppo": slight, "turn_ppo": base + 0.3, "st_ppo": base + 0.3, "kl_stop": base, "weight_one": base})  # fmt: skip
-    data = benchmark_figures.ingredients_figure(metrics)
-    row = data.data.set_index("with").loc["s_ppo"]
-    assert row["mean_low"] > 0 > row["joint_low"] and len(data.data) == 5
-    assert data.title.startswith("1 of 5 ingredients")
+    levels = {
+        "s_ppo": slight,
+        "turn_ppo": base + 0.3,
+        "st_ppo": base + 0.3,
+        "kl_stop": base,
+        "weight_one": base,
+    }
+    plot = drawn(runs({BASELINE: base, **levels}))["benchmark_ingredients"]
+    row = plot.data.set_index("with").loc["s_ppo"]
+    assert row["mean_low"] > 0 > row["joint_low"] and len(plot.data) == 5
+    assert plot.title.startswith("1 of 5 ingredients")
 
 
 def test_the_confirmation_shows_where_a_setting_was_chosen_and_what_it_reached_elsewhere():
@@ -296,64 +312,34 @@ def test_the_confirmation_shows_where_a_setting_was_chosen_and_what_it_reached_e
     for world in benchmark.FRESH_WORLDS:
         record, *tables = simulate(BASELINE, world, benchmark.CONFIRMATION, dynamics=Dynamics(0.7))
         fresh.append((record | {"world_seed": world}, *tables))
-    plot = pictures(both(chosen, gather(fresh)))[-1]
-    assert plot.name == "benchmark_confirmation" and list(plot.data["world"]) == list(benchmark.FRESH_WORLDS)
-    assert plot.data["chosen"].min() == pytest.approx(0.9, abs=0.05)
-    assert plot.data["final"].mean() == pytest.approx(0.7, abs=0.05)
+    data = drawn(both(chosen, gather(fresh)))["benchmark_confirmation"].data
+    assert list(data["world"]) == list(benchmark.FRESH_WORLDS)
+    assert data["chosen"].min() == pytest.approx(0.9, abs=0.05)
+    assert data["final"].mean() == pytest.approx(0.7, abs=0.05)
 
 
-PUSHES = {
-    BASELINE: 0.5,
-    "turn_ppo": 0.3,
-    "grpo": 0.48,
-    "reinforce": 0.46,
-}  # and where they end: 0.4, 0.7, 0.3, 0.1
+PUSHES = {"turn_ppo": 0.1, BASELINE: 0.5, "grpo": 0.3, "reinforce": 0.6}
 
 
 def pushing(numbers=range(40)):
-    """Made-up runs whose gradients come from failures by these shares, and whose entropy moves by a tenth of them."""
-    made = runs(dict(zip(PUSHES, (0.4, 0.7, 0.3, 0.1), strict=True)), numbers)
-    rows = made.iterations.assign(**{benchmark_signals.PUSH: made.iterations["algorithm"].map(PUSHES)})
-    rows["entropy"] = 0.3 + rows[benchmark_signals.PUSH] * (rows["iteration"] - 1) / 90
+    """Four methods, the highest of which pushes least at failures; their entropy moves by a tenth of that
+    share."""
+    made = runs({BASELINE: 0.5, "turn_ppo": 0.8, "grpo": 0.3, "reinforce": 0.2}, numbers)
+    rows = made.iterations.assign(**{PUSH: made.iterations["algorithm"].map(PUSHES)})
+    rows["entropy"] = 0.3 + rows[PUSH] * (rows["iteration"] - 1) / 90
     return Metrics(made.runs, rows, made.evaluations)
 
 
 def test_signals_of_a_method_are_those_of_its_first_iterations():
-    table = benchmark_signals.signals_of_methods(pushing()).set_index("method")
+    made = pushing()
+    table = signals_of_methods(made.all, benchmark.leaderboard(made)).set_index("method")
     assert list(table.index) == ["turn_ppo", BASELINE, "grpo", "reinforce"], "the highest first"
     assert table["push"].to_dict() == pytest.approx(PUSHES)
     assert table["entropy_change"].to_dict() == pytest.approx({m: push / 10 for m, push in PUSHES.items()})
-    assert benchmark_signals.signals_of_methods(pushing(range(39))).empty, "of methods with all points alone"
-    short = pushing()
-    short = Metrics(short.runs, short.iterations[short.iterations["iteration"] < 10], short.evaluations)
-    assert benchmark_signals.signals_figure(short) is None, "no tenth iteration"
-
-
-def test_the_picture_of_signals_counts_who_pushes_little_and_ends_high():
-    plot = pictures(pushing())[-1]
-    assert plot.name == "benchmark_signals"
-    assert plot.title == "The method that pushes least at failures ends highest"
-    five = runs({"token_ppo": 0.4, "turn_ppo": 0.7, "grpo": 0.3, "st_ppo": 0.6, "gspo": 0.5})
-    push = dict(
-        zip(("turn_ppo", "gspo", "grpo", "st_ppo", "token_ppo"), (0.1, 0.2, 0.3, 0.4, 0.5), strict=True)
-    )
-    rows = five.iterations.assign(**{benchmark_signals.PUSH: five.iterations["algorithm"].map(push)})
-    title = benchmark_signals.signals_figure(Metrics(five.runs, rows, five.evaluations)).title
-    assert title.endswith("push least at failures, 1 is among the 2 that end highest (by chance 0.8)")
-    few = runs({BASELINE: 0.4, "turn_ppo": 0.7})
-    assert benchmark_signals.signals_figure(few) is None
-
-
-def test_a_method_without_all_points_says_so_and_takes_no_title():
-    part = both(runs({BASELINE: 0.4}), runs({"turn_ppo": 0.9}, numbers=range(2)))
-    buffer, curves = pictures(part)[:2]
-    labels = [tick.get_text() for tick in buffer.figure.axes[0].get_yticklabels()]
-    assert labels == ["token PPO", "Turn-PPO (2 of 40)"]
-    assert curves.title.startswith("Over the last fifth of the axis token PPO's curve is highest")
-    assert curves.figure.axes[1].get_title(loc="left") == "Turn-PPO (2 of 40)"
-    drawn = curves.data[(curves.data["algorithm"] == "turn_ppo") & (curves.data["kind"] == "curve")]
-    mine = benchmark.points().set_index("point").loc[[0, 1]].eval("learning_rate * epochs")
-    assert mine.min() * 0.99 < drawn["x"].min() and drawn["x"].max() < mine.max() * 1.01, "over its own range"
+    assert "1 is among the 1 that end highest" in drawn(made)["benchmark_signals"].title
+    assert "benchmark_signals" not in drawn(pushing(range(39))), "of methods with all points alone"
+    short = Metrics(made.runs, made.iterations[made.iterations["iteration"] < 10], made.evaluations)
+    assert "benchmark_signals" not in drawn(short), "no tenth iteration"
 
 
 # ---- the command ------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The picture of a study's questions: which panels it has, what it draws, and what its title says of runs of known truth."""
+"""The picture of a study's questions: which panels it has, what it draws, and what its title says of runs of
+known truth."""
 
 import dataclasses
 
@@ -44,17 +45,6 @@ def test_title_states_the_effects_and_the_data_are_those_drawn():
     assert plot.data["mean"].tolist() == pytest.approx(sorted(ENDS.values(), reverse=True))
     marks = {line.get_ydata()[0] for line in plot.figure.axes[0].lines if line.get_marker() == "o"}
     assert marks == {0, 1, 2, 3}
-
-
-def test_title_tells_clear_effects_of_all_factorials_and_names_the_others():
-    groups = {"ppo": FACTORIAL, "again": dataclasses.replace(FACTORIAL, name="again")}
-    metrics = runs(token_ppo=0.2, s_ppo=0.2, turn_ppo=0.6, st_ppo=0.6)
-    found = effects(metrics, groups)
-    divisor = found[found["factor"] == "divisor"]
-    assert (divisor["low"] < 0).all() and (divisor["high"] > 0).all()
-    assert questions_figure(metrics, groups).title == (
-        "What changes final success: ratio, turn for token: +0.40 and +0.40. No clear effect: divisor"
-    )
 
 
 def test_two_worlds_show_no_effect():

@@ -194,7 +194,7 @@ def _leaderboard() -> str:
     whole, part = table[table["complete"]], table[~table["complete"]]
     text = f"{HEAD}{_recorded('benchmark')}\n## Every number\n\n"
     if len(whole):
-        for plot in pictures(metrics)[1:]:  # the first is on the benchmark's own page
+        for plot in pictures(metrics, table)[1:]:  # the first is on the benchmark's own page
             plot.save(OUT)
             text += f"![{plot.title}](../reference/generated/{plot.name}.png)\n\n*{plot.caption}*\n\n"
         text += "| method | best of 1 | best of 5 | best of 20 | greedy, best of 5 | learned | above token PPO | above the best plain one | core minutes a run | confirmed |\n"

@@ -1,4 +1,5 @@
-"""The algorithms as points of one space, read from their configs: the axes table, and figure 1 drawn from it."""
+"""The algorithms as points of one space, read from their configs: the axes table, and figure 1 drawn from
+it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ AXES = (
     "loss aggregation",
 )
 
-# The worked example of figure 1, made up: one trajectory of three turns, each token's ratio pi / pi_old and the
+# The worked example of figure 1, made up: one trajectory of three turns, each token's ratio pi / pi_old and
+# the
 # sign of its advantage. E stands for an environment token.
 E = None
 TOKEN_RATIOS = (
@@ -68,17 +70,18 @@ TOKEN_RATIOS = (
     1.05,
 )
 TURN_ADVANTAGES = (1.0, -1.0, 1.0)
-# Of every token, for the rules that read them: its probability under pi_old, and the entropy where it was drawn.
+# Of every token, for the rules that read them: its probability under pi_old, and the entropy where it was
+# drawn.
 PROBABILITY, ENTROPY = 0.25, 1.0
 
 
 def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
     """One row per algorithm with a file (or of those given), indexed by config name, in figures' order.
 
-    Columns, all text: `label` (name in figures), `v1`, `v2` (names in the paper's versions, empty where it has
-    none), the axes (`AXES`: credit, pooling, whiten, ratio, aggregation, clip, surrogate, stabiliser, loss aggregation)
-    as the composed YAML has them, and `source`. A file that only renames another algorithm has no row of its own.
-    Raises ConfigError for an unknown algorithm or an invalid config.
+    Columns, all text: `label` (name in figures), `v1`, `v2` (names in the paper's versions, empty where it
+    has none), the axes (`AXES`: credit, pooling, whiten, ratio, aggregation, clip, surrogate, stabiliser,
+    loss aggregation) as the composed YAML has them, and `source`. A file that only renames another algorithm
+    has no row of its own. Raises ConfigError for an unknown algorithm or an invalid config.
     """
     order = [row.name for row in registry.algorithms()]
     given = order if algorithms is None else set(algorithms)
@@ -91,12 +94,12 @@ def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
 
 
 def objectives_figure(panels: Sequence[str] = ("token_ppo", "turn_ppo", "s_ppo", "st_ppo")) -> Plot:
-    """Figure 1 (`objectives`): a worked example under up to four algorithms, above the axes of the paper's algorithms and
-    your own; the related methods (`algorithms.RIVALS`) stand in `axes_table` alone.
+    """Figure 1 (`objectives`): a worked example under up to four algorithms, above the axes of the paper's
+    algorithms and your own; the related methods (`algorithms.RIVALS`) stand in `axes_table` alone.
 
-    The example is made up; its ratios, clipped terms, gradients and divisors are computed by `stppo.objectives`
-    from the algorithms' configs. The plot's data is the axes table, its further table `example` the worked
-    examples one below the other.
+    The example is made up; its ratios, clipped terms, gradients and divisors are computed by
+    `stppo.objectives` from the algorithms' configs. The plot's data is the axes table, its further table
+    `example` the worked examples one below the other.
     """
     shown = [row.name for row in registry.algorithms() if row.name not in registry.RIVALS]
     return schematic.objectives_figure(
@@ -107,10 +110,11 @@ def objectives_figure(panels: Sequence[str] = ("token_ppo", "turn_ppo", "s_ppo",
 def worked_example(algorithm: str) -> pd.DataFrame:
     """The example's trajectory under an algorithm, one row per token, environment tokens with NaN.
 
-    Columns: `turn` (0, 1, 2; -1 for the environment), `token_ratio` and `advantage` as given, `low` and `high`
-    (the clip range), `ratio` (the one that the objective uses), `clipped`, `gradient` (of the objective to
-    maximise, by the token's log-probability, times |y|), `divisor` (of the gradient, from the norm that the stabiliser
-    reads, over log-probabilities of this one trajectory; the same in every row) and `step` = gradient / divisor.
+    Columns: `turn` (0, 1, 2; -1 for the environment), `token_ratio` and `advantage` as given, `low` and
+    `high` (the clip range), `ratio` (the one that the objective uses), `clipped`, `gradient` (of the
+    objective to maximise, by the token's log-probability, times |y|), `divisor` (of the gradient, from the
+    norm that the stabiliser reads, over log-probabilities of this one trajectory; the same in every row) and
+    `step` = gradient / divisor.
     """
     objective = _objective(compose([f"algorithm={algorithm}"])["algorithm"])
     agent = torch.tensor([[ratio is not None for ratio in TOKEN_RATIOS]])

@@ -1,4 +1,5 @@
-"""What each algorithm makes of a token: the factor on A grad log pi by its ratio, and its steps on figure 1's trajectory."""
+"""What each algorithm makes of a token: the factor on A grad log pi by its ratio, and its steps on figure 1's
+trajectory."""
 
 from __future__ import annotations
 
@@ -25,8 +26,10 @@ SIGNS = {1: ("A > 0", "#0061A8"), -1: ("A < 0", "#D55E00")}
 WIDEST = 1 / PROBABILITY  # ratios from its inverse to this one, at which the token has become certain
 POINTS = 403  # fine enough to part bounds of 1.27 and 1.28; no point lies on 1/2 or 2, where float rounding would decide
 CAPTION = (
-    "Trajectories of one token, one for each ratio and sign, in one minibatch: rules that look at a whole minibatch see this "
-    f"one. Every token had probability {PROBABILITY:g} when it was sampled, so no ratio passes {WIDEST:g}, and is drawn at an "
+    "Trajectories of one token, one for each ratio and sign, in one minibatch: rules that look at a whole "
+    "minibatch see this "
+    f"one. Every token had probability {PROBABILITY:g} when it was sampled, so no ratio passes {WIDEST:g}, "
+    "and is drawn at an "
     f"entropy of {ENTROPY:g} nat."
 )
 
@@ -36,11 +39,11 @@ def factor_table(
 ) -> pd.DataFrame:
     """What an algorithm multiplies A grad log pi with, by the token's ratio pi / pi_old.
 
-    One row per algorithm (default: all with a file), sign of the advantage and ratio, in figures' order. Columns:
-    algorithm, label, sign (1 or -1), ratio, factor (of |A| = 1, penalty included, before any divisor). Computed from the
-    algorithm's config, on trajectories of one token (see CAPTION), where turn and sequence ratios are the token's.
-    ratios: those to look at, each with either sign; default `n_ratios`, spread evenly on a logarithmic axis.
-    Raises ConfigError for an unknown algorithm.
+    One row per algorithm (default: all with a file), sign of the advantage and ratio, in figures' order.
+    Columns: algorithm, label, sign (1 or -1), ratio, factor (of |A| = 1, penalty included, before any
+    divisor). Computed from the algorithm's config, on trajectories of one token (see CAPTION), where turn and
+    sequence ratios are the token's. ratios: those to look at, each with either sign; default `n_ratios`,
+    spread evenly on a logarithmic axis. Raises ConfigError for an unknown algorithm.
     """
     spread = torch.logspace(-1, 1, n_ratios, base=WIDEST, dtype=torch.float64)
     given = spread if ratios is None else torch.tensor(list(ratios), dtype=torch.float64)
@@ -75,9 +78,9 @@ def factor_table(
 
 
 def same_factor(table: pd.DataFrame) -> list[list[str]]:
-    """Algorithms by groups that multiply a token with the same factor, up to 1e-9, at every ratio of the table: what sets the
-    members of a group apart is their credit, the segment of their ratio, their weights or their stabiliser, or a bound
-    that none of the ratios reaches."""
+    """Algorithms by groups that multiply a token with the same factor, up to 1e-9, at every ratio of the
+    table: what sets the members of a group apart is their credit, the segment of their ratio, their weights
+    or their stabiliser, or a bound that none of the ratios reaches."""
     groups: list[tuple[np.ndarray, list[str]]] = []
     for name, rows in table.groupby("algorithm", sort=False):
         factor = rows["factor"].to_numpy()
@@ -118,8 +121,8 @@ def factors_figure(table: pd.DataFrame | None = None) -> Plot:
 
 
 def steps_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
-    """`axes.worked_example` of every algorithm (or those given) at agent tokens, below one another: columns algorithm,
-    label, position, turn, token_ratio, advantage, step."""
+    """`axes.worked_example` of every algorithm (or those given) at agent tokens, below one another: columns
+    algorithm, label, position, turn, token_ratio, advantage, step."""
     frames = []
     for name in _names(algorithms):
         example = worked_example(name)
@@ -157,14 +160,16 @@ def steps_figure(table: pd.DataFrame | None = None) -> Plot:
         title = f"{len(still)} of {len(wide)} algorithms give some token of the trajectory no step at all"
         fig.suptitle(title, x=0.012, ha="left")
     caption = (
-        "The made-up trajectory of figure 1 under each algorithm, divided by its divisor where it has one; computed from the "
+        "The made-up trajectory of figure 1 under each algorithm, divided by its divisor where it has one; "
+        "computed from the "
         "configs. White: no step. Methods that compare trajectories see only this one."
     )
     return Plot("steps", fig, table, caption, title=title)
 
 
 def method_figure(name: str, factors: pd.DataFrame | None = None, steps: pd.DataFrame | None = None) -> Plot:
-    """One algorithm: its factor by ratio, and its step on each token of figure 1's trajectory beside token PPO's.
+    """One algorithm: its factor by ratio, and its step on each token of figure 1's trajectory beside token
+    PPO's.
 
     factors, steps: tables that hold it and token PPO; made where they are not given.
     """

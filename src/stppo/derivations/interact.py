@@ -12,8 +12,10 @@ from IPython.display import clear_output, display
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
-# How executed notebooks become HTML that needs no network. papermill stores the widgets' state in the notebook's
-# metadata, and a page made from that state loads scripts from elsewhere; without it nbconvert shows a bundle's next
+# How executed notebooks become HTML that needs no network. papermill stores the widgets' state in the
+# notebook's
+# metadata, and a page made from that state loads scripts from elsewhere; without it nbconvert shows a
+# bundle's next
 # kind: the picture.
 NBCONVERT_OPTIONS = (
     "--to",
@@ -28,21 +30,22 @@ def explore(draw: Callable[..., Any], *, start: Mapping[str, Any] | None = None,
 
         explore(draw, staleness=(0.0, 2.0, 0.1), granularity=["token", "turn"], start={"staleness": 0.5})
 
-    draw(**values) gets one value per option by keyword, and returns a `Plot`, a matplotlib `Figure`, or anything
-    with `_repr_html_` or `_repr_png_`. It is called once with the start values, then at each change of a control;
-    a slider counts as changed when it is let go. What `draw` raises later is shown in the picture's place.
+    draw(**values) gets one value per option by keyword, and returns a `Plot`, a matplotlib `Figure`, or
+    anything with `_repr_html_` or `_repr_png_`. It is called once with the start values, then at each change
+    of a control; a slider counts as changed when it is let go. What `draw` raises later is shown in the
+    picture's place.
 
-    options: ipywidgets abbreviations: (low, high) or (low, high, step) gives a slider, a list or dict a drop-down
-    menu, a bool a check box, and any ipywidgets value widget stands for itself.
-    start: initial values by option; one not named starts at its widget's own (the middle of a slider, the first
-    entry of a menu).
+    options: ipywidgets abbreviations: (low, high) or (low, high, step) gives a slider, a list or dict a
+    drop-down menu, a bool a check box, and any ipywidgets value widget stands for itself. start: initial
+    values by option; one not named starts at its widget's own (the middle of a slider, the first entry of a
+    menu).
 
-    The cell's one output holds the controls and the picture of the start values as alternatives: JupyterLab shows
-    the controls, HTML made with `NBCONVERT_OPTIONS`, GitHub and viewers without widgets show the picture and name
-    its values. Without ipywidgets the picture comes with one line that says what to install.
+    The cell's one output holds the controls and the picture of the start values as alternatives: JupyterLab
+    shows the controls, HTML made with `NBCONVERT_OPTIONS`, GitHub and viewers without widgets show the
+    picture and name its values. Without ipywidgets the picture comes with one line that says what to install.
 
-    ValueError names an option that is no abbreviation, a start value that its option does not offer, or a `draw`
-    that returned nothing to show.
+    ValueError names an option that is no abbreviation, a start value that its option does not offer, or a
+    `draw` that returned nothing to show.
     """
     start = dict(start or {})
     if unknown := sorted(set(start) - set(options)):
@@ -65,7 +68,8 @@ def explore(draw: Callable[..., Any], *, start: Mapping[str, Any] | None = None,
 def controls(
     draw: Callable[..., Any], options: Mapping[str, Any], start: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """The box of widgets (one per option, then the picture's area), and the start picture as HTML; see `explore`."""
+    """The box of widgets (one per option, then the picture's area), and the start picture as HTML; see
+    `explore`."""
     from ipywidgets import Output, VBox
 
     widgets = {name: _widget(name, option, start) for name, option in options.items()}

@@ -14,7 +14,8 @@ _MARKERS = "osDv^P*X"
 
 
 def match_table(results: pd.DataFrame, measure: str = "em") -> pd.DataFrame:
-    """One row per benchmark, one column per `agent` with "share [low, high]", and the plain mean over benchmarks.
+    """One row per benchmark, one column per `agent` with "share [low, high]", and the plain mean over
+    benchmarks.
 
     The mean is over an agent's own benchmarks and stands only where it played them all.
     """

@@ -1,441 +1,499 @@
-"""The figures, each drawn from recorded metrics alone, in the order in which they are shown.
+"""The figures, each drawn from recorded runs alone, in the order in which they are shown.
 
-A figure is one function from `Metrics` to a `Plot`, or None where the runs do not support it, with one entry in `FIGURES`.
-Its title says what the runs show (`results.findings`), its first line below asks the question. "Fig. n" is the figure of the
-paper's first version that asks the same; what is drawn is always our own measurement.
+A figure is one function from `Metrics` to a `Plot`, or None where the runs do not support it, with one entry
+in `FIGURES`. Its title says what the runs show, its first line below asks the question. "Fig. n" is the
+figure of the paper's first version that asks the same; what is drawn is always our own measurement.
+`Metrics.main` holds what most of them draw.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter, NullLocator
 
-from stppo.config.algorithms import in_order
-from stppo.figures import findings
-from stppo.figures.beginnings import beginnings
 from stppo.figures.curves import (
     BANDS,
-    BASELINE,
-    GREEDY,
+    GREY,
+    INK,
     LEVEL,
-    SUCCESS,
     Panel,
-    band,
+    bands,
     baseline_handle,
-    curves_of,
-    draw_line,
+    draw_examples,
+    draw_lines,
     examples,
     finish_axis,
     line_handles,
-    moves,
+    name_rows,
     page,
     panel_figure,
     plotted,
-    queue_filled,
     source_of,
     start_handle,
     start_line,
+    thin_handle,
     top_of,
 )
-from stppo.figures.each_seed import each_seed
-from stppo.figures.early_warning import early_warning
-from stppo.figures.findings import main_regime
-from stppo.figures.granularity import granularity
-from stppo.figures.one_change import one_change
-from stppo.figures.settings_map import settings_map
 from stppo.figures.style import STYLE_NOTE, Plot, style
-from stppo.figures.tolerance import tolerance
-from stppo.record.outcomes import LABELS, LEARNED
-from stppo.record.runs import Metrics, clips
+from stppo.figures.words import (
+    NAMES,
+    capital,
+    compare,
+    few_words,
+    geometric,
+    headline,
+    hedged,
+    pair,
+    too_short,
+)
+from stppo.record.outcomes import LABELS
+from stppo.record.runs import Metrics
+from stppo.record.tidy import BASELINE, GREEDY, SUCCESS, Runs
 from stppo.stats import by_world, fewest_worlds, log_linear_trend, mean
 
-HAPPENS, TOLERATES, WHY = "what happens", "how much it tolerates", "why"  # groups, in the order of the report
+HAPPENS, WHY = "what happens", "why"  # groups, in the order of the report
 
 SAMPLED_PANEL = Panel(SUCCESS, "success, sampled", share=True)
 GREEDY_PANEL = Panel(GREEDY, "success, greedy", share=True)
+OUT_OF_RANGE = "out_of_range_fraction_token"
 CLIP_PANELS = (
-    Panel("clip_fraction", "clip fraction", share=True, idle="no clip"),
+    Panel("clip_fraction", "clipped by\nthe algorithm", share=True, idle="no clip"),
+    Panel(OUT_OF_RANGE, "own ratio out\nof the range", share=True, idle="no clip"),
     Panel("kl_behaviour_k3", "KL to behaviour\n(nats per token)", log=True),
 )
-BOUND_PANELS = (Panel("clip_low", "lower clip bound"), Panel("clip_high", "upper clip bound"))
 NORM_PANELS = (
-    Panel("gradient_norm", "gradient norm", log=True),
+    Panel("gradient_norm", log=True),
+    Panel("gradient_norm_max", "gradient norm,\nlargest update", log=True),
     Panel("ppo_gradient_norm", "gradient norm,\nsurrogate alone", log=True, idle="the gradient norm above"),
-    Panel("clipping_bias_norm", "clipping-bias\nnorm ‖C‖", log=True),
+    Panel("clipping_bias_norm", log=True),
     Panel("stabilizer_divisor", "divisor of\nthe gradient", log=True, idle="1 throughout"),
 )
+TRENDS = (NORM_PANELS[0], NORM_PANELS[3])
 SIGNAL_PANELS = (
     Panel("entropy", "entropy (nats)"),
-    Panel("valid_format_rate", "valid format", share=True),
-    Panel("ratio_max_token", "largest\ntoken ratio", log=True),
-    Panel("effective_sample_size", "effective\nsample size", share=True),
-    Panel("critic_explained_variance", "critic, explained\nvariance", idle="no critic"),
-    Panel("advantage_variance", "advantage\nvariance"),
+    Panel("valid_format_rate", share=True),
+    Panel("ratio_max_token", log=True),
+    Panel("effective_sample_size", share=True),
+    Panel("critic_explained_variance", idle="no critic"),
+    Panel("advantage_variance"),
 )
 MARKERS = dict(zip(LABELS, ("o", "D", "X", "o", "v"), strict=True))
 HOLLOW = LABELS[3:]  # outcomes of runs that never learned
+FIRM = 0.3  # R^2 from which a trend is called one
+MIN_POINTS = 5  # of a trend
 
 
 # ---- what happens -------------------------------------------------------------------------------
 def learning(metrics: Metrics) -> Plot | None:
     """Fig. 4 (and 3a): success against the iteration, sampled and greedy, of at most four algorithms."""
-    regime = main_regime(metrics)
-    algorithms = findings.headline(metrics, regime)
+    every = metrics.main
+    runs = every.of(algorithms=headline(every))
+    base, *others = pair(runs.algorithms)
+    arm = runs.runs[runs.runs["algorithm"] == base].sort_values(["area", "seed"])
+    seeds = [int(arm["seed"].iloc[len(arm) // 2])] if len(arm) > 2 else []
     question = (
         "Who learns, and who keeps it? Success on held-out questions, sampled at temperature 1 and greedy."
     )
-    title = findings.learning(metrics, regime, algorithms)
-    base = findings.pair(metrics, regime, algorithms)[0]
-    seeds = _typical(metrics, regime, base)
-    rows: list[pd.DataFrame] = []
+    title = too_short(runs) or _ends_title(runs, base, *others)
+    handles = [*line_handles(runs.looks), start_handle()]
+    handles += (
+        [thin_handle(f"{runs.looks.loc[base, 'short']}, run of median area", arm["color"].iloc[0])]
+        if seeds
+        else []
+    )
+    parts = []
     with style():
-        fig = page(
-            title,
-            question,
-            source_of(metrics, [regime], algorithms),
-            3.1,
-            [*line_handles(metrics, algorithms), start_handle()],
-        )
+        fig = page(title, question, source_of(runs), 3.1, handles)
         axes = fig.subplots(1, 2, sharey=True)
-        for ax, panel in zip(axes, (SAMPLED_PANEL, GREEDY_PANEL), strict=True):
-            drawn = [row for name in algorithms for row in draw_line(ax, metrics, regime, name, panel)]
-            start_line(ax, metrics, regime, algorithms, panel.column)
+        for ax, panel, start in zip(
+            axes, (SAMPLED_PANEL, GREEDY_PANEL), ("start", "greedy_start"), strict=True
+        ):
+            parts.append(bands(runs, runs.algorithms, panel))
+            draw_lines(ax, parts[-1], runs.looks)
+            start_line(ax, runs.runs, start)
             finish_axis(ax, panel)
             ax.set(xlabel="iteration")
             ax.set_title(panel.label, fontsize=10.5, color="#333333")
-            rows += drawn
-        rows += examples(axes[0], metrics, regime, base, SAMPLED_PANEL, seeds)
-        axes[0].set_ylim(0, top_of(rows))
-    thin = f"Thin: one run of {metrics.look(base).label}, the one of median area. " if seeds else ""
-    caption = (
-        f"{question} The title compares sampled success: of runs that learned (rose by {LEARNED:.2f}), the share of that gain "
-        f"which the last tenth of the run keeps, else final success; means over all worlds, while lines leave out the best and the "
-        f"worst quarter. {thin}{BANDS} {STYLE_NOTE}"
-    )
-    return Plot("learning", fig, plotted(rows), caption, title=title)
+        parts.append(examples(runs, base, SUCCESS, seeds))
+        draw_examples(axes[0], parts[-1], runs.looks.loc[base, "color"])
+        data = plotted(parts)
+        axes[0].set_ylim(0, top_of(data))
+    caption = f"{question} The title compares final sampled success. {BANDS} {STYLE_NOTE}"
+    return Plot("learning", fig, data, caption, title=title)
 
 
-def _typical(metrics: Metrics, regime: str, algorithm: str) -> list[int]:
-    """Seed of the run of median area, where there are several."""
-    arm = metrics.arm(regime, algorithm).sort_values(["area", "seed"])
-    return [int(arm["seed"].iloc[len(arm) // 2])] if len(arm) > 2 else []
+def _ends_title(runs: Runs, base: str, other: str | None = None) -> str:
+    """How the two compared algorithms end, the higher first; of the only one, what became of its runs."""
+    if other is None:
+        label, table = runs.looks.loc[base, "short"], runs.runs
+        learned, collapsed = table["learned"].sum(), table["collapsed"].sum()
+        return capital(f"{label} learns in {learned} of {len(table)} runs and collapses in {collapsed}")
+    means = runs.means("final")
+    found = compare(means[base], means[other])
+    ends = [(found.one, base), (found.other, other)]
+    (high, first), (low, second) = sorted(ends, reverse=True)
+    short = runs.looks["short"]
+    return hedged(f"{short[first]} ends at {high:.2f}, {short[second]} at {low:.2f}{found.note}", [found])
 
 
 def every_algorithm(metrics: Metrics) -> Plot | None:
     """A panel for every algorithm, the baseline's mean behind it."""
-    regime = main_regime(metrics)
-    algorithms = in_order(metrics.methods(regime))
-    question = "How does every algorithm fare? Sampled success on held-out questions; below each name, what became of its runs."
-    title = findings.every_algorithm(metrics, regime)
-    n_columns = min(3 if len(algorithms) <= 21 else 4, len(algorithms))
-    n_rows = -(-len(algorithms) // n_columns)
-    behind = BASELINE in algorithms and len(algorithms) > 1
-    handles = [start_handle(), *([baseline_handle(metrics)] if behind else [])]
-    rows: list[pd.DataFrame] = []
-    counts = metrics.table[metrics.table["regime"] == regime].set_index("algorithm")
-    several = counts.loc[algorithms, "runs"].max() > 2
-    thin = "Thin: the runs with the lowest and the highest final success. " if several else ""
-    with style():
-        fig = page(title, question, source_of(metrics, [regime], algorithms), 1.75 * n_rows + 0.2, handles)
-        axes = list(fig.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False).flat)
-        for i, (ax, name) in enumerate(zip(axes, algorithms, strict=False)):
-            if behind and name != BASELINE:
-                draw_line(ax, metrics, regime, BASELINE, SAMPLED_PANEL, grey=True)
-            drawn = draw_line(ax, metrics, regime, name, SAMPLED_PANEL)
-            arm = metrics.arm(regime, name).sort_values(["final", "seed"])
-            if len(arm) > 2:
-                ends = arm["seed"].iloc[[0, -1]].tolist()
-                drawn += examples(ax, metrics, regime, name, SAMPLED_PANEL, ends)
-            rows += drawn
-            start_line(ax, metrics, regime, [name], SUCCESS)
-            finish_axis(ax, SAMPLED_PANEL)
-            its, row = metrics.look(name), counts.loc[name]
-            ax.set_title(
-                its.label,
-                fontsize=9.5 if len(its.label) < 26 else 8,
-                fontweight="bold",
-                color=its.color,
-                pad=15,
-            )
-            what = f"{row['learned']} of {row['runs']} learned, {row['crashed']} crashed, {row['collapsed']} collapsed"
-            size = 7.8 if n_columns < 4 else 6
-            text = ax.text(0, 1.03, what, transform=ax.transAxes, fontsize=size, color="#666666")
-            text.set_in_layout(False)
-            if i + n_columns >= len(algorithms):
-                ax.tick_params(labelbottom=True)
-            if i // n_columns == n_rows - 1:
-                ax.set_xlabel("iteration")
-        for ax in axes[len(algorithms) :]:
-            ax.set_visible(False)
-        axes[0].set_ylim(0, top_of(rows))
-    caption = (
-        f"{question} A run crashed when it lost half of what it had gained, and collapsed when it did not make that good by the "
-        f"end (or its loss stopped being finite). {thin}{BANDS}"
+    runs, looks = metrics.main, metrics.main.looks
+    counts = runs.runs.assign(crashed=runs.runs["crash_iteration"].notna()).groupby("algorithm")
+    counts = counts[["learned", "crashed", "collapsed"]].sum().assign(runs=counts.size()).loc[runs.algorithms]
+    learn = counts[counts["learned"] * 2 > counts["runs"]]
+    fall = (learn["crashed"] * 2 > learn["learned"]).sum()
+    title = too_short(runs) or (
+        f"{len(learn)} of {len(counts)} algorithms learn in most runs; {fall or 'none'} of them then crash "
+        "in most"
     )
-    return Plot("every_algorithm", fig, plotted(rows), caption, title=title)
+    question = (
+        "How does every algorithm fare? Sampled success on held-out questions; below each name, what became "
+        "of its runs."
+    )
+    n_columns = min(3 if len(looks) <= 21 else 4, len(looks))
+    n_rows = -(-len(looks) // n_columns)
+    behind = BASELINE in looks.index and len(looks) > 1
+    thin = counts["runs"].max() > 2
+    handles = [start_handle(), *([baseline_handle(looks)] if behind else [])]
+    handles += [thin_handle("lowest and highest final success")] if thin else []
+    lines, parts = bands(runs, runs.algorithms, SAMPLED_PANEL), []
+    with style():
+        fig = page(title, question, source_of(runs), 1.75 * n_rows + 0.2, handles)
+        axes = list(fig.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False).flat)
+        for ax, (name, its) in zip(axes, looks.iterrows(), strict=False):
+            arm = runs.runs[runs.runs["algorithm"] == name].sort_values(["final", "seed"])
+            if behind and name != BASELINE:
+                base = lines[lines["algorithm"] == BASELINE]
+                ax.plot(base["iteration"], base["value"], color=GREY, linewidth=1.6, zorder=1)
+            ends = arm["seed"].iloc[[0, -1]].tolist() if len(arm) > 2 else []
+            parts += [lines[lines["algorithm"] == name], examples(runs, name, SUCCESS, ends)]
+            draw_lines(ax, parts[-2], looks)
+            draw_examples(ax, parts[-1], its["color"])
+            start_line(ax, arm)
+            finish_axis(ax, SAMPLED_PANEL)
+            size = 9.5 if len(its["label"]) < 26 else 8
+            ax.set_title(its["label"], fontsize=size, fontweight="bold", color=its["color"], pad=15)
+            what = "{learned} of {runs} learned, {crashed} crashed, {collapsed} collapsed".format(
+                **counts.loc[name]
+            )
+            text = ax.text(
+                0, 1.03, what, transform=ax.transAxes, fontsize=7.8 if n_columns < 4 else 6, color="#666666"
+            )
+            text.set_in_layout(False)
+        for i, ax in enumerate(axes):
+            ax.set_visible(i < len(looks))
+            ax.tick_params(labelbottom=i + n_columns >= len(looks))
+            ax.set_xlabel("iteration" if i // n_columns == n_rows - 1 else "")
+        data = plotted(parts)
+        axes[0].set_ylim(0, top_of(data))
+    caption = (
+        f"{question} A run crashed when it lost half of what it had gained, and collapsed when it did not "
+        "make that good by the "
+        f"end (or its loss stopped being finite). {BANDS}"
+    )
+    return Plot("every_algorithm", fig, data, caption, title=title)
 
 
 def stability(metrics: Metrics) -> Plot | None:
     """Final success of every run, by algorithm, sampled and greedy."""
-    regime = main_regime(metrics)
-    means = {
-        name: metrics.arm(regime, name).groupby("world_seed")["final"].mean().mean()
-        for name in metrics.methods(regime)
-    }
-    algorithms = sorted(in_order(means), key=lambda name: -means[name])
+    runs, looks = metrics.main, metrics.main.looks
+    means = runs.means("final").mean()
+    names = sorted(runs.algorithms, key=lambda name: -means[name])
+    title = too_short(runs) or _stability_title(runs, names)
     question = "Where do the runs end? Mean success of the last tenth of each run, and the mean over worlds."
-    title = findings.stability(metrics, regime)
-    summary = pd.concat([metrics.arm(regime, name) for name in algorithms])
-    present = [label for label in LABELS if (summary["outcome"] == label).any()]
-    handles = [_mark(label, "#555555") for label in present]
-    firm = summary.groupby("algorithm")["world_seed"].nunique().max() >= fewest_worlds(LEVEL)
-    text = f"mean, {100 * LEVEL:.0f} % interval" if firm else "mean"
+    firm = runs.runs.groupby("algorithm")["world_seed"].nunique().max() >= fewest_worlds(LEVEL)
     bar = {"marker": "|", "markersize": 11, "markeredgewidth": 2, "linewidth": 2 if firm else 0}
-    interval = Line2D([], [], color="#222222", label=text, **bar)
-    handles += [interval, start_handle()]
-    rows = []
+    interval = Line2D([], [], color=INK, label="mean, 95 % interval" if firm else "mean", **bar)
+    present = [label for label in LABELS if (runs.runs["outcome"] == label).any()]
+    handles = [
+        Line2D([], [], linestyle="none", marker=MARKERS[label], label=label, **_fill(label, "#555555"))
+        for label in present
+    ]
+    parts = []
     with style():
         fig = page(
-            title, question, source_of(metrics, [regime], algorithms), 0.33 * len(algorithms) + 0.65, handles
+            title, question, source_of(runs), 0.33 * len(names) + 0.65, [*handles, interval, start_handle()]
         )
         axes = fig.subplots(1, 2, sharey=True)
-        for ax, panel in zip(axes, (SAMPLED_PANEL, GREEDY_PANEL), strict=True):
-            column = "final" if panel is SAMPLED_PANEL else "greedy_final"
-            for y, name in enumerate(algorithms):
-                rows += _ends(ax, metrics, regime, name, column, y)
-            level = (
-                summary.groupby("world_seed")["start" if column == "final" else "greedy_start"].mean().mean()
-            )
-            ax.axvline(level, color="#777777", linewidth=1, linestyle=(0, (1, 2)), zorder=1)
-            ax.set_title(panel.label.replace("success", "final success"), fontsize=10.5, color="#333333")
-            ax.set_xlim(0, top_of([pd.DataFrame(rows)[["value"]]]))
-        axes[0].set_yticks(range(len(algorithms)), [metrics.look(name).label for name in algorithms])
-        axes[0].set_ylim(len(algorithms) - 0.5, -0.5)
-        for ax in axes:
-            ax.tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
+        columns = (
+            ("final", "start", "final success, sampled"),
+            ("greedy_final", "greedy_start", "final success, greedy"),
+        )
+        for ax, (column, start, label) in zip(axes, columns, strict=True):
+            parts += [_ends(ax, runs, name, column, y) for y, name in enumerate(names)]
+            start_line_x = runs.runs.groupby("world_seed")[start].mean().mean()
+            ax.axvline(start_line_x, color="#777777", linewidth=1, linestyle=(0, (1, 2)), zorder=1)
+            ax.set_title(label, fontsize=10.5, color="#333333")
             ax.grid(axis="y", visible=False)
+        data = pd.concat(parts, ignore_index=True)
+        for ax in axes:
+            ax.set_xlim(0, top_of(data[["value"]]))
+            ax.tick_params(axis="y", length=0)
+        name_rows(axes[0], looks.loc[names, "label"])
     caption = (
-        f"{question} Algorithms in order of mean final sampled success. Bars: {LEVEL:.0%} bootstrap intervals of the mean over "
-        f"worlds, from {fewest_worlds(LEVEL)} worlds or more; the dotted line is the success before training. The title "
-        "counts differences that are clear for all comparisons together (Bonferroni)."
-    ).replace("%", " %", 1)
-    return Plot("stability", fig, pd.DataFrame(rows), caption, title=title)
+        f"{question} Bars: 95 % bootstrap intervals of the mean over worlds, from {fewest_worlds(LEVEL)} "
+        "worlds or more. The "
+        "title counts differences that are clear for all comparisons together (Bonferroni)."
+    )
+    return Plot("stability", fig, data, caption, title=title)
 
 
-def _mark(label: str, color: str) -> Line2D:
-    hollow = (
+def _stability_title(runs: Runs, names: list[str]) -> str:
+    """How many algorithms end clearly above and below the baseline, or from where to where all end."""
+    if len(names) == 1:
+        return _ends_title(runs, *names)
+    means, short = runs.means("final"), runs.looks["short"]
+    found = [
+        compare(means[name], means[BASELINE], len(names) - 1)
+        for name in names
+        if BASELINE in names and name != BASELINE
+    ]
+    if not found or all(one.few for one in found):
+        (high, first), (low, last) = ((means[name].mean(), short[name]) for name in (names[0], names[-1]))
+        return hedged(f"final success from {low:.2f} ({last}) to {high:.2f} ({first})", found)
+    above, below = (sum(one.clear and (one.one > one.other) == up for one in found) for up in (True, False))
+    return (
+        f"{above or 'None'} of {len(found)} algorithms end clearly above {short[BASELINE]}, "
+        f"{below or 'none'} clearly below"
+    )
+
+
+def _fill(label: str, color: str) -> dict[str, object]:
+    """Dots of runs that never learned are hollow."""
+    edge = (
         {"markerfacecolor": "white"}
         if label in HOLLOW
         else {"markeredgecolor": "white", "markeredgewidth": 0.6}
     )
-    size = 8 if MARKERS[label] == "X" else 6.5
-    return Line2D(
-        [], [], linestyle="none", marker=MARKERS[label], markersize=size, color=color, label=label, **hollow
-    )
+    return {"color": color, "markersize": 8 if MARKERS[label] == "X" else 6.5, **edge}
 
 
-def _ends(ax: Axes, metrics: Metrics, regime: str, name: str, column: str, y: float) -> list[dict[str, Any]]:
+def _ends(ax: Axes, runs: Runs, name: str, column: str, y: float) -> pd.DataFrame:
     """Dots of the runs of an algorithm, its mean and interval; the rows of what was drawn."""
-    arm, color = metrics.arm(regime, name).dropna(subset=[column]), metrics.look(name).color
-    rows, low, high = [], math.nan, math.nan
-    keys = {"regime": regime, "metric": column, "algorithm": name}
-    spread = 0.5 * (np.arange(len(arm)) / max(1, len(arm) - 1) - 0.5) if len(arm) > 1 else [0.0]
-    for shift, run in zip(spread, arm.sort_values("seed").to_dict("records"), strict=True):
-        mark = _mark(run["outcome"], color)
-        mark.set_data([run[column]], [y + shift])
-        mark.set_alpha(0.75)
-        mark.set_zorder(3)
-        mark.set_clip_on(False)
-        ax.add_line(mark)
-        run_keys = {"kind": run["outcome"], "world": run["world_seed"], "seed": run["seed"]}
-        rows.append({**keys, **run_keys, "value": run[column]})
-    if not (values := by_world(arm, column)):
-        return rows
-    if len(values) >= fewest_worlds(LEVEL):
-        low, high = np.clip(mean(values, n_draws=4000).interval(LEVEL), 0, 1)
-        ax.plot([low, high], [y, y], color="#222222", linewidth=1.8, solid_capstyle="butt", zorder=4)
-    middle = float(np.mean(list(values.values())))
-    ax.plot([middle, middle], [y - 0.28, y + 0.28], color="#222222", linewidth=2, zorder=5)
-    rows.append({**keys, "kind": "mean", "value": middle, "low": low, "high": high})
-    return rows
+    arm = runs.runs[runs.runs["algorithm"] == name].dropna(subset=[column]).sort_values("seed")
+    spread = np.linspace(-0.25, 0.25, len(arm)) if len(arm) > 1 else [0.0]
+    for shift, run in zip(spread, arm.itertuples(), strict=True):
+        dot = {"marker": MARKERS[run.outcome], "alpha": 0.75, "zorder": 3, "clip_on": False}
+        ax.plot(getattr(run, column), y + shift, linestyle="none", **dot, **_fill(run.outcome, run.color))
+    rows = arm[["outcome", "world_seed", "seed", column]].set_axis(["kind", "world", "seed", "value"], axis=1)
+    if values := by_world(arm, column):
+        row = {"kind": "mean", "value": float(np.mean(list(values.values()))), "low": np.nan, "high": np.nan}
+        if len(values) >= fewest_worlds(LEVEL):
+            row["low"], row["high"] = np.clip(mean(values, n_draws=4000).interval(LEVEL), 0, 1)
+            ax.plot(
+                [row["low"], row["high"]], [y, y], color=INK, linewidth=1.8, solid_capstyle="butt", zorder=4
+            )
+        ax.plot([row["value"]] * 2, [y - 0.28, y + 0.28], color=INK, linewidth=2, zorder=5)
+        rows = pd.concat([rows, pd.DataFrame([row])], ignore_index=True)
+    keys = {"regime": runs.runs["regime"].iloc[0], "metric": column, "algorithm": name}
+    rows = rows.assign(**keys).reindex(columns=[*keys, "kind", "world", "seed", "value", "low", "high"])
+    return rows.astype({"world": "Int64", "seed": "Int64"})
 
 
 def clip_ratio(metrics: Metrics) -> Plot | None:
-    """Fig. 5: clip fraction and KL to the behaviour policy; the bounds too, where they were recorded and move."""
-    regime = main_regime(metrics)
-    free = {r["algorithm"] for r in metrics.runs if r["regime"] == regime and not clips(r)}
-    bounds = [panel for panel in BOUND_PANELS if _varies(metrics, regime, panel.column, free)]
-    return panel_figure(
-        metrics,
-        "clip_ratio",
-        regime,
-        metrics.methods(regime),
-        [*CLIP_PANELS, *bounds],
-        findings.trend_of(metrics, regime, "clip_fraction", "clip fraction", "{:.0f}", " %", 100),
-        "How much is clipped, and how far does the policy move from the one that sampled?",
-        "Clip fraction: share of agent tokens whose term takes the clipped branch. A turn-level clip takes a whole turn, so "
-        "compare the course of one algorithm, not levels across granularities. No clip fraction is drawn of "
-        "methods that weigh and do not clip, such as TOPR. The title compares the first third of the "
-        "iterations (after the queue has filled) with the last. The lowest 3 % of a logarithmic axis are cut off.",
-        filling=True,
-        without={panel.column: free for panel in (CLIP_PANELS[0], *BOUND_PANELS)},
+    """Fig. 5: what is clipped by two definitions, and KL to the behaviour policy."""
+    runs = metrics.main
+    question = (
+        "How much is clipped, by either of two definitions, and how far does the policy move from the one "
+        "that sampled?"
     )
+    caption = (
+        "First row: the share of agent tokens whose term takes the clipped branch, as the algorithm clips; "
+        "a turn-level clip takes "
+        "a whole turn. Second row, one yardstick for all: the share of tokens whose own ratio leaves the "
+        "algorithm's range "
+        "[1 − ε, 1 + ε], whatever the sign of the advantage. Methods that weigh and do not clip have "
+        "neither. The title "
+        "gives means over all iterations. The lowest 3 % of a logarithmic axis are cut off."
+    )
+    title = too_short(runs) or _clip_title(runs)
+    return panel_figure(runs, "clip_ratio", CLIP_PANELS, title, question, caption, filling=True, shared=False)
 
 
-def _varies(metrics: Metrics, regime: str, column: str, but: Collection[str]) -> bool:
-    """Whether an algorithm's own values change, those of `but` apart."""
-    if column not in metrics.iterations:
-        return False
-    rows = metrics.iterations[metrics.iterations["regime"] == regime]
-    values = rows[~rows["algorithm"].isin(but)].groupby("algorithm")[column]
-    return bool((values.max() - values.min() > 1e-6 * values.max().abs()).any())
+def _clip_title(runs: Runs) -> str:
+    """Means of both shares, of the two algorithms that titles compare."""
+    names = pair(runs.algorithms)[::-1]
+    told, short = [], runs.looks["short"]
+    for column in ("clip_fraction", OUT_OF_RANGE):
+        curves = [runs.curves(name, column) for name in names]
+        if all(map(len, curves)):
+            means = [of.mean().groupby("world").mean() for of in curves]
+            told.append(compare(means[0], means[-1], 2))
+    if not told:
+        return "No share of clipped tokens was recorded"
+    clipped, *own = told
+    if len(names) == 1:
+        return capital(f"{short[names[0]]} clips {100 * clipped.one:.0f} % of tokens")
+    title = (
+        f"{short[names[0]]} clips {100 * clipped.one:.0f} % of tokens, {short[names[1]]} "
+        f"{100 * clipped.other:.0f} %"
+    )
+    for one in own:
+        title += (
+            f"{clipped.note}; by their own ratios it would be {100 * one.one:.0f} % and "
+            f"{100 * one.other:.0f} %{one.note}"
+        )
+    return hedged(title, told)
 
 
 # ---- why ----------------------------------------------------------------------------------------
 def norms(metrics: Metrics) -> Plot | None:
-    """Fig. 3b-d: norms of the gradient, of the surrogate's gradient and of the clipping bias, and the divisor."""
-    regime = main_regime(metrics)
-    return panel_figure(
-        metrics,
-        "norms",
-        regime,
-        metrics.methods(regime),
-        NORM_PANELS,
-        findings.spikes(metrics, regime),
-        "Do gradients explode before success falls? L2 norms before any clipping, means over each iteration's updates.",
-        "The title speaks of single updates, the lines of means over an iteration's. ‖C‖: norm of the gradient that "
-        "clipping removed, measured on one update in a few where the objective does not use it. Not drawn: the surrogate's norm where it is the whole gradient's, and a "
-        "divisor of 1. The lowest 3 % of a logarithmic axis are cut off.",
+    """Fig. 3b-d: norms of the gradient, of the surrogate's gradient and of the clipping bias, and the
+    divisor."""
+    runs = metrics.main
+    title = too_short(runs) or _course_title(runs, "gradient_norm", "gradient norm")
+    question = (
+        "Do gradients explode before success falls? L2 norms before any clipping, means over each "
+        "iteration's updates."
     )
+    caption = (
+        "Largest update: of an iteration's. ‖C‖: norm of the gradient that clipping removed, measured on "
+        "one update in a few where "
+        "the objective does not use it. Not drawn: the surrogate's norm where it is the whole gradient's, "
+        "and a divisor of 1. "
+        "Means are geometric. The title compares the first third of the iterations with the last. The "
+        "lowest 3 % of a "
+        "logarithmic axis are cut off."
+    )
+    return panel_figure(runs, "norms", NORM_PANELS, title, question, caption)
 
 
 def signals(metrics: Metrics) -> Plot | None:
-    """Fig. 2: entropy, format, ratios, critic and the spread of advantages, which may change before success does."""
-    regime = main_regime(metrics)
-    return panel_figure(
-        metrics,
-        "signals",
-        regime,
-        metrics.methods(regime),
-        SIGNAL_PANELS,
-        findings.trend_of(metrics, regime, "entropy", "entropy", "{:.2f}", " nats"),
-        "What changes while success does? Entropy, format, ratios, critic and advantages of the training batches.",
-        "Effective sample size: of the trajectories' product ratios, as a share of the minibatch. Explained variance and the "
-        "variance of advantages (before whitening) are those of the sampled batch. The title compares the first third of the "
-        "iterations with the last.",
+    """Fig. 2: entropy, format, ratios, critic and the spread of advantages, which may change before success
+    does."""
+    runs = metrics.main
+    title = too_short(runs) or _course_title(runs, "entropy", "entropy")
+    question = (
+        "What changes while success does? Entropy, format, ratios, critic and advantages of the training "
+        "batches."
     )
+    caption = (
+        "Effective sample size: of the trajectories' product ratios, as a share of the minibatch. Explained "
+        "variance and the "
+        "variance of advantages (before whitening) are those of the sampled batch. The title compares the "
+        "first third of the "
+        "iterations with the last (geometric means)."
+    )
+    return panel_figure(runs, "signals", SIGNAL_PANELS, title, question, caption)
+
+
+def _course_title(runs: Runs, column: str, what: str) -> str:
+    """A quantity in the first and in the last third of the iterations at full staleness, of the two compared
+    algorithms."""
+    told, found = [], []
+    for name in pair(runs.algorithms):
+        curves = runs.curves(name, column)
+        curves = curves[curves.index >= runs.filled]
+        if len(curves) > 2:
+            change = compare(geometric(curves, "late"), geometric(curves, "early"), 2)
+            early, late = np.exp(change.other), np.exp(change.one)
+            note = change.note.replace("difference", "change")
+            begin = "" if told else f" {what} goes"
+            told.append(f"{runs.looks.loc[name, 'short']}'s{begin} from {early:.2f} to {late:.2f}{note}")
+            found.append(change)
+    return hedged(", ".join(told), found) if told else f"No {what} was recorded"
 
 
 def trends(metrics: Metrics) -> Plot | None:
-    """Reviewers' question 4: log-linear trends of the norms, with their R^2, for every algorithm."""
-    regime = main_regime(metrics)
-    algorithms = in_order(metrics.methods(regime))
-    rows = []
-    for panel in NORM_PANELS[:3]:
-        for name in algorithms:
-            if not moves(metrics, regime, name, panel.column):
-                continue
-            curves = curves_of(metrics, regime, name, panel.column)
-            middle = band(curves[curves.index >= queue_filled(metrics, regime)], panel)
-            fit = log_linear_trend(middle["iteration"], middle["value"])
-            if math.isfinite(fit.slope):
-                keys = {"regime": regime, "metric": panel.column, "algorithm": name}
-                factor = math.exp(10 * fit.slope)
-                numbers = {"factor_per_10": factor, "r_squared": fit.r_squared, "intercept": fit.intercept}
-                rows.append({**keys, **numbers, "n": fit.n})
+    """Reviewers' question 4: log-linear trends of the norms in each run, with their R^2, for every
+    algorithm."""
+    runs = metrics.main
+    rows = [
+        {"metric": panel.column, "algorithm": name, **found}
+        for panel in TRENDS
+        for name in runs.algorithms
+        if (found := _trend(runs.curves(name, panel.column), runs.filled))
+    ]
     if not rows:
         return None
     table = pd.DataFrame(rows)
-    panels = [panel for panel in NORM_PANELS[:3] if (table["metric"] == panel.column).any()]
-    question = "Do the norms grow? Factor per 10 iterations of a log-linear fit to each algorithm's line, with its R²."
-    title = _trends_title(metrics, regime, table)
+    table.insert(0, "regime", runs.runs["regime"].iloc[0])
+    panels = [panel for panel in TRENDS if (table["metric"] == panel.column).any()]
+    last = table[table["metric"] == panels[-1].column].set_index("algorithm")
+    title = too_short(runs) or _trends_title(runs, last, NAMES[panels[-1].column])
+    question = (
+        "Do the norms grow? Factor per 10 iterations of a log-linear fit to each run, mean over worlds with "
+        "its interval."
+    )
+    handles = [
+        Line2D([], [], linestyle="none", marker="o", color="#555555", markerfacecolor=fill, label=text)
+        for fill, text in (("#555555", f"R² of {FIRM} or more (mean of the runs)"), ("white", "less"))
+    ]
     with style():
-        body = 0.3 * len(algorithms) + 0.75
-        fig = page(title, question, source_of(metrics, [regime], algorithms), body)
+        fig = page(title, question, source_of(runs), 0.25 * len(runs.algorithms) + 0.75, handles)
         axes = np.atleast_1d(fig.subplots(1, len(panels), sharey=True))
         for ax, panel in zip(axes, panels, strict=True):
             part = table[table["metric"] == panel.column].set_index("algorithm")
             ax.axvline(1, color="#999999", linewidth=0.9, zorder=1)
-            for y, name in enumerate(algorithms):
-                if name not in part.index:
-                    continue
-                row, color = part.loc[name], metrics.look(name).color
-                ax.plot([1, row["factor_per_10"]], [y, y], color=color, linewidth=2.2, zorder=2)
-                firm = row["r_squared"] >= FIRM
+            for name, row in part.iterrows():
+                y, color = runs.algorithms.index(name), runs.looks.loc[name, "color"]
+                fill = color if row["r_squared"] >= FIRM else "white"
+                ax.plot([row["low"], row["high"]], [y, y], color=color, linewidth=2, zorder=2)
                 ax.plot(
-                    row["factor_per_10"],
-                    y,
-                    "o",
-                    color=color,
-                    markersize=6.5,
-                    markerfacecolor=color if firm else "white",
-                    zorder=3,
+                    row["factor_per_10"], y, "o", color=color, markersize=6.5, markerfacecolor=fill, zorder=3
                 )
-                ax.annotate(
-                    f"R² {row['r_squared']:.2f}",
-                    (1, y),
-                    xycoords=("axes fraction", "data"),
-                    xytext=(3, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=7.5,
-                    color="#666666",
-                )
-            ax.set_title(panel.label, fontsize=10, color="#333333")
-            _factor_axis(ax, table.loc[table["metric"] == panel.column, "factor_per_10"])
-            ax.set_xlabel("factor per 10 iterations")
+            ax.set_title(panel.label.replace("\n", " "), fontsize=10, color="#333333")
+            ax.set(xscale="log", xlabel="factor per 10 iterations")
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.xaxis.set_minor_formatter(
+                "{x:g}" if np.ptp(np.log(part["factor_per_10"])) < 1.5 else NullFormatter()
+            )
+            if np.ptp(np.log(part["factor_per_10"])) >= 1.5:
+                ax.xaxis.set_minor_locator(NullLocator())
+            ax.tick_params(axis="y", length=0)
             ax.grid(axis="y", visible=False)
-        axes[0].set_yticks(range(len(algorithms)), [metrics.look(name).label for name in algorithms])
-        for ax in axes:
-            ax.tick_params(axis="y", length=0, labelcolor="#333333", labelsize=9)
-        axes[0].set_ylim(len(algorithms) - 0.5, -0.5)
+        name_rows(axes[0], runs.looks["label"])
     caption = (
-        f"{question} Fitted from the iteration at which the queue of stale batches has filled. Filled: R² of {FIRM} or more. "
-        "Values of a curve are correlated, so R² says how much of it the trend describes, not whether it is significant."
+        f"{question} Fitted from the iteration at which the queue of old batches has filled. Intervals of "
+        "95 % from "
+        f"{fewest_worlds(LEVEL)} worlds or more. Values of a curve are correlated, so R² says how much of "
+        "it the trend describes, "
+        "not whether it is significant."
     )
     return Plot("trends", fig, table, caption, title=title)
 
 
-FIRM = 0.3  # R^2 from which a trend is called one
+def _trends_title(runs: Runs, last: pd.DataFrame, what: str) -> str:
+    """The factors of the two compared algorithms, and how many trends are clear. last: of one norm, by algorithm."""
+    told = [
+        f"× {last.loc[name, 'factor_per_10']:.2f} with {runs.looks.loc[name, 'short']}"
+        for name in pair(runs.algorithms)
+        if name in last.index
+    ]
+    title = f"{what} per 10 iterations: {', '.join(told)}"
+    if last["low"].isna().all():
+        return capital(f"{few_words(runs.runs['world_seed'].nunique())}: {title}")
+    clear = ((last["low"] > 1) | (last["high"] < 1)).sum()
+    return capital(f"{title}; a clear trend with {clear or 'none'} of {len(last)} algorithms")
 
 
-def _factor_axis(ax: Axes, factors: pd.Series) -> None:
-    """Logarithmic, 1 within, with plain numbers."""
-    low, high = min(factors.min(), 1) / 1.08, max(factors.max(), 1) * 1.08
-    ax.set_xscale("log")
-    ax.set_xlim(low, high)
-    steps = [0.1, 0.2, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100]
-    ticks = [tick for tick in steps if low <= tick <= high]
-    if len(ticks) < 3:
-        ticks = [tick for tick in (0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3) if low <= tick <= high]
-    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-    ax.set_xticks([], minor=True)
-
-
-def _trends_title(metrics: Metrics, regime: str, table: pd.DataFrame) -> str:
-    if short := findings.too_short(metrics, [regime]):
-        return short
-    metric = (
-        "clipping_bias_norm" if (table["metric"] == "clipping_bias_norm").any() else table["metric"].iloc[0]
-    )
-    part = table[table["metric"] == metric].set_index("algorithm")
-    what = {"clipping_bias_norm": "clipping-bias norm ‖C‖"}.get(metric, "gradient norm")
-    told, named = [], findings.pair(metrics, regime, list(part.index))
-    for name in named:
-        row = part.loc[name]
-        firm = row["r_squared"] >= FIRM
-        trend = f"× {row['factor_per_10']:.2f} per 10 iterations" + ("" if firm else ", unsteadily,")
-        told.append(f"{trend} with {findings.name_of(metrics, name)} (R² {row['r_squared']:.2f})")
-    n_worlds = min(metrics.arm(regime, name)["world_seed"].nunique() for name in named)
-    few = f"{findings.few_words(n_worlds)}: " if n_worlds < fewest_worlds(LEVEL) else ""
-    return f"{few}{what if few else what[0].upper() + what[1:]}: {', '.join(told)}"
+def _trend(curves: pd.DataFrame, filled: int) -> dict[str, float]:
+    """Geometric mean over worlds of the factor in ten iterations, its interval, mean R^2 and number of runs;
+    empty where no run has `MIN_POINTS`."""
+    curves = curves[curves.index >= filled]
+    fits = {key: log_linear_trend(curve.index, curve) for key, curve in curves.items()}
+    fits = {key: fit for key, fit in fits.items() if fit.n >= MIN_POINTS and np.isfinite(fit.slope)}
+    if not fits:
+        return {}
+    slopes = pd.Series({key: 10 * fit.slope for key, fit in fits.items()}).groupby(level=0).mean().to_dict()
+    found, low, high = mean(slopes, n_draws=4000), np.nan, np.nan
+    if len(slopes) >= fewest_worlds(LEVEL):
+        low, high = np.exp(found.interval(LEVEL))
+    r_squared = float(np.mean([fit.r_squared for fit in fits.values()]))
+    return {
+        "factor_per_10": np.exp(found.value),
+        "low": low,
+        "high": high,
+        "r_squared": r_squared,
+        "n": len(fits),
+    }
 
 
 # ---- the list -----------------------------------------------------------------------------------
@@ -452,17 +510,10 @@ FIGURES: dict[str, Kind] = {
     for group, draw in (
         (HAPPENS, learning),
         (HAPPENS, every_algorithm),
-        (HAPPENS, each_seed),
         (HAPPENS, stability),
         (HAPPENS, clip_ratio),
-        (TOLERATES, tolerance),
-        (TOLERATES, settings_map),
-        (TOLERATES, one_change),
-        (WHY, beginnings),
         (WHY, norms),
         (WHY, signals),
-        (WHY, early_warning),
-        (WHY, granularity),
         (WHY, trends),
     )
 }

@@ -29,9 +29,9 @@ PANELS = {
 class LiveCurves:
     """A picture in a notebook that follows a run.
 
-    iterations: that the run is to have, so that the axes stay where they are. The picture is drawn again only where
-    there is an evaluation more than before, and where drawing has not taken a twentieth of the time so far; a notebook
-    that is executed and saved keeps the last one.
+    iterations: that the run is to have, so that the axes stay where they are. The picture is drawn again only
+    where there is an evaluation more than before, and where drawing has not taken a twentieth of the time so
+    far; a notebook that is executed and saved keeps the last one.
     """
 
     def __init__(self, title: str, iterations: int) -> None:

@@ -1,7 +1,8 @@
-"""Executed notebooks as pages that show their formulas without a network: LaTeX becomes MathML as a page is made.
+"""Executed notebooks as pages that show their formulas without a network: LaTeX becomes MathML as a page is
+made.
 
-nbconvert's own pages load MathJax from another server and show raw LaTeX where there is none. Browsers draw MathML
-themselves; what latex2mathml writes is brought to the part of it that they share (MathML Core).
+nbconvert's own pages load MathJax from another server and show raw LaTeX where there is none. Browsers draw
+MathML themselves; what latex2mathml writes is brought to the part of it that they share (MathML Core).
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ _PAGE = """
 
 
 def to_mathml(latex: str, display: bool = False) -> str:
-    r"""A formula, without its dollars, as HTML; one in display stands on its own line, with its \tag at the right.
+    r"""A formula, without its dollars, as HTML; one in display stands on its own line, with its \tag at the
+    right.
 
-    ValueError gives the formula and what in it cannot be converted: an unknown command, or braces that do not match.
+    ValueError gives the formula and what in it cannot be converted: an unknown command, or braces that do not
+    match.
     """
     tags = _TAG.findall(latex)
     body = _ALIGNED.sub(r"\\\1{split}", _TAG.sub("", latex)).strip()
@@ -100,7 +103,8 @@ def _check_braces(latex: str) -> None:
 
 
 def _to_core(node: Element) -> None:
-    """Change one element in place to what MathML Core has; ValueError where it is no formula or has no such form."""
+    """Change one element in place to what MathML Core has; ValueError where it is no formula or has no such
+    form."""
     node.text = html.unescape(node.text or "")
     if node.tag != "mtext" and (unknown := re.match(r"\\[A-Za-z]+|&", node.text)):
         raise ValueError(f"{unknown[0]} is not known here")
@@ -163,7 +167,8 @@ class _Renderer(IPythonRenderer):
 
 
 class OfflineHTMLExporter(HTMLExporter):
-    """nbconvert's page with MathML for formulas and no script: `jupyter nbconvert --to` this class's dotted name.
+    """nbconvert's page with MathML for formulas and no script: `jupyter nbconvert --to` this class's dotted
+    name.
 
     ValueError names the notebook and the first formula that cannot be converted.
     """

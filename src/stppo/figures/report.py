@@ -14,7 +14,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stppo.figures.figures import FIGURES
-from stppo.figures.findings import main_regime
+from stppo.figures.style import words_of
 from stppo.files import write_atomically
 from stppo.record import schema
 from stppo.record.compare import before_and_after
@@ -22,9 +22,9 @@ from stppo.record.runs import Metrics, load_metrics
 
 METRICS, FIGURE_FOLDER, CLAIMS = "metrics", "figures", "claims"
 CLAIM_COLUMNS = ("id", "claim", "measured", "estimate", "low", "high", "threshold", "worlds", "verdict")
-UNFOLDED = ("learning", "clip_ratio", "tolerance")  # shown before anything is unfolded, in this order
+UNFOLDED = ("learning", "clip_ratio")  # shown before anything is unfolded, in this order
 FEW = 12  # runs up to which each one's success before and after is told with its intervals over questions
-OTHERS = "more"  # group of figures that the registry does not know: a reader's own
+OTHERS = "more"  # group of figures that the registry does not know: the study's and a reader's own
 
 
 # ---- figures ------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ class Picture:
 
     src: str  # data URI
     text: str  # title, if it states one, and caption
-    link: str  # to its vector file, relative to the report
+    link: str  # to its vector file or, without one, to itself; relative to the report
     data: str  # to its numbers, likewise
 
 
@@ -56,12 +56,14 @@ def _picture(folder: Path | None, name: str, page: Path) -> Picture | None:
     file = folder / f"{name}.png" if folder else None
     if file is None or not file.is_file():
         return None
-    caption = file.with_suffix(".txt")
-    link = Path(os.path.relpath(file, page.parent))
+    vector = file.with_suffix(".svg")  # the committed reference has none
+    shown, link = (
+        Path(os.path.relpath(of, page.parent)) for of in (vector if vector.is_file() else file, file)
+    )
     return Picture(
         src=f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}",
-        text=caption.read_text(encoding="utf-8").strip() if caption.is_file() else "",
-        link=link.with_suffix(".svg").as_posix(),
+        text="\n".join(filter(None, words_of(file))),
+        link=shown.as_posix(),
         data=link.with_suffix(".csv").as_posix(),
     )
 
@@ -95,16 +97,19 @@ def summary_lines(metrics: Metrics) -> list[str]:
     iterations = _span([run["iterations"] for run in metrics.runs])
     policies = ", ".join(_distinct(run.get("policy") for run in metrics.runs))
     lines = [
-        f"{_count(n, 'run')}: {_count(summary['algorithm'].nunique(), 'algorithm')}, {_count(worlds, 'world')}, "
+        f"{_count(n, 'run')}: {_count(summary['algorithm'].nunique(), 'algorithm')}, "
+        f"{_count(worlds, 'world')}, "
         f"{iterations} iterations, {policies} policy.",
-        f"Success at the start: {_span(summary['start'], '.2f')} sampled, {_span(summary['greedy_start'], '.2f')} greedy.",
+        f"Success at the start: {_span(summary['start'], '.2f')} sampled, "
+        f"{_span(summary['greedy_start'], '.2f')} greedy.",
         f"{summary['learned'].sum()} of {n} learned, {summary['crash_iteration'].count()} crashed, "
         f"{summary['collapsed'].sum()} collapsed.",
     ]
     if len(table) > 1:
         best, worst = table.loc[table["final"].idxmax()], table.loc[table["final"].idxmin()]
         lines.append(
-            f"Final success: highest {best['final']:.2f} ({_arm(best, metrics)}), lowest {worst['final']:.2f} "
+            f"Final success: highest {best['final']:.2f} ({_arm(best, metrics)}), lowest "
+            f"{worst['final']:.2f} "
             f"({_arm(worst, metrics)})."
         )
     return lines
@@ -115,11 +120,11 @@ def _arm(row: pd.Series, metrics: Metrics) -> str:
 
 
 def _rows(metrics: Metrics, reference: Metrics | None) -> list[dict[str, Any]]:
-    """`Metrics.table` with each row's colour and, if there is one, the reference's row of that regime and algorithm; the regime
-    with most algorithms first."""
+    """`Metrics.table` with each row's colour and, if there is one, the reference's row of that regime and
+    algorithm; the regime with most algorithms first."""
     theirs = reference.table.to_dict("records") if reference else []
     other = {(row["regime"], row["algorithm"]): row for row in theirs}
-    main = main_regime(metrics)
+    main = metrics.main.runs["regime"].iloc[0]
     rows = sorted(metrics.table.to_dict("records"), key=lambda row: row["regime"] != main)
     return [
         row
@@ -140,7 +145,8 @@ def _runs(metrics: Metrics, results_dir: Path, page: Path) -> list[dict[str, Any
 
 
 def _ends(metrics: Metrics) -> list[tuple[str, str]]:
-    """Each run's name, and its success before and after with intervals over questions, which one run alone can have."""
+    """Each run's name, and its success before and after with intervals over questions, which one run alone
+    can have."""
     told = (before_and_after(metrics.select(metrics.evaluations, record)) for record in metrics.runs)
     names = (f"{metrics.look(record['algorithm']).label}, seed {record['seed']}" for record in metrics.runs)
     return [(name, line) for name, line in zip(names, told, strict=True) if line]
@@ -169,7 +175,8 @@ def provenance(metrics: Metrics) -> dict[str, str]:
         "training time": f"{wall.sum() / 60:.1f} min in all, longest run {wall.max() / 60:.1f} min",
         "seeds": ", ".join(map(str, sorted(set(metrics.summary["seed"])))),
         "warm starts": "; ".join(
-            f"world {row.world_seed}, seed {row.warm_start_seed}: {row.start:.3f} sampled, {row.greedy_start:.3f} greedy"
+            f"world {row.world_seed}, seed {row.warm_start_seed}: {row.start:.3f} sampled, "
+            f"{row.greedy_start:.3f} greedy"
             for row in starts.itertuples()
         ),
     }
@@ -178,7 +185,8 @@ def provenance(metrics: Metrics) -> dict[str, str]:
 def doubts(metrics: Metrics) -> list[str]:
     """What makes the runs hard to reproduce or to compare, a line each; empty if nothing does."""
     runs = metrics.runs
-    # The hash also covers the classes that an algorithm alone names, so of one commit there are several; and a commit
+    # The hash also covers the classes that an algorithm alone names, so of one commit there are several; and
+    # a commit
     # that changes no code has the same one.
     commits = {(run.get("git_commit"), run.get("git_dirty")) for run in runs}
     versions = min(len({run.get("code_hash") for run in runs}), len(commits))
@@ -226,7 +234,8 @@ def _number(value: Any, form: str = ".2f") -> str:
 
 
 def _claims(file: Path) -> pd.DataFrame:
-    """Claims, what was measured of each, and verdicts, as text; empty where nothing was claimed of these runs."""
+    """Claims, what was measured of each, and verdicts, as text; empty where nothing was claimed of these
+    runs."""
     if not file.is_file():
         return pd.DataFrame()
     rows = pd.read_csv(file, dtype=str, keep_default_na=False)
@@ -251,9 +260,9 @@ def _title(page: Path) -> str:
 def render_report(results_dir: str | Path, reference_dir: str | Path | None, out_file: str | Path) -> Path:
     """Write the report of `results_dir` (holding metrics/ and figures/) to `out_file`, which it returns.
 
-    `reference_dir` is `results/reference/<preset>`; where it holds no metrics, or the very runs of `results_dir`, the page
-    shows one set of runs only. The page loads nothing: links to executed notebooks, vector figures and data are relative.
-    Errors are those of `load_metrics`.
+    `reference_dir` is `results/reference/<preset>`; where it holds no metrics, or the very runs of
+    `results_dir`, the page shows one set of runs only. The page loads nothing: links to executed notebooks,
+    vector figures and data are relative. Errors are those of `load_metrics`.
     """
     results_dir, page = Path(results_dir), Path(out_file)
     metrics = load_metrics(results_dir / METRICS)

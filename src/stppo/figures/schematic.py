@@ -18,7 +18,8 @@ from stppo.figures.style import Plot, style
 INK, SOFT, FAINT = "#1D2530", "#5D6875", "#D9DDE2"
 BAND, CHANGED = "#E9F3EA", "#FDEBD0"
 BASELINE = "token_ppo"
-# Column heading, width (relative), and characters per line of each axis in the matrix; others get the default.
+# Column heading, width (relative), and characters per line of each axis in the matrix; others get the
+# default.
 COLUMNS = {
     "credit": ("credit", 1.95, 25),
     "pooling": ("pooling", 0.74, 10),
@@ -34,7 +35,8 @@ ROW, PANEL = 0.36, 2.95  # heights in inches
 
 
 def objectives_figure(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame], axes: Sequence[str]) -> Plot:
-    """Worked examples in two columns, above the matrix of all algorithms; either may be of any number, examples of none.
+    """Worked examples in two columns, above the matrix of all algorithms; either may be of any number,
+    examples of none.
 
     table: index algorithm, columns `label` and the `axes`, as text. examples: by algorithm, one row per token
     with turn, token_ratio, advantage, low, high, ratio, clipped, gradient, divisor and step.
@@ -56,9 +58,12 @@ def objectives_figure(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame],
         parts[-1].suptitle(_matrix_title(table, axes), x=0.012, ha="left")
         _matrix(parts[-1].subplots(), table, axes)
     caption = (
-        "Schematic, from the algorithms' configs. Above: a made-up trajectory, its token ratios and the signs of its "
-        "advantages (+, −) the same in all panels; ratios, clipped terms, gradients by log-probability (times |y|) and "
-        "divisors are computed by the objectives themselves, ‖C‖ over the log-probabilities of this one trajectory. "
+        "Schematic, from the algorithms' configs. Above: a made-up trajectory, its token ratios and the "
+        "signs of its "
+        "advantages (+, −) the same in all panels; ratios, clipped terms, gradients by log-probability "
+        "(times |y|) and "
+        "divisors are computed by the objectives themselves, ‖C‖ over the log-probabilities of this one "
+        "trajectory. "
         "Below: every algorithm's choice on each axis; shaded where it differs from token PPO."
     )
     if not examples:
@@ -88,7 +93,10 @@ def _matrix_title(table: pd.DataFrame, axes: Sequence[str]) -> str:
     counts = (others[list(axes)] != table.loc[BASELINE, list(axes)]).sum(axis=1)
     low, high = counts.min(), counts.max()
     many = f"{low}" if low == high else f"{low} to {high}"
-    return f"Every algorithm differs from {table.loc[BASELINE, 'label']} in {many} of {len(axes)} choices (shaded)"
+    return (
+        f"Every algorithm differs from {table.loc[BASELINE, 'label']} in {many} of {len(axes)} choices "
+        "(shaded)"
+    )
 
 
 def _limits(examples: Mapping[str, pd.DataFrame]) -> tuple[float, float, float]:

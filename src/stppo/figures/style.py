@@ -16,11 +16,13 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from scipy.spatial.distance import cdist
 
 from stppo.files import repository_path, write_atomically
 
-# In derivations, where no algorithm has a name yet, the colour is the granularity and the line the aggregation.
+# In derivations, where no algorithm has a name yet, the colour is the granularity and the line the
+# aggregation.
 GRANULARITY_COLORS = {"token": "#D55E00", "turn": "#0061A8", "sequence": "#4D4D4D"}
 AGGREGATION_LINES = {"geometric": "-", "arithmetic": "--", "product": ":"}
 STYLE_NOTE = "Dashed: token-level ratio; solid: turn-level; dotted: sequence-level."
@@ -73,19 +75,26 @@ class Plot:
 
     @cached_property
     def png(self) -> bytes:
-        """The picture at 150 dpi in 256 colours (`in_few_colours`): a third of the size."""
-        full, small = BytesIO(), BytesIO()
+        """The picture at 150 dpi in 256 colours (`in_few_colours`): a third of the size. It carries its words
+        (`words_of`)."""
+        full, small, words = BytesIO(), BytesIO(), PngInfo()
+        words.add_itxt("Title", self.title)
+        words.add_itxt("Description", self.caption)
         with style():
             self.figure.savefig(full, format="png", dpi=150)
-        in_few_colours(Image.open(full)).save(small, format="png", optimize=True, dpi=(150, 150))
+        in_few_colours(Image.open(full)).save(
+            small, format="png", optimize=True, dpi=(150, 150), pnginfo=words
+        )
         return small.getvalue()
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        # The saved picture, shown at 110 pixels an inch: a second rendering would cost more than a sharper one.
+        # The saved picture, shown at 110 pixels an inch: a second rendering would cost more than a sharper
+        # one.
         return self.png, {"width": round(110 * self.figure.get_figwidth())}
 
     def save(self, out_dir: str | Path) -> list[Path]:
-        """Write NAME.svg, .png, .csv (the plotted data) and .txt (title, if any, and caption); returns the paths.
+        """Write NAME.svg, .png, .csv (the plotted data) and .txt (title, if any, and caption); returns the
+        paths.
 
         Files hold no dates: the same data and library versions give the same bytes. Further `tables`
         become NAME_<suffix>.csv.
@@ -112,9 +121,16 @@ class Plot:
         return [*paths, path]
 
 
+def words_of(file: str | Path) -> tuple[str, str]:
+    """Title and caption of a saved PNG; empty where it carries none."""
+    with Image.open(file) as picture:
+        words = picture.info  # read before the pixels are
+        return words.get("Title", ""), words.get("Description", "")
+
+
 def in_few_colours(image: Image.Image, frequent: int = 192) -> Image.Image:
-    """A picture in 256 colours: its most frequent ones as they are, so lines and bands keep theirs, and of the rest, which are
-    the blurred edges of letters and lines, 64 that cover them."""
+    """A picture in 256 colours: its most frequent ones as they are, so lines and bands keep theirs, and of
+    the rest, which are the blurred edges of letters and lines, 64 that cover them."""
     pixels = np.asarray(image.convert("RGB"))
     packed = pixels.astype(np.int32) @ np.array([1 << 16, 1 << 8, 1], np.int32)
     found, places, counts = np.unique(packed, return_inverse=True, return_counts=True)

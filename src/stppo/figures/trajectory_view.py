@@ -215,8 +215,8 @@ def ladder(
 ) -> tuple[Figure, pd.DataFrame]:
     """One trajectory's log-ratios (nats): a stem per agent token, its turn's means as steps, and the data.
 
-    The record needs `token_ratio`; turns come from its turn_ids. Solid step: geometric mean of the turn's token
-    ratios; dashed: arithmetic mean. Shaded: the clip range. Grey bands: environment tokens.
+    The record needs `token_ratio`; turns come from its turn_ids. Solid step: geometric mean of the turn's
+    token ratios; dashed: arithmetic mean. Shaded: the clip range. Grey bands: environment tokens.
     """
     _check(record, 0, ("token_ratio",))
     data = pd.DataFrame({name: record[name] for name in ("tokens", "turn_ids", "token_ratio")})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,17 +9,22 @@ import pandas as pd
 
 from stppo.files import parse_json
 from stppo.record import schema
-from stppo.record.outcomes import with_zeros
-from stppo.record.runs import recorded, stopped_at, told_apart
-from stppo.stats import area_under_curve, final_mean, with_intervals
+from stppo.record.runs import together, told_apart
+from stppo.record.tidy import KEYS
+from stppo.stats import with_intervals
 
 MEASURES = ("start", "final", "auc", "highest")
 KINDS = ("sampled", "greedy")
 STATISTICS = ("mean", "min", "max")
+COLUMNS = {  # of `Metrics.summary`
+    **{"start": "start_sampled", "final": "final_sampled", "area": "auc_sampled"},
+    **{"greedy_start": "start_greedy", "greedy_final": "final_greedy", "greedy_area": "auc_greedy"},
+}
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:
-    """Run and metrics folders, sorted: each given one, or else the runs below it, or else the metrics folders below it.
+    """Run and metrics folders, sorted: each given one, or else the runs below it, or else the metrics folders
+    below it.
 
     What a run set aside does not count. FileNotFoundError names a folder that holds none.
     """
@@ -45,39 +49,24 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     """One row per regime, algorithm and variant, best final sampled success first.
 
-    Columns: `regime`, `algorithm`, `variant` (the overrides that not all runs of the regime share), `seeds`, and for
-    each of `MEASURES`, `KINDS` and `STATISTICS` over seeds one such as `final_greedy_mean`: success of the warm start;
-    mean of the last tenth of the evaluations; area under the curve over iterations, divided by their number; highest
-    evaluation. NaN where a run has no evaluation of that kind. A run that ended in a number that is not finite counts as 0
-    from there to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]`
-    names them. ValueError if no run is finished or one is given twice; other errors are those of `find_runs` and `runs.read_run`.
+    Columns: `regime`, `algorithm`, `variant` (the overrides that not all runs of the regime share), `seeds`,
+    and for each of `MEASURES`, `KINDS` and `STATISTICS` over seeds one such as `final_greedy_mean`: success
+    of the warm start; mean of the last tenth of the evaluations; mean height of the curve; highest
+    evaluation. As in `Metrics.summary` a run that ended in a number that is not finite counts as 0 from there
+    to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]` names them.
+    ValueError if no run is finished or one is given twice; other errors are those of `find_runs` and
+    `runs.read_run`.
     """
     found = find_runs(folders)
     unfinished = [folder for folder in found if _is_unfinished(folder)]
-    runs = [run for folder in found if folder not in unfinished for run in recorded(folder)]
-    if not runs:
+    if len(unfinished) == len(found):
         raise ValueError(f"no finished run among {', '.join(map(str, unfinished))}")
-    rows, seen = [], set()
-    horizons: dict[str, int] = defaultdict(int)
-    for record, *_ in runs:
-        horizons[record["regime"]] = max(horizons[record["regime"]], record["iterations"])
-    for (record, iterations, evaluations), (algorithm, variant) in zip(
-        runs, told_apart([record for record, *_ in runs]), strict=True
-    ):
-        row = {"regime": record["regime"], "algorithm": algorithm, "variant": variant}
-        if (key := (*row.values(), record["seed"])) in seen:
-            raise ValueError(
-                f"two runs of {algorithm} in {record['regime']} have seed {record['seed']}; give one of them"
-            )
-        seen.add(key)
-        stopped, horizon = stopped_at(record, iterations), horizons[record["regime"]]
-        for kind in KINDS:
-            chosen = (evaluations["temperature"] == 0) == (kind == "greedy")
-            values = _measures(evaluations[chosen].sort_values("iteration"), stopped, horizon)
-            values["start"] = record["warm_start"][f"success_{kind}"]
-            row |= {f"{measure}_{kind}": values[measure] for measure in MEASURES}
-        rows.append(row)
-    groups = pd.DataFrame(rows).groupby(["regime", "algorithm", "variant"], sort=False)
+    metrics = together([folder for folder in found if folder not in unfinished])
+    greedy = (metrics.evaluations["temperature"] == 0).rename("kind").map({True: KINDS[1], False: KINDS[0]})
+    highest = metrics.evaluations.groupby([*KEYS, greedy])["success"].max().unstack("kind")
+    each = metrics.summary.rename(columns=COLUMNS).join(highest.add_prefix("highest_"), on=KEYS)
+    apart = pd.DataFrame(told_apart(metrics.runs), columns=["algorithm", "variant"], index=each.index)
+    groups = each.assign(**apart).groupby(["regime", "algorithm", "variant"], sort=False)
     columns = [f"{measure}_{kind}" for kind in KINDS for measure in MEASURES]
     table = groups[columns].agg(list(STATISTICS))
     table.columns = ["_".join(names) for names in table.columns]
@@ -113,8 +102,8 @@ def text(table: pd.DataFrame) -> str:
 
 
 def before_and_after(evaluations: pd.DataFrame) -> str | None:
-    """One line on a run's evaluations (`schema.EVALUATION_COLUMNS`): success of the first and the last, sampled and greedy,
-    each with its interval over questions. None where there are none."""
+    """One line on a run's evaluations (`schema.EVALUATION_COLUMNS`): success of the first and the last,
+    sampled and greedy, each with its interval over questions. None where there are none."""
     if evaluations.empty:
         return None
     parts = []
@@ -123,15 +112,7 @@ def before_and_after(evaluations: pd.DataFrame) -> str | None:
         ends = with_intervals(rows.iloc[sorted({0, len(rows) - 1})] if len(rows) else rows, "success")
         shown = [f"{end.success:.2f} [{end.low:.2f}, {end.high:.2f}]" for end in ends.itertuples()]
         parts += [f"{kind} {' to '.join(shown)}"] if shown else []
-    return f"success on {evaluations['n_questions'].iloc[-1]} unseen questions, before and after [95 % Wilson interval]: {', '.join(parts)}"
-
-
-def _measures(rows: pd.DataFrame, stopped: float | None, horizon: int) -> dict[str, float]:
-    """Final mean, area and maximum of one run's evaluations of one kind."""
-    if rows.empty:
-        return dict.fromkeys(MEASURES, float("nan"))
-    iterations, success = rows["iteration"].to_numpy(), rows["success"].to_numpy()
-    if stopped is not None:
-        iterations, success = with_zeros(iterations, success, stopped, horizon)
-    final = final_mean(success) if stopped is None else 0.0
-    return {"final": final, "auc": area_under_curve(iterations, success), "highest": float(success.max())}
+    return (
+        f"success on {evaluations['n_questions'].iloc[-1]} unseen questions, before and after [95 % Wilson "
+        f"interval]: {', '.join(parts)}"
+    )

@@ -1,17 +1,20 @@
 """What one run comes to in a few numbers, by rules fixed before any run was read.
 
-Success is exact match on fixed held-out questions, sampled at temperature 1 and greedy. Over the sampled evaluations:
+Success is exact match on fixed held-out questions, sampled at temperature 1 and greedy. Over the sampled
+evaluations:
 
 - S is the trailing mean of three evaluations, defined from the third on;
 - S0 is the sampled success of the warm start, from a larger sample than one evaluation;
 - P is the running maximum of S (never below S0), F the mean of the last tenth of the evaluations.
 
-A run *learned* once S >= S0 + 0.10. After that it *crashes* where S falls below S0 + (P - S0) / 2: half of what it had
-gained is lost. A crash that is not made good by the end, F <= S0 + (P - S0) / 2, is a *collapse*; so is a loss or gradient
-that stops being finite, after which success counts as 0. A run that never learned and ends at F <= S0 / 2 *lost its
-start*. The share of the gain that is kept is (F - S0) / (P - S0), of runs that learned.
+A run *learned* once S >= S0 + 0.10. After that it *crashes* where S falls below S0 + (P - S0) / 2: half of
+what it had gained is lost. A crash that is not made good by the end, F <= S0 + (P - S0) / 2, is a *collapse*;
+so is a loss or gradient that stops being finite, after which success counts as 0. A run that never learned
+and ends at F <= S0 / 2 *lost its start*. The share of the gain that is kept is (F - S0) / (P - S0), of runs
+that learned.
 
-Continuous outcomes (F, area under the curve, success after 10, 20, 40, 60 iterations) come first; labels describe.
+Continuous outcomes (F, area under the curve, success after 10, 20, 40, 60 iterations) come first; labels
+describe.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ LABELS = ("learned", "crashed and recovered", "collapsed", "did not learn", "los
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rules above applied to one run; successes lie in [0, 1], NaN where there are too few evaluations."""
+    """The rules above applied to one run; successes lie in [0, 1], NaN where there are too few
+    evaluations."""
 
     start: float  # S0
     peak: float  # P at the end
@@ -82,9 +86,10 @@ def judge(
 ) -> Outcome:
     """Apply the rules to one run.
 
-    iterations, success: (n,) evaluations at temperature 1, in order, success in [0, 1]; start: S0; non_finite_iteration:
-    where training stopped for a non-finite loss or gradient; horizon: iterations that were planned, so that such a run
-    counts as 0 from there to the end. ValueError for unordered iterations, different lengths or success outside [0, 1].
+    iterations, success: (n,) evaluations at temperature 1, in order, success in [0, 1]; start: S0;
+    non_finite_iteration: where training stopped for a non-finite loss or gradient; horizon: iterations that
+    were planned, so that such a run counts as 0 from there to the end. ValueError for unordered iterations,
+    different lengths or success outside [0, 1].
     """
     iterations = np.asarray(iterations, dtype=np.float64)
     success = np.asarray(success, dtype=np.float64)
@@ -131,9 +136,11 @@ def judge(
 def with_zeros(
     iterations: NDArray, success: NDArray, stopped: float, horizon: float | None
 ) -> tuple[NDArray, NDArray]:
-    """The curve of a run that stopped at an iteration, with 0 at the evaluations up to the horizon that it did not reach.
+    """The curve of a run that stopped at an iteration, with 0 at the evaluations up to the horizon that it
+    did not reach.
 
-    They lie on the grid of those that it reached (one alone has no spacing: 1), the last at the horizon itself.
+    They lie on the grid of those that it reached (one alone has no spacing: 1), the last at the horizon
+    itself.
     """
     spacing = np.median(np.diff(iterations)) if len(iterations) > 1 else 1.0
     first = iterations[-1] + spacing if len(iterations) else 0.0
@@ -145,14 +152,16 @@ def with_zeros(
 
 
 def _after(iterations: NDArray, smoothed: NDArray, n: int) -> float:
-    """S at the last evaluation not after n iterations; NaN where the run was shorter or too rarely evaluated."""
+    """S at the last evaluation not after n iterations; NaN where the run was shorter or too rarely
+    evaluated."""
     if not len(iterations) or not iterations[0] <= n <= iterations[-1]:
         return math.nan
     return float(smoothed[np.searchsorted(iterations, n, side="right") - 1])
 
 
 def _rapid(iterations: NDArray, smoothed: NDArray, start: float) -> int:
-    """Falls of S, within FAST iterations, by half of what had been gained; a new one needs a new rise above the line."""
+    """Falls of S, within FAST iterations, by half of what had been gained; a new one needs a new rise above
+    the line."""
     count, armed, best = 0, True, start
     for i, value in enumerate(smoothed):
         if math.isnan(value):

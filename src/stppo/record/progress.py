@@ -1,6 +1,8 @@
-"""How far the runs of a folder are, from what they have recorded so far: `run.json`, `evaluations.parquet`, `config.yaml`.
+"""How far the runs of a folder are, from what they have recorded so far: `run.json`, `evaluations.parquet`,
+`config.yaml`.
 
-A running run writes them at each evaluation, so this works from another terminal, and on a cluster's shared folder.
+A running run writes them at each evaluation, so this works from another terminal, and on a cluster's shared
+folder.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from stppo.config.algorithms import Algorithm, in_order, look
 from stppo.files import parse_json, repository_path, write_atomically
 from stppo.record import schema
 from stppo.record.outcomes import AFTER, Outcome, judge, with_zeros
+from stppo.record.tidy import KEYS, Runs, clips, main_regime, stopped_at, tidy  # noqa: F401 (clips)
 from stppo.stats import area_under_curve, final_mean
 
-KEYS = list(schema.KEY_COLUMNS)
 CROWD = 12  # algorithms beyond which a picture shows those with a file of their own alone
 INTEGERS = ("seed", "iteration", "n_questions")
 _MEASURED, _EVALUATED = ("gradient_norm", "clip_fraction"), ("temperature", "success")  # read of every run
@@ -31,8 +31,8 @@ TABLE_MEANS = ("start", "peak", "final", "greedy_start", "greedy_final", "gain_k
 
 
 def make_command(target: str | Path) -> str:
-    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`; elsewhere that of a run or
-    of a metrics folder.
+    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`; elsewhere
+    that of a run or of a metrics folder.
 
     Runs below `results/<preset>/manual/` were started by hand, so no workflow knows them: their command
     lacks any further override that was given then.
@@ -128,10 +128,28 @@ def _keyed(frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
 def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
 
-    sources: run folders, and metrics folders that this made before. Runs of one algorithm in other settings are told
-    apart by `told_apart`. Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. A
-    record in runs.json is that of run.json and, where the run's config.yaml lies beside it, the config's `objective`
-    and `training`. Reads everything before it writes anything, so a broken run leaves an earlier collection untouched.
+    Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. Reads everything
+    before it writes anything, so a broken run leaves an earlier collection untouched. sources: as in
+    `together`.
+    """
+    metrics, out_dir = together(sources), Path(out_dir).resolve()
+    _write_table(metrics.iterations, out_dir / schema.ITERATIONS_FILE)
+    _write_table(metrics.evaluations, out_dir / schema.COLLECTED_EVALUATIONS_FILE)
+    text = json.dumps(metrics.runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    write_atomically(out_dir / schema.RUNS_FILE, lambda p: p.write_text(text, encoding="utf-8"))
+    metrics = load_metrics(out_dir)  # the summary is that of the rounded numbers, whoever computes it
+    summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
+    write_atomically(out_dir / schema.SUMMARY_FILE, lambda p: p.write_text(summary, encoding="utf-8"))
+    return metrics
+
+
+def together(sources: Sequence[str | Path]) -> Metrics:
+    """Finished runs in memory.
+
+    sources: run folders, and metrics folders that `collect` made before. Runs of one algorithm in other
+    settings are told apart by `told_apart`. A record is that of run.json and, where the run's config.yaml
+    lies beside it, the config's `objective` and `training`. ValueError for no run, and for one that is given
+    twice.
     """
     if not sources:
         raise ValueError("no runs to collect: give at least one run folder")
@@ -145,23 +163,17 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     runs.sort(key=lambda run: run[:2])
     for (key, one, *_), (other_key, other, *_) in zip(runs, runs[1:], strict=False):
         if key == other_key:
-            raise ValueError(f"{one} and {other} are the same run {key}; collect only one of them")
-    out_dir = Path(out_dir).resolve()
-    iterations = _stack(_keyed(iterations, record) for _, _, record, iterations, _ in runs)
-    evaluations = _stack(_keyed(evaluations, record) for _, _, record, _, evaluations in runs)
-    _write_table(iterations, out_dir / schema.ITERATIONS_FILE)
-    _write_table(evaluations, out_dir / schema.COLLECTED_EVALUATIONS_FILE)
-    records = [record for _, _, record, _, _ in runs]
-    text = json.dumps(records, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    write_atomically(out_dir / schema.RUNS_FILE, lambda p: p.write_text(text, encoding="utf-8"))
-    metrics = load_metrics(out_dir)  # the summary is that of the rounded numbers, whoever computes it
-    summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
-    write_atomically(out_dir / schema.SUMMARY_FILE, lambda p: p.write_text(summary, encoding="utf-8"))
-    return metrics
+            raise ValueError(f"{one} and {other} are the same run {key}; give only one of them")
+    return Metrics(
+        runs=[record for _, _, record, _, _ in runs],
+        iterations=pd.concat([_keyed(rows, record) for _, _, record, rows, _ in runs], ignore_index=True),
+        evaluations=pd.concat([_keyed(rows, record) for _, _, record, _, rows in runs], ignore_index=True),
+    )
 
 
 def told_apart(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(algorithm, variant) of each run: of its recorded overrides those that not all runs of its regime share."""
+    """(algorithm, variant) of each run: of its recorded overrides those that not all runs of its regime
+    share."""
     given = [shlex.split(record.get("variant") or "") for record in records]
     shared: dict[str, set[str]] = {}
     for record, overrides in zip(records, given, strict=True):
@@ -188,7 +200,8 @@ def recorded(source: Path) -> Iterator[tuple[dict[str, Any], pd.DataFrame, pd.Da
 
 
 def _config_of(run_dir: Path) -> dict[str, Any]:
-    """What was trained, as the run's config.yaml says it: `objective` and `training`; nothing where there is no file."""
+    """What was trained, as the run's config.yaml says it: `objective` and `training`; nothing where there is
+    no file."""
     file = run_dir / schema.CONFIG_FILE
     if not file.is_file():
         return {}
@@ -214,13 +227,9 @@ def missing_runs(
     return [run for run in planned if run not in recorded]
 
 
-def _stack(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    return pd.concat(frames, ignore_index=True)
-
-
 def load_metrics(metrics_dir: str | Path) -> Metrics:
-    """Read what `collect` wrote. FileNotFoundError or ValueError names the file, what is wrong with it and the command that
-    makes it."""
+    """Read what `collect` wrote. FileNotFoundError or ValueError names the file, what is wrong with it and
+    the command that makes it."""
     metrics_dir = repository_path(metrics_dir)
     file = metrics_dir / schema.RUNS_FILE
     remedy = make_command(file)
@@ -240,23 +249,6 @@ def load_metrics(metrics_dir: str | Path) -> Metrics:
     )
 
 
-def clips(record: dict[str, Any]) -> bool:
-    """Whether a run's clip fraction is one: not where a weight takes the ratio's place, which differs from it everywhere."""
-    rules = record.get("objective") or {}
-    clip, surrogate = (rules.get(part) or {} for part in ("clip", "surrogate"))
-    weighs = str(surrogate.get("_target_")).endswith(("Unweighted", "GammaWeight"))
-    by_sign = str(clip.get("_target_")).endswith("TaperedClip")
-    return not (weighs or by_sign or surrogate.get("weighed") is False)
-
-
-def stopped_at(record: dict[str, Any], iterations: pd.DataFrame) -> float | None:
-    """The iteration in which a number that is not finite ended a run, given its rows; None for any other run."""
-    if not record.get("non_finite"):
-        return None
-    last = float(iterations["iteration"].max())
-    return 0.0 if math.isnan(last) else last
-
-
 @dataclass(frozen=True)
 class Metrics:
     """All recorded metrics of a set of runs."""
@@ -266,7 +258,8 @@ class Metrics:
     evaluations: pd.DataFrame  # one row per run and evaluation
 
     def look(self, algorithm: str) -> Algorithm:
-        """How figures and tables show an algorithm; its label is the one that its runs recorded, if they did."""
+        """How figures and tables show an algorithm; its label is the one that its runs recorded, if they
+        did."""
         found = look(algorithm)
         label = next((r["label"] for r in self.runs if r["algorithm"] == algorithm and r.get("label")), None)
         return replace(found, label=label) if label else found
@@ -281,11 +274,24 @@ class Metrics:
         return sorted({run["algorithm"] for run in self.runs if regime in (None, run["regime"])})
 
     def methods(self, regime: str) -> list[str]:
-        """The algorithms of a regime that one picture shows: of more than `CROWD` those with a file of their own. A study's
-        other arms, methods with one thing changed, are in the picture of its questions (`stppo.study.questions`)."""
+        """The algorithms of a regime that one picture shows: of more than `CROWD` those with a file of their
+        own. A study's other arms, methods with one thing changed, are in the picture of its questions
+        (`stppo.study.questions`)."""
         present = self.algorithms(regime)
         own = [name for name in present if look(name).file is not None]
         return own if len(present) > CROWD and len(own) > 1 else present
+
+    @cached_property
+    def all(self) -> Runs:
+        """All runs as tidy tables."""
+        settings = pd.DataFrame([self.settings(record) for record in self.runs])
+        return tidy(self.runs, self.iterations, self.evaluations, self.summary, settings, self.look)
+
+    @cached_property
+    def main(self) -> Runs:
+        """The runs that most figures show: of the regime with most algorithms, its `methods`."""
+        regime = main_regime(self.all.runs)
+        return self.all.of([regime], self.methods(regime))
 
     def select(self, frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
         """Rows of one run in `iterations` or `evaluations`."""
@@ -303,16 +309,7 @@ class Metrics:
     def rows_of(self, regime: str, algorithm: str, evaluations: bool = False) -> pd.DataFrame:
         """Rows of all runs of an algorithm in a regime, in `iterations` or in `evaluations`."""
         frame = self.evaluations if evaluations else self.iterations
-        groups = self._evaluations_by_arm if evaluations else self._iterations_by_arm
-        return groups.get((regime, algorithm), frame.iloc[:0])
-
-    @cached_property
-    def _iterations_by_arm(self) -> dict[tuple, pd.DataFrame]:
-        return dict(iter(self.iterations.groupby(["regime", "algorithm"], sort=False)))
-
-    @cached_property
-    def _evaluations_by_arm(self) -> dict[tuple, pd.DataFrame]:
-        return dict(iter(self.evaluations.groupby(["regime", "algorithm"], sort=False)))
+        return frame[(frame["regime"] == regime) & (frame["algorithm"] == algorithm)]
 
     def success(self, record: dict[str, Any], temperature: float = 1.0) -> pd.DataFrame:
         """Evaluations of one run at a temperature, in order of iteration."""
@@ -320,8 +317,9 @@ class Metrics:
         return rows[rows["temperature"] == temperature].sort_values("iteration")
 
     def settings(self, record: dict[str, Any]) -> dict[str, float]:
-        """learning_rate, epochs and staleness (iterations) of a run: as configured or, where the record lacks the config,
-        as its rows have them; NaN where unknown (epochs of a run that ended some of its iterations early)."""
+        """learning_rate, epochs and staleness (iterations) of a run: as configured or, where the record lacks
+        the config, as its rows have them; NaN where unknown (epochs of a run that ended some of its
+        iterations early)."""
         if training := record.get("training"):
             keys = {"learning_rate": "learning_rate", "epochs": "epochs", "staleness": "staleness_iterations"}
             return {name: float(training[key]) for name, key in keys.items()}
@@ -407,8 +405,9 @@ class Metrics:
     def table(self) -> pd.DataFrame:
         """One row per regime and algorithm, in figures' order.
 
-        Columns regime, algorithm, label, runs, worlds, learned, crashed, collapsed (numbers of runs; a collapsed run has
-        crashed too) and `TABLE_MEANS`: means over worlds of the means of a world's runs, gain_kept of those that learned.
+        Columns regime, algorithm, label, runs, worlds, learned, crashed, collapsed (numbers of runs; a
+        collapsed run has crashed too) and `TABLE_MEANS`: means over worlds of the means of a world's runs,
+        gain_kept of those that learned.
         """
         rows = []
         for regime in self.regimes:

@@ -1,15 +1,14 @@
 """Which arms of a preset answer one question together, read from the preset's own YAML.
 
-A preset's `pipeline.arms` says what an arm is called and what makes it (`stppo.config.Arm`); `study.groups` says which arms
-belong together:
+A preset's `pipeline.arms` says what an arm is called and what makes it (`stppo.config.Arm`); `study.groups`
+says which arms belong together:
 
     study:
       groups:
         NAME:
-          question: one sentence that ends in a question mark
-          arms: [algorithms or arms]
-          regimes: [REGIME, ...]                 # default: OFF_POLICY
-          factors: {FACTOR: [level, level], ...} # of a factorial: arms in the order of the product, last factor fastest
+          question: one sentence that ends in a question mark arms: [algorithms or arms] regimes: [REGIME,
+          ...]                 # default: OFF_POLICY factors: {FACTOR: [level, level], ...} # of a factorial:
+          arms in the order of the product, last factor fastest
 """
 
 from __future__ import annotations
@@ -47,8 +46,9 @@ class Group:
         }
 
     def main_effect(self, factor: str) -> dict[str, float]:
-        """Weights of the arms whose sum is the main effect of a factor of two levels: the mean over all settings of the
-        other factors of (second level - first level). ConfigError for a factor that the group does not have so."""
+        """Weights of the arms whose sum is the main effect of a factor of two levels: the mean over all
+        settings of the other factors of (second level - first level). ConfigError for a factor that the group
+        does not have so."""
         levels = self.factors.get(factor, ())
         if len(levels) != 2:
             known = ", ".join(name for name, of in self.factors.items() if len(of) == 2) or "none"
@@ -58,7 +58,8 @@ class Group:
 
 
 def groups_of(config: Config) -> dict[str, Group]:
-    """The groups of a composed preset by name; none where it has no section `study`. ConfigError names the key that is wrong."""
+    """The groups of a composed preset by name; none where it has no section `study`. ConfigError names the
+    key that is wrong."""
     planned: dict[str, set[str]] = {}
     pipeline = config.get("pipeline") or {}
     for entry, plan in (pipeline.get("regimes") or {}).items():

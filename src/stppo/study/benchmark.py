@@ -1,9 +1,10 @@
-"""How much off-policyness does a method tolerate? The same 40 settings for every method, and what it makes of them.
+"""How much off-policyness does a method tolerate? The same 40 settings for every method, and what it makes of
+them.
 
-A *point* is one setting of learning rate, epochs, staleness, minibatches and world, and a share in [0, 1) that places the
-method's own knob in the prior which its YAML declares: an equal tuning budget by construction. The points were drawn once
-(`draw_points`) and are committed. Two points share each of 20 worlds, so intervals resample worlds, and comparisons are
-paired by point.
+A *point* is one setting of learning rate, epochs, staleness, minibatches and world, and a share in [0, 1)
+that places the method's own knob in the prior which its YAML declares: an equal tuning budget by
+construction. The points were drawn once (`draw_points`) and are committed. Two points share each of 20
+worlds, so intervals resample worlds, and comparisons are paired by point.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from stppo.config.planned import PlannedRun
 from stppo.files import repository_path
 from stppo.record.runs import Metrics, load_metrics
 from stppo.record.schema import COMPLETED, NON_FINITE, RUN_FILE
+from stppo.record.tidy import BASELINE
 from stppo.stats import DRAWS as MANY
 from stppo.stats import estimate, joint_level, shares_of
 
@@ -33,7 +35,6 @@ REGIME, CONFIRMATION = "BENCHMARK", "CONFIRMATION"
 FIRST_WORLD, N_WORLDS = 200, 20
 FRESH_WORLDS = tuple(range(300, 306))  # of the confirmation
 LOWEST_RATE, RATES = 8.75e-5, 16  # learning rates from 8.75e-5 to 1.4e-3
-BASELINE = "token_ppo"
 PLAIN = "a plain null"  # the `source` of a method that is a remedy without a theory
 BEST_OF = (1, 5, 20)
 BANDWIDTH = 0.5  # of the tolerance curve's kernel, in natural logarithms of the intensity
@@ -46,8 +47,8 @@ Statistic = Callable[
 def draw_points(n: int = 40, seed: int = 2511) -> pd.DataFrame:
     """The first n points of a scrambled Sobol sequence (Owen 1998), as `scipy.stats.qmc` draws it.
 
-    Columns: point, learning_rate (log-uniform over 16 x), epochs (1-16, log-uniform), staleness (0-8 iterations),
-    minibatches (1, 2, 4, 8), knob (share of the method's prior), world (its seed).
+    Columns: point, learning_rate (log-uniform over 16 x), epochs (1-16, log-uniform), staleness (0-8
+    iterations), minibatches (1, 2, 4, 8), knob (share of the method's prior), world (its seed).
     """
     from scipy.stats import qmc
 
@@ -67,7 +68,8 @@ def draw_points(n: int = 40, seed: int = 2511) -> pd.DataFrame:
 
 
 def points() -> pd.DataFrame:
-    """The committed points. FileNotFoundError outside a checkout, which has them and the runs to compare with."""
+    """The committed points. FileNotFoundError outside a checkout, which has them and the runs to compare
+    with."""
     file = repository_path(POINTS)
     if not file.is_file():
         raise FileNotFoundError(
@@ -76,9 +78,15 @@ def points() -> pd.DataFrame:
     return pd.read_csv(file)
 
 
+def intensity() -> pd.Series:
+    """Learning rate x epochs of each point, by its number."""
+    table = points().set_index("point")
+    return table["learning_rate"] * table["epochs"]
+
+
 def prior_of(method: str) -> Prior | None:
-    """The prior of a method's own knob, None of one that says it has none. ConfigError for an unknown method and for one
-    whose YAML does not say."""
+    """The prior of a method's own knob, None of one that says it has none. ConfigError for an unknown method
+    and for one whose YAML does not say."""
     if method not in (known := options("algorithm")):
         raise ConfigError(f"{method}: no algorithm; known: {', '.join(known)}")
     chain = lineage("algorithm", method)
@@ -88,8 +96,10 @@ def prior_of(method: str) -> Prior | None:
     prior = look(method).prior
     if prior is None:
         raise ConfigError(
-            f"algorithm/{method}.yaml declares no prior for its knob, so it cannot have the same budget as the others; add "
-            f"`prior: {{key: objective.clip.epsilon_low, low: 0.1, high: 0.4, scale: log}}`, or `prior: {NO_KNOB}`"
+            f"algorithm/{method}.yaml declares no prior for its knob, so it cannot have the same budget as "
+            "the others; add "
+            f"`prior: {{key: objective.clip.epsilon_low, low: 0.1, high: 0.4, scale: log}}`, or `prior: "
+            f"{NO_KNOB}`"
         )
     if prior == NO_KNOB:
         return None
@@ -102,7 +112,8 @@ def prior_of(method: str) -> Prior | None:
 
 
 def planned(method: str, numbers: Iterable[int] | None = None) -> list[PlannedRun]:
-    """A method's runs at the points (all, or those of these numbers). ValueError for a number that is no point."""
+    """A method's runs at the points (all, or those of these numbers). ValueError for a number that is no
+    point."""
     table, prior = points().set_index("point"), prior_of(method)
     wanted = list(dict.fromkeys(table.index if numbers is None else numbers))  # named twice it is one run
     if unknown := sorted(set(wanted) - set(table.index)):
@@ -111,7 +122,8 @@ def planned(method: str, numbers: Iterable[int] | None = None) -> list[PlannedRu
 
 
 def confirmation(method: str, metrics: Metrics) -> list[PlannedRun]:
-    """Its best point by final sampled success, on worlds that no point uses. ValueError where points are missing."""
+    """Its best point by final sampled success, on worlds that no point uses. ValueError where points are
+    missing."""
     runs = metrics.arm(REGIME, method)
     if missing := sorted(set(points()["point"]) - set(runs["seed"])):
         raise ValueError(
@@ -143,7 +155,8 @@ def _run(method: str, regime: str, seed: int, point: Mapping[str, float], prior:
 
 # ---- what is measured ---------------------------------------------------------------------------
 def check(metrics: Metrics) -> None:
-    """Refuse runs that were not made at their point. ValueError names the run, what differs and the remedy."""
+    """Refuse runs that were not made at their point. ValueError names the run, what differs and the
+    remedy."""
     table = points().set_index("point")
     keys = {"learning_rate": "learning_rate", "epochs": "epochs", "staleness": "staleness_iterations"}
     keys["minibatches"] = "minibatches"
@@ -158,7 +171,8 @@ def check(metrics: Metrics) -> None:
         for column, value in made.items():
             if value is None or not math.isclose(float(value), float(point[column]), rel_tol=1e-6):
                 raise ValueError(
-                    f"{name}: its {column} is {value}, that of the point {point[column]:g}; delete it and run "
+                    f"{name}: its {column} is {value}, that of the point {point[column]:g}; delete it and "
+                    "run "
                     f"`stppo bench {record['algorithm']}` again"
                 )
 
@@ -166,7 +180,8 @@ def check(metrics: Metrics) -> None:
 def best_of(values: ArrayLike, k: int, weights: ArrayLike | None = None) -> NDArray[np.float64] | float:
     """Expected best of k settings drawn at random from those tried (Dodge et al. 2019, Eq. 8).
 
-    values: (n,) results; weights: (n,) or (draws, n), how often each counts, rows of sum 1 (default: all alike).
+    values: (n,) results; weights: (n,) or (draws, n), how often each counts, rows of sum 1 (default: all
+    alike).
     """
     return _by_rank(values, weights, lambda share: share**k)
 
@@ -179,7 +194,8 @@ def interquartile_mean(values: ArrayLike, weights: ArrayLike | None = None) -> N
 def _by_rank(
     values: ArrayLike, weights: ArrayLike | None, upto: Callable[[NDArray[np.float64]], NDArray[np.float64]]
 ) -> NDArray[np.float64] | float:
-    """Weighted mean whose weights depend on rank alone: upto(share) of the weight lies on that lowest share of values."""
+    """Weighted mean whose weights depend on rank alone: upto(share) of the weight lies on that lowest share
+    of values."""
     values = np.asarray(values, dtype=np.float64)
     order = np.argsort(values)
     shares = np.full(len(values), 1 / len(values)) if weights is None else np.asarray(weights)
@@ -190,13 +206,15 @@ def _by_rank(
 
 
 def leaderboard(metrics: Metrics) -> pd.DataFrame:
-    """One row per method, those with all points first, then by the mean over points; every interval resamples worlds (`LEVEL`).
+    """One row per method, those with all points first, then by the mean over points; every interval resamples
+    worlds (`LEVEL`).
 
-    Columns: method, label, points, complete (whether these are all), null (whether it is a plain remedy); `best_of_K`
-    sampled for K in `BEST_OF` (of 1: the mean over points) with `_low` and `_high`; iqm (`interquartile_mean`, likewise);
-    greedy_best_of_5; learned (share of runs), gain_kept (mean of those that learned); above_token_ppo (share of points at
-    which it ends above token PPO, ties half, with an interval that has a width at 0 and 1 too), above_null (likewise, over the
-    best null of those with most points); updates and core_minutes (means a run); versions (what its runs were made with).
+    Columns: method, label, points, complete (whether these are all), null (whether it is a plain remedy);
+    `best_of_K` sampled for K in `BEST_OF` (of 1: the mean over points) with `_low` and `_high`; iqm
+    (`interquartile_mean`, likewise); greedy_best_of_5; learned (share of runs), gain_kept (mean of those that
+    learned); above_token_ppo (share of points at which it ends above token PPO, ties half, with an interval
+    that has a width at 0 and 1 too), above_null (likewise, over the best null of those with most points);
+    updates and core_minutes (means a run); versions (what its runs were made with).
     """
     check(metrics)
     runs = metrics.summary[metrics.summary["regime"] == REGIME]
@@ -239,10 +257,10 @@ def is_null(method: str) -> bool:
 
 
 def tolerance_curve(runs: pd.DataFrame, at: Sequence[float]) -> NDArray[np.float64]:
-    """Final sampled success against intensity, learning rate x epochs: a Gaussian kernel's mean (Nadaraya 1964) over the
-    logarithm, of width `BANDWIDTH`. runs: rows of `Metrics.summary` of one method; at: (m,) intensities. Shape (m,)."""
-    table = points().set_index("point").loc[runs["seed"]]
-    x = np.log((table["learning_rate"] * table["epochs"]).to_numpy())
+    """Final sampled success against intensity, learning rate x epochs: a Gaussian kernel's mean (Nadaraya
+    1964) over the logarithm, of width `BANDWIDTH`. runs: rows of `Metrics.summary` of one method; at: (m,)
+    intensities. Shape (m,)."""
+    x = np.log(intensity().loc[runs["seed"]].to_numpy())
     weights = np.exp(-0.5 * ((np.log(np.asarray(at))[:, None] - x) / BANDWIDTH) ** 2)
     return weights @ runs["final"].to_numpy() / weights.sum(axis=1)
 
@@ -250,7 +268,8 @@ def tolerance_curve(runs: pd.DataFrame, at: Sequence[float]) -> NDArray[np.float
 def _with_interval(
     name: str, worlds: pd.Series, statistic: Statistic, bounds: tuple[float, float] | None = None
 ) -> dict[str, float]:
-    """A statistic of runs in these worlds, a function of the runs' weights (None: all alike), with its interval in [0, 1].
+    """A statistic of runs in these worlds, a function of the runs' weights (None: all alike), with its
+    interval in [0, 1].
 
     bounds: (0, 1) of a share, which may have been 0 or 1 in every world.
     """
@@ -275,8 +294,9 @@ def _above(name: str, one: pd.DataFrame, other: pd.DataFrame) -> dict[str, float
 
 
 def difference(metrics: Metrics, one: str, other: str, looks: int = 1) -> dict[str, float]:
-    """How much higher `one` ends than `other` at the same points, sampled: mean, mean_low and mean_high (`LEVEL`, worlds
-    resampled), joint_low and joint_high (of `looks` such differences, which hold at once with `LEVEL`), points.
+    """How much higher `one` ends than `other` at the same points, sampled: mean, mean_low and mean_high
+    (`LEVEL`, worlds resampled), joint_low and joint_high (of `looks` such differences, which hold at once
+    with `LEVEL`), points.
 
     ValueError where they share no point.
     """
@@ -295,7 +315,8 @@ def difference(metrics: Metrics, one: str, other: str, looks: int = 1) -> dict[s
 
 
 def _cpu_seconds(metrics: Metrics, method: str) -> float:
-    """Mean over its runs. A run that waited for a core used no CPU time, so what else the machine did counts little."""
+    """Mean over its runs. A run that waited for a core used no CPU time, so what else the machine did counts
+    little."""
     runs = [r for r in metrics.runs if (r["regime"], r["algorithm"]) == (REGIME, method)]
     return float(np.mean([record["cpu_seconds"] for record in runs]))
 
@@ -309,7 +330,8 @@ def _versions(metrics: Metrics, method: str) -> str:
 
 
 def cheapest(metrics: Metrics, n: int, seed: int) -> list[PlannedRun]:
-    """n runs to make again, drawn at random from the quarter of the recorded ones that made the fewest updates."""
+    """n runs to make again, drawn at random from the quarter of the recorded ones that made the fewest
+    updates."""
     runs = metrics.summary[metrics.summary["regime"] == REGIME].sort_values("updates", kind="stable")
     few = runs.head(max(n, len(runs) // 4)).sample(min(n, len(runs)), random_state=seed)
     return [planned(row["algorithm"], [row["seed"]])[0] for _, row in few.iterrows()]
@@ -318,10 +340,10 @@ def cheapest(metrics: Metrics, n: int, seed: int) -> list[PlannedRun]:
 def differs(recorded: Metrics, again: Metrics) -> tuple[list[str], list[str]]:
     """What runs made again have other than the recorded ones, and why some were not compared; a line a run.
 
-    On the same kind of processor every success and every norm must be the recorded one. On another, rounding differs, and
-    training carries that as far apart as two seeds. A processor's name does not tell its kind (virtual machines share
-    one), so the warm start, itself hundreds of updates, is asked too: where it came out otherwise, only the setting is
-    compared (`check`).
+    On the same kind of processor every success and every norm must be the recorded one. On another, rounding
+    differs, and training carries that as far apart as two seeds. A processor's name does not tell its kind
+    (virtual machines share one), so the warm start, itself hundreds of updates, is asked too: where it came
+    out otherwise, only the setting is compared (`check`).
     """
     lines, elsewhere = [], []
     for record in again.runs:
@@ -353,7 +375,8 @@ def metrics_folder() -> Path:
 
 
 def check_unchanged(committed: Path, method: str) -> None:
-    """Refuse a method whose objective is no longer that of its committed runs: they would count as its own. ValueError."""
+    """Refuse a method whose objective is no longer that of its committed runs: they would count as its own.
+    ValueError."""
     recorded = load_metrics(committed).runs if committed.is_dir() else []
     mine = [r for r in recorded if (r["regime"], r["algorithm"]) == (REGIME, method)]
     if (
@@ -361,7 +384,8 @@ def check_unchanged(committed: Path, method: str) -> None:
         and planned(method, [mine[0]["seed"]])[0].config["algorithm"]["objective"] != mine[0]["objective"]
     ):
         raise ValueError(
-            f"{method}: its objective is not the one of its runs in {committed}; give the changed one a name of its own"
+            f"{method}: its objective is not the one of its runs in {committed}; give the changed one a "
+            "name of its own"
         )
 
 
@@ -374,7 +398,8 @@ def not_in(committed: Path, folders: Iterable[Path]) -> list[Path]:
 
 
 def ended(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Those of some run folders whose runs have ended, also in a loss that is not finite, and those begun but not ended."""
+    """Those of some run folders whose runs have ended, also in a loss that is not finite, and those begun but
+    not ended."""
     parts: tuple[list[Path], list[Path]] = ([], [])
     for folder in folders:
         if (file := folder / RUN_FILE).is_file():

@@ -1,19 +1,22 @@
-"""The claims ledgers and their verdicts: `claims.yaml` says what is claimed and what would show it, `evaluate` what runs show.
+"""The claims ledgers and their verdicts: `claims.yaml` says what is claimed and what would show it,
+`evaluate` what runs show.
 
-An entry is a sentence with conditions. A condition names one number per run (`stppo.study.measures`) of arms and a
-threshold: `mean` of an arm, `difference` of two arms, or `main_effect` of a factor of a factorial group. Its interval is over
-worlds, paired (`stppo.stats`). An entry is
+An entry is a sentence with conditions. A condition names one number per run (`stppo.study.measures`) of arms
+and a threshold: `mean` of an arm, `difference` of two arms, or `main_effect` of a factor of a factorial
+group. Its interval is over worlds, paired (`stppo.stats`). An entry is
 
 - *supported* if the joint interval of every condition lies wholly beyond its threshold,
-- *not supported* if that of some condition lies wholly on the other side (widened so that m chances to fail count as one),
-- *not asked* if neither, and an arm has no runs, or too few worlds for the level, or the entry it is gated by is not supported,
+- *not supported* if that of some condition lies wholly on the other side (widened so that m chances to fail
+  count as one),
+- *not asked* if neither, and an arm has no runs, or too few worlds for the level, or the entry it is gated by
+  is not supported,
 - *inconclusive* otherwise. An interval without width decides nothing.
 
-Joint level: 1 - error / n for the n entries without a gate whose id begins with the same letter: the paper's claims (C) are
-one family, the reviewers' questions (Q) another. A gated entry is asked only if its gate is supported, at the same level. The
-first behind a gate costs the family nothing (a fixed sequence); each further one behind the same gate adds error / n to what
-the family errs at most, so two behind C5 make (n + 1) / n of `error`. Estimates and their 95 % intervals come first; the
-verdict is a label on them.
+Joint level: 1 - error / n for the n entries without a gate whose id begins with the same letter: the paper's
+claims (C) are one family, the reviewers' questions (Q) another. A gated entry is asked only if its gate is
+supported, at the same level. The first behind a gate costs the family nothing (a fixed sequence); each
+further one behind the same gate adds error / n to what the family errs at most, so two behind C5 make (n + 1)
+/ n of `error`. Estimates and their 95 % intervals come first; the verdict is a label on them.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class _Section(BaseModel):
 
 
 class Condition(_Section):
-    """A number of arms that must lie above or below a threshold. Arms are `REGIME/arm`, or `arm` in `OFF_POLICY`."""
+    """A number of arms that must lie above or below a threshold. Arms are `REGIME/arm`, or `arm` in
+    `OFF_POLICY`."""
 
     column: str
     mean: str | None = None
@@ -188,9 +192,11 @@ def evaluate(
     labels: Mapping[str, str] | None = None,
     planned: Mapping[str, int] | None = None,
 ) -> list[Verdict]:
-    """Verdicts in the order of the ledger (default: `ledger_of` the runs); none where no run is of its preset.
+    """Verdicts in the order of the ledger (default: `ledger_of` the runs); none where no run is of its
+    preset.
 
-    groups, labels: of that preset (default: read from its YAML); planned: `REGIME/arm` -> runs. Deterministic.
+    groups, labels: of that preset (default: read from its YAML); planned: `REGIME/arm` -> runs.
+    Deterministic.
     """
     ledger = ledger or ledger_of(metrics)
     if ledger is None or all(run["preset"] != ledger.preset for run in metrics.runs):
@@ -255,8 +261,9 @@ def _median(arms: Sequence[Mapping[int, float]], weights: Sequence[float]) -> fl
 
 
 def _outcome(condition: Condition, estimate: Estimate, level: float, n_conditions: int) -> tuple[str, float]:
-    """The outcome, and by how much a condition is missed: as much of the joint interval lies on the wrong side of the threshold,
-    or, where it fails, so far off lies the nearest end of the interval that refutes it. NaN where it holds."""
+    """The outcome, and by how much a condition is missed: as much of the joint interval lies on the wrong
+    side of the threshold, or, where it fails, so far off lies the nearest end of the interval that refutes
+    it. NaN where it holds."""
     if estimate.n_worlds < (needed := fewest_worlds(level)):
         return f"{estimate.n_worlds} worlds of {needed} needed", math.nan
     low, high = estimate.interval(level)
@@ -276,9 +283,9 @@ COLUMN_NAMES += ("level", "verdict", "provisional", "gate", "note")
 
 
 def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
-    """One row per condition, with the columns `COLUMN_NAMES`: estimate is the mean over worlds, low and high are those of its
-    95 % interval, joint_low and joint_high decide, missed_by is empty where the condition holds (`_outcome`), the median that of
-    a share; all are empty where nothing could be estimated."""
+    """One row per condition, with the columns `COLUMN_NAMES`: estimate is the mean over worlds, low and high
+    are those of its 95 % interval, joint_low and joint_high decide, missed_by is empty where the condition
+    holds (`_outcome`), the median that of a share; all are empty where nothing could be estimated."""
     rows = []
     for verdict, check in ((v, c) for v in verdicts for c in v.checks):
         entry, estimate = verdict.entry, check.estimate
@@ -304,14 +311,15 @@ def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
 
 
 def markdown(verdicts: Sequence[Verdict]) -> str:
-    """The table for people: how a verdict is made, a row per entry, its conditions one below the other, why an entry was not
-    asked, and what each column that is asked for means."""
+    """The table for people: how a verdict is made, a row per entry, its conditions one below the other, why
+    an entry was not asked, and what each column that is asked for means."""
     if not verdicts:
         return "The preset of these runs has no claims.\n"
     lines = [
         _head(verdicts),
         "",
-        f"| | claim | source | measured: estimate [{_percent(SHOWN)}] | median | joint interval, which decides | to show | shown | worlds "
+        f"| | claim | source | measured: estimate [{_percent(SHOWN)}] | median | joint interval, which "
+        "decides | to show | shown | worlds "
         "| verdict |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -384,14 +392,16 @@ def _span(low: float | None, high: float | None) -> str:
 
 
 def read_planned(file: Path) -> dict[str, int]:
-    """How many runs are planned of each `REGIME/algorithm`; OSError or a ValueError of one line that names the file."""
+    """How many runs are planned of each `REGIME/algorithm`; OSError or a ValueError of one line that names
+    the file."""
     try:
         return TypeAdapter(dict[str, NonNegativeInt]).validate_json(file.read_bytes(), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = f" at {'.'.join(map(str, first['loc']))}" if first["loc"] else ""
         raise ValueError(
-            f"{file}{where}: {first['msg']}; --planned takes a JSON object of REGIME/algorithm and its number of runs, as the "
+            f"{file}{where}: {first['msg']}; --planned takes a JSON object of REGIME/algorithm and its "
+            "number of runs, as the "
             "pipeline writes it beside the claims"
         ) from None
 
@@ -399,8 +409,8 @@ def read_planned(file: Path) -> dict[str, int]:
 def write_claims(
     metrics: Metrics, out_dir: str | Path, planned: Mapping[str, int] | None = None
 ) -> list[Path]:
-    """Write claims.csv and claims.md of the runs' ledger into a folder, and the picture of the runs' questions; returns the
-    paths."""
+    """Write claims.csv and claims.md of the runs' ledger into a folder, and the picture of the runs'
+    questions; returns the paths."""
     verdicts = evaluate(metrics, planned=planned)
     csv = table(verdicts).to_csv(index=False, float_format="%.5g", lineterminator="\n")
     paths = [Path(out_dir) / name for name in (CSV_FILE, MARKDOWN_FILE)]

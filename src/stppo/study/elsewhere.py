@@ -8,10 +8,11 @@ from stppo.stats import Values
 
 
 def best_elsewhere(settings: Sequence[Values]) -> dict[int, tuple[float, int]]:
-    """For each world the number of the setting with the highest mean over the *other* worlds, and which one that is (the
-    first of equals). So trying more settings does not flatter an arm.
+    """For each world the number of the setting with the highest mean over the *other* worlds, and which one
+    that is (the first of equals). So trying more settings does not flatter an arm.
 
-    settings: world -> the arm's number, one mapping a setting. ValueError where they share fewer than two worlds.
+    settings: world -> the arm's number, one mapping a setting. ValueError where they share fewer than two
+    worlds.
     """
     worlds = sorted(set.intersection(*(set(of) for of in settings))) if settings else []
     if len(worlds) < 2:

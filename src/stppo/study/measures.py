@@ -25,15 +25,16 @@ MIN_POINTS = 5  # measured iterations below which a trend is NaN
 
 
 def gradient_spike(iterations: pd.DataFrame) -> float:
-    """Largest finite gradient norm of any update over the median of the iterations' means, as log10; NaN where none is known."""
+    """Largest finite gradient norm of any update over the median of the iterations' means, as log10; NaN
+    where none is known."""
     largest = iterations.get("gradient_norm_max", iterations["gradient_norm"])
     peak, usual = largest[np.isfinite(largest)].max(), iterations["gradient_norm"].median()
     return float(np.log10(peak / usual)) if usual > 0 and peak > 0 else math.nan
 
 
 def clipping_bias_growth(iterations: pd.DataFrame) -> float:
-    """Slope of the natural logarithm of the clipping-bias norm, per ten iterations, from the first iteration at full
-    staleness on (before it the norm grows because the lag does)."""
+    """Slope of the natural logarithm of the clipping-bias norm, per ten iterations, from the first iteration
+    at full staleness on (before it the norm grows because the lag does)."""
     if "clipping_bias_norm" not in iterations:
         return math.nan
     age = iterations["staleness_iterations"]
@@ -43,8 +44,8 @@ def clipping_bias_growth(iterations: pd.DataFrame) -> float:
 
 
 def critic_error(iterations: pd.DataFrame) -> float:
-    """Root mean squared error of the critic over the standard deviation of the true values, mean over the iterations at
-    which both were measured; 1 is the error of a constant. NaN without a measurement."""
+    """Root mean squared error of the critic over the standard deviation of the true values, mean over the
+    iterations at which both were measured; 1 is the error of a constant. NaN without a measurement."""
     if not {"critic_value_rmse", "true_value_std"} <= set(iterations):
         return math.nan
     return float((iterations["critic_value_rmse"] / iterations["true_value_std"]).mean())

@@ -1,17 +1,19 @@
-"""Numbers in Markdown pages, each named by its path in `results/reference/values.yaml` (`stppo.study.values`).
+"""Numbers in Markdown pages, each named by its path in `results/reference/values.yaml`
+(`stppo.study.values`).
 
 In a sentence a comment behind the number names it, and a minus in the comment turns its sign:
 
     Token PPO ended at .17<!-- study.off_policy.token_ppo.final --> and lost .05<!-- -study.x.value -->.
 
-In a table the heading of a column has a comment with the last part of the path (several numbers in a cell: several parts), and
-the first cell of a row one with the rest:
+In a table the heading of a column has a comment with the last part of the path (several numbers in a cell:
+several parts), and the first cell of a row one with the rest:
 
     | arm | ended at <!-- final --> | 95 % <!-- low high --> |
     | --- | --- | --- |
     | token PPO <!-- study.off_policy.token_ppo --> | .17 | [.06, .30] |
 
-Comments are not shown. A number keeps the digits that it is written with; behind it ` %` makes a share a percentage.
+Comments are not shown. A number keeps the digits that it is written with; behind it ` %` makes a share a
+percentage.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def look_up(values: Any, path: str) -> Any:
 
 
 def shown(value: float, like: str, percent: str | None) -> str:
-    """A number written as another is: its digits behind the point, no zero before it, a sign where it has one."""
+    """A number written as another is: its digits behind the point, no zero before it, a sign where it has
+    one."""
     digits = len(like.partition(".")[2])
     text = f"{abs(100 * value if percent else value):,.{digits}f}"
     zero = not text.strip("0.,")
@@ -59,8 +62,8 @@ def shown(value: float, like: str, percent: str | None) -> str:
 
 
 def fill(page: str, values: dict[str, Any]) -> str:
-    """The page with its named numbers as the values have them. KeyError for a name that they lack, ValueError for a cell
-    with another number of numbers than names."""
+    """The page with its named numbers as the values have them. KeyError for a name that they lack, ValueError
+    for a cell with another number of numbers than names."""
 
     def in_a_sentence(found: re.Match[str]) -> str:
         like, percent, minus, path = found.groups()

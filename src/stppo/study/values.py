@@ -1,9 +1,10 @@
 """The numbers that pages show, computed from the committed records.
 
-`python -m stppo.study.values` writes `results/reference/values.yaml` and puts its numbers into the pages (`stppo.study.pages`).
-A page names a number by the path to it: `study.off_policy.token_ppo.final`. Sampled success unless a name says `greedy`;
-`low` and `high` are the ends of a 95 % interval over worlds. Regimes and arms have their recorded names, in small letters and
-with `_` for other signs. `a_over_b` is arm a less arm b in the worlds of both.
+`python -m stppo.study.values` writes `results/reference/values.yaml` and puts its numbers into the pages
+(`stppo.study.pages`). A page names a number by the path to it: `study.off_policy.token_ppo.final`. Sampled
+success unless a name says `greedy`; `low` and `high` are the ends of a 95 % interval over worlds. Regimes and
+arms have their recorded names, in small letters and with `_` for other signs. `a_over_b` is arm a less arm b
+in the worlds of both.
 """
 
 from __future__ import annotations

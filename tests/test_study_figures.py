@@ -1,0 +1,125 @@
+"""The study's own pictures of made-up runs: what they draw, and of which runs they draw nothing."""
+
+from dataclasses import replace
+
+import pytest
+
+from stppo.study import granularity
+from stppo.study.figures import FIGURES
+from stppo.study.settings import cells
+from tests.synthetic_runs import DYNAMICS, Dynamics, gather, simulate
+
+LEARNS, COLLAPSES = Dynamics(0.8), Dynamics(0.7, onset=24)
+
+
+def study_of(names, worlds=3, **options):
+    return [simulate(name, world, **options) for name in names for world in range(worlds)]
+
+
+def in_one_world(runs):
+    for record, *_ in runs:
+        record["world_seed"] = 0
+    return gather(runs)
+
+
+# ---- every seed ----------------------------------------------------------------------------------
+def test_few_seeds_of_one_world_are_drawn_run_by_run():
+    draw, names = FIGURES["each_seed"].draw, ("token_ppo", "turn_ppo", "grpo")
+    assert draw(gather(study_of(names))) is None, "each seed is a world of its own"
+    metrics = in_one_world(study_of(names)[:-1])  # GRPO lacks the last seed
+    plot = draw(metrics)
+    assert plot.data.groupby("algorithm")["seed"].nunique().to_dict() == dict(
+        zip(names, (3, 3, 2), strict=True)
+    )
+    last = plot.data.query("algorithm == 'turn_ppo' and seed == 1 and metric == 'success_greedy'")
+    run = metrics.evaluations.query("algorithm == 'turn_ppo' and seed == 1 and temperature == 0")
+    assert last["value"].tolist() == run.sort_values("iteration")["success"].tolist()
+    valid = plot.data.query("algorithm == 'turn_ppo' and seed == 1 and metric == 'valid_format_rate'")
+    trained = metrics.iterations.query("algorithm == 'turn_ppo' and seed == 1").sort_values("iteration")
+    assert valid["value"].iloc[-1] == pytest.approx(trained["valid_format_rate"].tail(5).mean())
+
+
+def test_the_title_takes_a_partner_that_every_seed_has():
+    late = in_one_world(study_of(("token_ppo", "turn_ppo", "st_ppo"))[:-1])
+    assert "with Turn-PPO at" in FIGURES["each_seed"].draw(late).title
+
+
+# ---- settings ------------------------------------------------------------------------------------
+def grid(dynamics=LEARNS):
+    runs = []
+    for epochs in (4, 8):
+        for lag, rate in ((0, 5e-4), (2, 5e-4), (2, 1e-3)):
+            setting = {"epochs": epochs, "staleness_iterations": lag, "learning_rate": rate}
+            runs += [
+                simulate("token_ppo", w, f"E{epochs}_L{lag}_{rate:g}", dynamics=dynamics, **setting)
+                for w in range(2)
+            ]
+    return runs
+
+
+def test_the_map_has_every_setting_and_run():
+    plot = FIGURES["settings_map"].draw(gather(grid(COLLAPSES)))
+    assert len(plot.tables["cells"]) == 6 and plot.tables["cells"]["runs"].eq(2).all()
+    assert plot.data.groupby("regime")["seed"].nunique().eq(2).all() and "12 of 12 runs" in plot.title
+
+
+def test_settings_along_one_line_are_no_map():
+    runs = [
+        simulate("token_ppo", w, f"L{rate}", learning_rate=rate)
+        for rate in (1e-4, 2e-4, 4e-4)
+        for w in (0, 1)
+    ]
+    assert FIGURES["settings_map"].draw(gather(runs)) is None
+    assert FIGURES["settings_map"].draw(gather(study_of(("grpo",)))) is None
+
+
+def test_a_cell_counts_runs_that_learned_and_lost_half():
+    runs = [simulate("token_ppo", 0, dynamics=COLLAPSES), simulate("token_ppo", 1, dynamics=LEARNS)]
+    row = cells(gather(runs).all).iloc[0]
+    assert (row["runs"], row["shows"], row["collapsed"], row["learned"]) == (2, 1, 1, 1)
+
+
+def test_one_change_needs_three_regimes_of_one_setting():
+    runs = [simulate("token_ppo", w, name, dynamics=COLLAPSES) for name in "ABC" for w in range(2)]
+    plot = FIGURES["one_change"].draw(gather(runs))
+    assert set(plot.data["regime"]) == set("ABC") and len(plot.tables["changes"]) == 3
+    assert FIGURES["one_change"].draw(gather(runs[:4])) is None
+    assert FIGURES["one_change"].draw(gather([*runs, simulate("st_ppo", 0, "A")])) is None
+
+
+# ---- granularity ---------------------------------------------------------------------------------
+def test_granularity_joins_what_differs_in_it_alone():
+    mine = [
+        simulate("mine", w, dynamics=Dynamics(0.5, granularity="sequence", family="mine")) for w in range(3)
+    ]
+    metrics = gather([*study_of(("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "grpo")), *mine])
+    families = granularity.families(metrics.runs, metrics.main.algorithms)
+    assert [list(family.values()) for family in families] == [["token_ppo", "turn_ppo"], ["s_ppo", "st_ppo"]]
+    plot = granularity.granularity(metrics)
+    assert set(plot.data["algorithm"]) == {"token_ppo", "turn_ppo", "s_ppo", "st_ppo"}
+    ends = metrics.summary.groupby("algorithm")["final"].mean()
+    drawn = plot.data[plot.data["kind"] == "mean"].set_index("algorithm")["value"]
+    assert drawn.to_dict() == pytest.approx(ends[drawn.index].to_dict())
+
+
+def test_runs_without_configs_have_no_granularity():
+    metrics = gather(study_of(DYNAMICS, 1))
+    bare = [{k: v for k, v in r.items() if k not in ("objective", "training")} for r in metrics.runs]
+    assert granularity.granularity(replace(metrics, runs=bare)) is None
+
+
+@pytest.mark.parametrize(
+    ("fine", "coarse", "said"),
+    [
+        (0.4, 0.8, "higher in 2 of 2 comparisons, clearly in 2"),
+        (0.8, 0.4, "none of 2 comparisons, clearly in none, clearly lower in 2"),
+    ],
+)
+def test_granularity_title_sees_both_directions(fine, coarse, said):
+    runs = [
+        simulate(f"{rung}_{family.lower()}", world, dynamics=Dynamics(level, granularity=rung, family=family))
+        for family in ("PPO", "GRPO")
+        for rung, level in (("token", fine), ("turn", coarse))
+        for world in range(12)
+    ]
+    assert said in granularity.granularity(gather(runs)).title
