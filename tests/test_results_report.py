@@ -116,7 +116,8 @@ def test_everything_that_was_trained_appears(page, results):
 
 def test_each_of_a_few_runs_has_its_success_before_and_after_with_intervals(page, results, monkeypatch):
     lines = re.findall(
-        r"<li>([^<]*): success on 256 unseen questions, before and after \[95 % Wilson interval\]: ([^<]*)</li>",
+        r"<li>([^<]*): success on 256 unseen questions, before and after \[95 % Wilson interval\]: "
+        r"([^<]*)</li>",
         page.text,
     )
     assert len(lines) == 9 and "token PPO, seed 1" in dict(lines)

@@ -55,7 +55,10 @@ def make(arms, preset="study"):
 
 def ledger(*entries, **more):
     """Entries as (id, conditions), all of the study's preset."""
-    full = [{"claim": "A.", "source": "us", **dict(zip(("id", "holds_if", "gate"), entry, strict=False))} for entry in entries]  # fmt: skip
+    full = [
+        {"claim": "A.", "source": "us", **dict(zip(("id", "holds_if", "gate"), entry, strict=False))}
+        for entry in entries
+    ]
     return Ledger.model_validate({"preset": "study", "error": 0.05, "claims": full} | more)
 
 
@@ -182,7 +185,9 @@ def test_gated_entry_is_asked_only_if_its_gate_is_supported():
     shut = evaluate(metrics, ledger(("C1", [higher("new", "same")]), gated), {}, {})
     assert [v.verdict for v in shut] == ["inconclusive", "not asked"]
     assert shut[1].checks[0].outcome == "C1 is inconclusive"
-    refuted = evaluate(metrics, ledger(("C1", [higher("old", "new")]), ("C2", [higher("old", "new")], "C1")), {}, {})  # fmt: skip
+    refuted = evaluate(
+        metrics, ledger(("C1", [higher("old", "new")]), ("C2", [higher("old", "new")], "C1")), {}, {}
+    )
     assert [v.verdict for v in refuted] == ["not supported", "not asked"]
     opened = evaluate(metrics, ledger(("C1", [higher()]), gated), {}, {})
     assert [v.verdict for v in opened] == ["supported", "supported"]
@@ -195,7 +200,9 @@ def test_level_is_shared_among_ungated_entries_of_a_family():
 
 
 def test_main_effect_averages_over_the_other_factor():
-    group = Group("f", "Which?", ("a", "b", "c", "d"), factors={"ratio": ("token", "turn"), "divisor": ("no", "yes")})  # fmt: skip
+    group = Group(
+        "f", "Which?", ("a", "b", "c", "d"), factors={"ratio": ("token", "turn"), "divisor": ("no", "yes")}
+    )
     means = {"a": 0.3, "b": 0.4, "c": 0.6, "d": 0.9}
     metrics = make({arm: spread(mean, seed=i, sd=0.02) for i, (arm, mean) in enumerate(means.items())})
     asked = {"main_effect": "f.ratio", "column": "final", "above": 0.3}
@@ -232,9 +239,17 @@ def test_preset_without_claims_has_none(tmp_path):
 
 def test_command_writes_the_shipped_claims_of_a_metrics_folder(tmp_path):
     truth = {"token_ppo": 0.3, "st_ppo": 0.7, "turn_ppo": 0.65, "kl_stop": 0.82}
-    write_metrics(make({arm: spread(mean, seed=i) for i, (arm, mean) in enumerate(truth.items())}), tmp_path / "metrics")  # fmt: skip
+    write_metrics(
+        make({arm: spread(mean, seed=i) for i, (arm, mean) in enumerate(truth.items())}), tmp_path / "metrics"
+    )
     (tmp_path / "planned.json").write_text(json.dumps({"OFF_POLICY/st_ppo": 16}))
-    options = ["claims", str(tmp_path / "metrics"), str(tmp_path / "out"), "--planned", str(tmp_path / "planned.json")]  # fmt: skip
+    options = [
+        "claims",
+        str(tmp_path / "metrics"),
+        str(tmp_path / "out"),
+        "--planned",
+        str(tmp_path / "planned.json"),
+    ]
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 0, result.output
     rows = pd.read_csv(tmp_path / "out" / "claims.csv").groupby("id")["verdict"].first()

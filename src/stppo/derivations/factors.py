@@ -19,12 +19,13 @@ from stppo.config.composition import compose
 from stppo.config.loading import build
 from stppo.derivations.axes import ENTROPY, PROBABILITY, worked_example
 from stppo.figures.style import Plot, style
+from stppo.record.tidy import BASELINE
 from stppo.trajectories import Layout
 
-BASELINE = "token_ppo"
 SIGNS = {1: ("A > 0", "#0061A8"), -1: ("A < 0", "#D55E00")}
 WIDEST = 1 / PROBABILITY  # ratios from its inverse to this one, at which the token has become certain
-POINTS = 403  # fine enough to part bounds of 1.27 and 1.28; no point lies on 1/2 or 2, where float rounding would decide
+# Fine enough to part bounds of 1.27 and 1.28; no point lies on 1/2 or 2, where float rounding would decide.
+POINTS = 403
 CAPTION = (
     "Trajectories of one token, one for each ratio and sign, in one minibatch: rules that look at a whole "
     "minibatch see this "

@@ -461,7 +461,10 @@ def trends(metrics: Metrics) -> Plot | None:
 
 
 def _trends_title(runs: Runs, last: pd.DataFrame, what: str) -> str:
-    """The factors of the two compared algorithms, and how many trends are clear. last: of one norm, by algorithm."""
+    """The factors of the two compared algorithms, and how many trends are clear.
+
+    last: rows of one norm, by algorithm.
+    """
     told = [
         f"× {last.loc[name, 'factor_per_10']:.2f} with {runs.looks.loc[name, 'short']}"
         for name in pair(runs.algorithms)

@@ -43,7 +43,8 @@ _PUNCTUATED = re.compile(
 _STYLE = """
 <style>
 math { font-family: "STIX Two Math", "Cambria Math", "Latin Modern Math", "DejaVu Math TeX Gyre", math; }
-.formula { display: flex; align-items: center; overflow-x: auto; overflow-y: hidden; margin: 0.8em 0; padding: 0.2em 0; }
+.formula { display: flex; align-items: center; overflow-x: auto; overflow-y: hidden;
+  margin: 0.8em 0; padding: 0.2em 0; }
 .formula > math { flex: 1 0 auto; }
 .unbroken { white-space: nowrap; }
 .formula > .number { flex: none; padding-left: 1.5em; }

@@ -197,15 +197,13 @@ def doubts(metrics: Metrics) -> list[str]:
         made.groupby(["regime", "world_seed", "warm_start_seed", "policy"], dropna=False)["start"].nunique()
         > 1
     ).sum()
-    return [
-        line
-        for line, holds in {
-            f"Trained by {versions} versions of the code.": versions > 1,
-            f"{dirty} of {len(runs)} runs were trained from a tree with uncommitted changes.": dirty,
-            f"{_count(again, 'warm start')} made more than once, with different weights: not every pair of runs began alike.": again,
-        }.items()
-        if holds
-    ]
+    found = {
+        f"Trained by {versions} versions of the code.": versions > 1,
+        f"{dirty} of {len(runs)} runs were trained from a tree with uncommitted changes.": dirty,
+        f"{_count(again, 'warm start')} made more than once, with different weights: not every pair of runs "
+        "began alike.": again,
+    }
+    return [line for line, holds in found.items() if holds]
 
 
 def _machine(hardware: dict[str, Any] | None) -> str | None:

@@ -14,10 +14,10 @@ from matplotlib.patches import Patch, Rectangle
 
 from stppo.config.algorithms import look
 from stppo.figures.style import Plot, style
+from stppo.record.tidy import BASELINE
 
 INK, SOFT, FAINT = "#1D2530", "#5D6875", "#D9DDE2"
 BAND, CHANGED = "#E9F3EA", "#FDEBD0"
-BASELINE = "token_ppo"
 # Column heading, width (relative), and characters per line of each axis in the matrix; others get the
 # default.
 COLUMNS = {

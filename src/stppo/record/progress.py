@@ -122,7 +122,8 @@ def table(runs: list[Progress]) -> str:
         bar = "#" * full + "." * (_WIDTH - full)
         success = "    " if run.success is None else _share(run.success)
         lines.append(
-            f"{run.name:<{width}}  {bar}  {run.iteration:>4} of {run.iterations:<4}  success {success}  {_state(run)}"
+            f"{run.name:<{width}}  {bar}  {run.iteration:>4} of {run.iterations:<4}  "
+            f"success {success}  {_state(run)}"
         )
     ended = sum(run.status == COMPLETED for run in runs)
     running = sum(run.status == RUNNING and not run.is_stopped for run in runs)

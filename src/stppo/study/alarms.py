@@ -33,32 +33,20 @@ from stppo.record.runs import Metrics
 from stppo.stats import estimate, fewest_worlds, joint_level, shares_of
 
 SIGNALS = (
-    *(
-        "success_train",
-        "valid_format_rate",
-        "entropy",
-        "agent_tokens_per_turn",
-        "kl_behaviour_k3",
-        "ratio_max_token_max",
-    ),
-    *(
-        "ratio_max_turn_max",
-        "effective_sample_size",
-        "clip_fraction",
-        "critic_explained_variance",
-        "gradient_norm_max",
-    ),
+    "success_train",
+    "valid_format_rate",
+    "entropy",
+    "agent_tokens_per_turn",
+    "kl_behaviour_k3",
+    "ratio_max_token_max",
+    "ratio_max_turn_max",
+    "effective_sample_size",
+    "clip_fraction",
+    "critic_explained_variance",
+    "gradient_norm_max",
     "clipping_bias_norm_max",
 )
-ON_LOGARITHMS = {
-    *(
-        "kl_behaviour_k3",
-        "ratio_max_token_max",
-        "ratio_max_turn_max",
-        "gradient_norm_max",
-        "clipping_bias_norm_max",
-    ),
-}
+ON_LOGARITHMS = ("kl_", "ratio_", "gradient_", "clipping_")  # how the names of those begin
 PAST, LEAST = 20, 6  # iterations that a value is compared with, and the fewest
 AHEAD = 10  # iterations before a fall in which a ring announces it
 BUDGET = 1.0  # false alarms per 100 iterations that a threshold may give on the worlds it is chosen in
@@ -118,7 +106,7 @@ def watched(metrics: Metrics) -> list[Watched]:
             if name in rows and rows[name].notna().any():
                 values = rows[name].to_numpy(float)
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    values = np.log(values) if name in ON_LOGARITHMS else values
+                    values = np.log(values) if name.startswith(ON_LOGARITHMS) else values
                 read[name] = distance(np.where(np.isfinite(values), values, np.nan))
         fall = math.nan
         if outcome.crash_iteration is not None:

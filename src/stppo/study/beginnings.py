@@ -17,15 +17,17 @@ from stppo.record.tidy import KEYS, Runs
 EARLY = 10  # iterations whose mean is taken
 FEWEST = 8  # runs below which nothing is said
 SIGNALS = (
-    *("entropy", "valid_format_rate", "kl_behaviour_k3", "kl_policy_to_behaviour", "effective_sample_size"),
-    *(
-        "clip_fraction",
-        "ratio_p99_token",
-        "ratio_p99_turn",
-        "update_norm",
-        "gradient_norm",
-        "clipping_bias_norm",
-    ),
+    "entropy",
+    "valid_format_rate",
+    "kl_behaviour_k3",
+    "kl_policy_to_behaviour",
+    "effective_sample_size",
+    "clip_fraction",
+    "ratio_p99_token",
+    "ratio_p99_turn",
+    "update_norm",
+    "gradient_norm",
+    "clipping_bias_norm",
     "advantage_raw_std",
 )
 

@@ -352,21 +352,23 @@ def _head(verdicts: Sequence[Verdict]) -> str:
     told = " and ".join(f"{level} for entries {family}" for family, level in levels.items())
     return f"""# Claims, and what the runs say of them
 
-Every number is a mean over worlds: of an arm, of the difference of two arms (A − B), or of a factor's main effect (its second
-level minus its first, mean over the other factors' settings). Arms are off-policy unless a regime stands behind them. Success
-and all shares lie between 0 and 1.
+Every number is a mean over worlds: of an arm, of the difference of two arms (A − B), or of a factor's main
+effect (its second level minus its first, mean over the other factors' settings). Arms are off-policy unless
+a regime stands behind them. Success and all shares lie between 0 and 1.
 
-An entry is *supported* if the joint interval of each of its conditions lies wholly beyond the threshold ("to show"), *not
-supported* if that of some condition lies wholly on the other side (widened where there are several conditions, so that their
-chances to fail count as one), *not asked* if neither and an arm has no runs or too few worlds, or the entry that it hangs on is
-not supported, and *inconclusive* otherwise. *Provisional*: from fewer runs than planned.
+An entry is *supported* if the joint interval of each of its conditions lies wholly beyond the threshold
+("to show"), *not supported* if that of some condition lies wholly on the other side (widened where there
+are several conditions, so that their chances to fail count as one), *not asked* if neither and an arm has
+no runs or too few worlds, or the entry that it hangs on is not supported, and *inconclusive* otherwise.
+*Provisional*: from fewer runs than planned.
 
-"Shown" says of each condition whether its joint interval lies beyond the threshold, or else how much of the interval lies on the
-wrong side; where the condition fails, how far on the wrong side the whole interval lies at least. A median (over worlds, as the
-mean is; not given of shares) that is far from the mean says that few worlds make the mean; it decides nothing.
+"Shown" says of each condition whether its joint interval lies beyond the threshold, or else how much of the
+interval lies on the wrong side; where the condition fails, how far on the wrong side the whole interval
+lies at least. A median (over worlds, as the mean is; not given of shares) that is far from the mean says
+that few worlds make the mean; it decides nothing.
 
-The {_percent(SHOWN)} interval beside an estimate does not decide. The joint interval does, because many entries are judged at
-once (Bonferroni over the entries of a letter that hang on no other): it is of {told}."""
+The {_percent(SHOWN)} interval beside an estimate does not decide. The joint interval does, because many
+entries are judged at once (Bonferroni over the entries of a letter that hang on no other): it is of {told}."""
 
 
 def _percent(level: float) -> str:
