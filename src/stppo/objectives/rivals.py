@@ -167,9 +167,10 @@ class BalancedClip(ClipRule):
     at most `high_most`, and stops as soon as the target is met. P and N are the sums of |term| over positive
     and negative A:
 
-        share   P / (P + N) >= target, over terms that keep a gradient: a clipped token no longer counts (ours, see bapo.yaml)
-        ratio   P / N >= target, over all terms, a clipped one with the bound's value: as the authors' code has it
-                (there a higher lower bound makes N larger, so that only the upper one can help)
+        share   P / (P + N) >= target, over terms that keep a gradient: a clipped token no longer counts
+                (ours, see bapo.yaml)
+        ratio   P / N >= target, over all terms, a clipped one with the bound's value: as the authors' code
+                has it (there a higher lower bound makes N larger, so that only the upper one can help)
     """
 
     sees_batch: ClassVar[bool] = True

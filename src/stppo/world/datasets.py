@@ -69,9 +69,9 @@ class Reading:
 
     streaming: read records as they are needed instead of downloading and caching a whole hub set or Parquet
     file first.
-    limit: take this many records, drawn with `seed` from all of them, so that several sources keep their proportion;
-    with streaming from the first ones alone, `shuffle_buffer` at a time, and a line of the log says how far that reached.
-    None takes all, in their order.
+    limit: take this many records, drawn with `seed` from all of them, so that several sources keep their
+    proportion; with streaming from the first ones alone, `shuffle_buffer` at a time, and a line of the log
+    says how far that reached. None takes all, in their order.
     unanswerable: what to do with questions marked so; no_answer: with records without gold answer. "skip"
     leaves them out and logs their number."""
 
@@ -272,14 +272,16 @@ def _read(records: Records, split: str, reading: Reading) -> Iterator[tuple[int,
             yield row["number"], row["record"]
         if reading.limit is not None and reading.streaming:
             log.info(
-                "%s: a limit with streaming draws from the first records alone, here %d; streaming=false draws from all",
+                "%s: a limit with streaming draws from the first records alone, here %d; streaming=false "
+                "draws from all",
                 records.path,
                 furthest,
             )
 
 
 def _sample(stream: "IterableDataset", reading: Reading) -> list[dict[str, Any]]:
-    """`limit` rows of the whole stream in random order, every set of rows as likely (reservoir sampling, Vitter 1985)."""
+    """`limit` rows of the whole stream in random order, every set of rows as likely (reservoir sampling,
+    Vitter 1985)."""
     rng, kept = random.Random(reading.seed), []
     for n, row in enumerate(stream):
         if n < reading.limit:

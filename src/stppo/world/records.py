@@ -62,11 +62,11 @@ class _Parts(NamedTuple):
 
 
 def _strings(value: Any) -> list[str]:
-    """A value or a list of values as strings without white space around them; blank ones, None and NaN are left out.
+    """A value or a list of values as strings without white space around them; blank ones, None and NaN are
+    left out.
 
-    A whole float is an integer (pandas makes floats of a column of integers with a blank). TypeError for what is no
-    text, number or date, such as true or a list in a list.
-    """
+    A whole float is an integer (pandas makes floats of a column of integers with a blank). TypeError for what
+    is no text, number or date, such as true or a list in a list."""
     return [
         text for item in (value if isinstance(value, list | tuple) else [value]) if (text := _string(item))
     ]
