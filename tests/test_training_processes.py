@@ -115,7 +115,7 @@ def recorded(monkeypatch, module):
 def test_a_warm_start_with_vllm_is_made_in_a_process_of_its_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     asked = recorded(monkeypatch, starts)
-    monkeypatch.setattr(starts, "warm_start", lambda *_: asked.append("here"))
+    monkeypatch.setattr(starts, "warm_start", lambda *_, **__: asked.append("here"))
     vllm, torch = (load(compose([*TINY, f"rollout={engine}"])) for engine in ("vllm", "torch"))
     path = starts.ensure_warm_start(vllm)
     starts.ensure_warm_start(torch)
