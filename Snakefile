@@ -19,9 +19,7 @@
 import json
 import os
 import shlex
-import subprocess
 import sys
-import tempfile
 import threading
 from collections import Counter
 from functools import partial
@@ -43,7 +41,7 @@ from stppo.record.runs import missing_runs
 from stppo.config.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.derivations.interact import NBCONVERT_OPTIONS
 from stppo.record.ownership import announce_parent
-from stppo.preloaded import SERVER
+from stppo import preloaded
 from stppo.rollout import ENGINES
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
@@ -191,10 +189,9 @@ wildcard_constraints:
 
 onstart:
     if not workflow.non_local_exec:
-        os.environ[SERVER] = os.path.join(tempfile.mkdtemp(prefix="stppo-"), "socket")
-        subprocess.Popen([sys.executable, "-m", "stppo.preloaded", "serve", os.environ[SERVER], str(os.getpid())])
+        preloaded.start()
     else:  # jobs take this environment along, and one run by a server here would escape its limits
-        os.environ.pop(SERVER, None)
+        os.environ.pop(preloaded.SERVER, None)
     # In the terminal, a line as a run starts, passes each quarter and ends.
     say = partial(print, file=sys.stderr, flush=True)
     threading.Thread(target=follow, args=(f"{RESULTS}/runs", say), daemon=True).start()

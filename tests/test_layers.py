@@ -26,7 +26,7 @@ ALLOWED = {
     "pretrained": {"policy", "files"},
     "config": {*MODELS, *FLOOR},
     "record": {"config", "files", "stats"},
-    "training": {"config", "record", *MODELS, *FLOOR},
+    "training": {"config", "record", "preloaded", *MODELS, *FLOOR},
     "preflight": {"config", "training.optimizers", *MODELS, *FLOOR},
     "figures": {"record", "config", "files", "stats"},
     "study": {"figures", "record", "config", "files", "stats"},

@@ -3,16 +3,12 @@
 import json
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
 
 import nbformat
 import pytest
-
-from stppo import preloaded
 
 COMMAND = [sys.executable, "-m", "stppo.preloaded"]
 pytestmark = pytest.mark.xdist_group("preloaded")
@@ -124,19 +120,15 @@ def test_the_server_ends_with_its_parent_and_leaves_nothing(tmp_path):
     assert not folder.exists()
 
 
-def test_without_room_for_a_process_the_server_lives_and_the_caller_is_told(monkeypatch):
-    def full():
-        raise BlockingIOError("Resource temporarily unavailable")
-
-    monkeypatch.setattr(os, "fork", full)
-    caller, served = socket.socketpair()
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    wish = json.dumps({"argv": ["stppo"]}).encode()
-    socket.send_fds(caller, [struct.pack("!Q", len(wish))], [write] * 3)
-    caller.sendall(wish)
-    os.close(write)
-    assert preloaded._fork(served, []) == 0
-    assert caller.recv(8) == b"" and os.read(read, 1) == b"", "its streams are closed too"
-    caller.close()
-    os.close(read)
+def test_without_room_for_a_process_the_caller_does_its_work_itself(tmp_path):
+    full = (
+        "import os, sys\nfrom stppo import preloaded\n"
+        "def fork(): raise BlockingIOError('Resource temporarily unavailable')\n"
+        "os.fork = fork\npreloaded.serve(sys.argv[1], os.getppid(), ['json'])"
+    )
+    server = subprocess.Popen([sys.executable, "-c", full, str(tmp_path / "socket")])
+    wait_for((tmp_path / "socket").exists)
+    environment = os.environ | {"STPPO_PRELOADED": str(tmp_path / "socket")}
+    done = subprocess.run([*COMMAND, "stppo", "--version"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout[:6]) == (0, "stppo ") and server.poll() is None
+    server.kill()

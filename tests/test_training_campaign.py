@@ -6,21 +6,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import SoftFileLease
 from typer.testing import CliRunner
 
 from stppo import cli
 from stppo.config.composition import compose
 from stppo.config.files import VARIABLE
 from stppo.config.planned import planned_runs
-from stppo.record.ownership import PARENT
-from stppo.training import campaign, processes
+from stppo.record.ownership import LOCK_FILE
+from stppo.training import campaign
 from stppo.training.warm_start import made_for, recorded_start
 from tests.conftest import TINY
 
@@ -74,24 +74,6 @@ def test_recorded_runs_are_left_out_and_their_warm_start_is_taken(tmp_path, monk
     assert sorted(folder.name for folder in runs.iterdir()) == ["grpo", "so_grpo"]
 
 
-def test_with_vllm_each_job_has_a_process_of_its_own(tmp_path, tiny, monkeypatch):
-    asked = []
-
-    def apart(function, *arguments):
-        asked.append((function, *arguments))
-        return {"success_sampled": 0.1, "success_greedy": 0.2} if "warm_start:" in function else "completed"
-
-    monkeypatch.setattr(processes, "in_own_process", apart)
-    monkeypatch.setattr(campaign, "warm_start_dir", lambda _: tmp_path)
-    config, places = tiny("rollout=vllm"), (tmp_path / "run", tmp_path / "start")
-    assert campaign._start(config).text == "sampled 0.10, greedy 0.20"
-    assert campaign._train("name", config, *places).text == "completed"
-    assert asked == [
-        ("stppo.training.warm_start:warm_start", config, tmp_path, False, False),
-        ("stppo.training.campaign:train_run", config, *places),
-    ]
-
-
 @pytest.mark.parametrize(
     ("override", "gpu", "jobs"),
     [
@@ -132,92 +114,72 @@ def test_a_recorded_start_fits_what_it_was_made_with_alone(tmp_path, monkeypatch
     assert (found is not None and found.name == "seed0-abc") is fits
 
 
-def starts(config):
-    number = config["warm_start_seed"]
-    return campaign.Done(f"start {number}", 0.0, "", "no corpus" if number == BAD_WORLD else None)
-
-
-def trains(name, config, folder, start):
-    if name == KILLED:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return campaign.Done(name, 0.0, "completed")
-
-
 BAD_WORLD, KILLED = 1, "OFF_POLICY/token_ppo/seed0"
 
 
-class Breaking(ThreadPoolExecutor):
-    """A pool that takes some jobs before it breaks."""
+class MadeUp:
+    """A fork that does nothing: one warm start fails, one run is killed."""
 
-    def __init__(self, takes):
-        super().__init__(2)
-        self.left = takes
+    def __init__(self, argv, env, streams):
+        config, *folders = json.loads(argv[1])
+        killed = len(folders) == 2 and folders[0].endswith(KILLED)
+        bad = len(folders) == 1 and config["warm_start_seed"] == BAD_WORLD
+        self.status = -signal.SIGKILL if killed else int(bad)
+        os.write(streams[1], b"it begins\nno corpus\n" if bad else b"completed\n")
 
-    def submit(self, *job):
-        if self.left == 0:
-            raise BrokenProcessPool
-        self.left -= 1
-        return super().submit(*job)
-
-
-def test_a_pool_that_breaks_between_two_jobs_is_replaced(monkeypatch):
-    """As where a process is killed that had nothing to do, or while the end of another's job is reported."""
-    pools = [Breaking(0), Breaking(2), Breaking(100)]
-    monkeypatch.setattr(campaign, "_pool", lambda jobs: pools.pop(0))
-    monkeypatch.setattr(campaign, "_start", lambda config: campaign.Done("start", 0.0, ""))
-    monkeypatch.setattr(campaign, "_train", lambda name, *_: campaign.Done(name, 0.0, "completed"))
-    runs = planned_runs("laptop", ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,st_ppo]"])
-    told = []
-    assert campaign.train_planned("laptop", runs, 2, lambda done, *_: told.append(done.name)) == []
-    assert sorted(told) == sorted([run.name for run in runs] + ["start"] * 3) and not pools
+    def wait(self):
+        return self.status
 
 
 def test_a_killed_process_and_a_failed_start_end_their_runs_alone(monkeypatch, caplog):
-    """jobs=1: nothing runs beside the killed one. Told of every run, whatever became of it."""
+    """Told of every run, whatever became of it."""
     monkeypatch.setattr("stppo.waiting.SECONDS", 0.0)
     caplog.set_level("INFO")
-    monkeypatch.setattr(campaign, "_start", starts)
-    monkeypatch.setattr(campaign, "_train", trains)
+    monkeypatch.setattr(campaign, "start_server", lambda _: subprocess.Popen(["sleep", "60"]))
+    monkeypatch.setattr(campaign, "Fork", MadeUp)
     chosen = ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,st_ppo]"]
     runs = [run for run in planned_runs("laptop", chosen) if run.regime == "OFF_POLICY"]
     assert len(runs) == 6
     told = []
-    failed = campaign.train_planned("laptop", runs, 1, lambda done, n, total: told.append((done, n, total)))
+    failed = campaign.train_planned("laptop", runs, 2, lambda done, n, total: told.append((done, n, total)))
     assert "composing the 6 runs of preset=laptop ..." in caplog.messages
     assert [n for _, n, _ in told] == list(range(1, 6 + 3 + 1)) and {total for *_, total in told} == {9}
     errors = {done.name: done.error for done in failed}
     assert errors.pop(KILLED).startswith("its process was killed")
-    assert errors.pop(f"start {BAD_WORLD}") == "no corpus"
-    assert {name.rpartition("/")[2] for name in errors} == {"seed1"} and len(errors) == 2
+    (start,) = [name for name in errors if name.startswith("warm start")]
+    assert errors.pop(start) == "no corpus" and len(errors) == 2
+    assert {name.rpartition("/")[2] for name in errors} == {"seed1"}
     assert set(errors.values()) == {"its warm start failed: no corpus"}
-    completed = {done.name for done, *_ in told if done.text == "completed"}
+    completed = {done.name for done, *_ in told if done.text == "completed" and "/" in done.name}
     assert completed == {run.name for run in runs} - {KILLED, *errors}
 
 
-def test_a_worker_takes_no_further_job_when_the_campaign_is_gone():
-    announce = "import os\nfrom stppo.record.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
-    gone = subprocess.run([sys.executable, "-c", announce], capture_output=True, text=True, check=True)
-    job = "from stppo.training.campaign import _between_jobs\n_between_jobs()\nprint('went on')"
-    told = {
-        name: subprocess.run(
-            [sys.executable, "-c", job],
-            env=os.environ | {PARENT: parent},
-            capture_output=True,
-            text=True,
-        )
-        for name, parent in (("gone", gone.stdout.strip()), ("none", ""))
-    }
-    assert (told["gone"].returncode, told["gone"].stdout) == (1, "")
-    assert told["none"].stdout.strip() == "went on"
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_campaign_ends_its_runs_and_goes_on(tmp_path, sent):
+    small = [override for override in TINY if not override.startswith("training.iterations")]
+    regimes = "pipeline.regimes={OFF_POLICY: {algorithms: [grpo, so_grpo], seeds: [0]}}"
+    command = ["train-planned", *small, regimes, "--jobs", "2"]
+    begin = [sys.executable, "-c", "from stppo.cli import main; main()", *command, "training.iterations=4000"]
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    first = subprocess.Popen(begin, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    runs, deadline = tmp_path / "results/smoke/runs/OFF_POLICY", time.monotonic() + 300
+    while not all((runs / name / "seed0/checkpoint").exists() for name in ("grpo", "so_grpo")):
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    first.send_signal(sent)
+    assert "the same command goes on" in first.communicate(timeout=60)[1] and first.returncode == 130
+    pids = [SoftFileLease(runs / name / "seed0" / LOCK_FILE).pid for name in ("grpo", "so_grpo")]
+    assert not any(pid and Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_an_error_in_a_rule_of_ones_own_names_its_line(tmp_path):
+def test_an_error_in_a_rule_of_ones_own_names_its_line(tmp_path, monkeypatch):
     rule = tmp_path / "my_rules.py"
     rule.write_text("def terms():\n    return {}['ratios']\n")
-    code = compile(rule.read_text(), str(rule), "exec")
     space = {}
-    exec(code, space)
-    with pytest.raises(KeyError) as caught:
-        space["terms"]()
-    assert campaign._line(caught.value).startswith("KeyError: 'ratios'")
-    assert f"({rule}, line 2)" in campaign._line(caught.value)
+    exec(compile(rule.read_text(), str(rule), "exec"), space)
+    monkeypatch.setattr(campaign, "train_run", lambda *_: space["terms"]())
+    monkeypatch.setattr(sys, "argv", ["stppo-job", json.dumps([{}, "run", "start"])])
+    with pytest.raises(SystemExit) as ended:
+        campaign.job()
+    assert ended.value.code.startswith("KeyError: 'ratios'") and f"({rule}, line 2)" in ended.value.code

@@ -10,7 +10,7 @@ import pytest
 
 from stppo import cli
 from stppo.config.composition import compose
-from stppo.training import processes
+from stppo.config.loading import load
 from stppo.training import warm_start as starts
 from stppo.training.failures import RunStopped
 from stppo.training.processes import in_own_process
@@ -114,12 +114,12 @@ def recorded(monkeypatch, module):
 
 def test_a_warm_start_with_vllm_is_made_in_a_process_of_its_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    asked = recorded(monkeypatch, processes)
-    monkeypatch.setattr(starts, "warm_start", lambda *_: asked.append("here"))
-    vllm, torch = (compose([*TINY, f"rollout={engine}"]) for engine in ("vllm", "torch"))
+    asked = recorded(monkeypatch, starts)
+    monkeypatch.setattr(starts, "warm_start", lambda *_, **__: asked.append("here"))
+    vllm, torch = (load(compose([*TINY, f"rollout={engine}"])) for engine in ("vllm", "torch"))
     path = starts.ensure_warm_start(vllm)
     starts.ensure_warm_start(torch)
-    assert asked == [("stppo.training.warm_start:warm_start", vllm, path, True, False), "here"]
+    assert asked == [("stppo.training.warm_start:warm_start_of", vllm.config, path), "here"]
 
 
 @pytest.mark.parametrize(
@@ -129,5 +129,5 @@ def test_runs_of_a_sweep_with_vllm_have_a_process_each(monkeypatch, capsys, engi
     asked = recorded(monkeypatch, cli)
     monkeypatch.setattr(cli, "train_one", lambda *arguments: "done")
     cli.train([*TINY, f"rollout={engine}", f"seed={seeds}"], None, "auto")
-    assert [name for name, *_ in asked] == ["stppo.cli:train_one"] * apart
+    assert [name for name, *_ in asked] == ["stppo.cli:train_config"] * apart
     assert capsys.readouterr().out == "done\n" * len(seeds.split(","))

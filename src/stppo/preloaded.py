@@ -1,11 +1,11 @@
-"""Commands in forks of one process that has imported what they need: a pipeline of many runs imports it once.
+"""Jobs in forks of one process that has imported what they need: importing takes longer than many a job.
 
-    python -m stppo.preloaded serve SOCKET PID   the process that imports and then forks itself, until its parent PID is gone
-    python -m stppo.preloaded papermill A B      what `papermill A B` does, in a fork of the process at STPPO_PRELOADED
+    python -m stppo.preloaded serve SOCKET PID [MODULE ...]    imports, then forks while PID lives
+    python -m stppo.preloaded papermill A B                    `papermill A B` in such a fork
 
-Where nobody serves, the command is run as it stands. It has the caller's streams, folder and environment, and ends when
-the caller does. The kernels that papermill starts are forks too (`preloaded_kernel`). Standard library only, but for what
-is preloaded.
+Where nobody serves at STPPO_PRELOADED, the command is run as it stands. A fork has its caller's streams,
+folder and environment, and ends when the caller does. The jobs of Snakemake on this machine, their notebooks'
+kernels (`preloaded_kernel`) and the runs of `training.campaign` are such forks.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
 SERVER = "STPPO_PRELOADED"  # environment: where the server listens
-KERNEL = "ipykernel_launcher"
+KERNEL, JOB = "ipykernel_launcher", "stppo-job"
 PROVISIONER = "stppo-preloaded"  # entry point of `preloaded_kernel`
 # Which function is which command.
 COMMANDS = {
     "papermill": ("papermill.cli", "papermill"),
     "jupyter-nbconvert": ("nbconvert.nbconvertapp", "main"),
     "stppo": ("stppo.cli", "main"),
+    JOB: ("stppo.training.campaign", "job"),
     KERNEL: ("ipykernel.kernelapp", "launch_new_instance"),
 }
-MODULES = (
-    "stppo.training.trainer",
-    "stppo.training.warm_start",
-    "stppo.figures.live",
-    "stppo.figures.trajectory_view",
-)
+TRAINING = ("stppo.training.run", "stppo.training.warm_start", "stppo.training.campaign")
+NOTEBOOKS = ("stppo.figures.live", "stppo.figures.trajectory_view")
 INLINE = "module://matplotlib_inline.backend_inline"  # what a kernel sets before matplotlib is imported
+_WORD = struct.Struct("!q")
 
 
 def main(argv: list[str]) -> NoReturn:
     """Serve, or run a command in a fork of the server; ends this process with the command's exit status."""
     if argv[:1] == ["serve"]:
-        serve(argv[1], int(argv[2]))
+        serve(argv[1], int(argv[2]), argv[3:])
         sys.exit(0)
     try:
         running = Fork(argv)
@@ -56,11 +58,21 @@ def main(argv: list[str]) -> NoReturn:
     sys.exit(status if status >= 0 else 128 - status)
 
 
+def start(modules: Sequence[str] = ()) -> subprocess.Popen:
+    """A server for this process and all that it starts, which find it in the environment.
+
+    modules: to import, whose `warm_up` is called where they have one; by default those of every command.
+    """
+    address = os.environ[SERVER] = os.path.join(tempfile.mkdtemp(prefix="stppo-"), "socket")
+    command = [sys.executable, "-m", "stppo.preloaded", "serve", address, str(os.getpid())]
+    return subprocess.Popen([*command, *modules])
+
+
 class Fork:
     """A command that runs in a fork of the server, with the methods of `subprocess.Popen` that Jupyter uses.
 
-    argv: the command; its first word is one of COMMANDS. env, cwd: default this process's. session: leads one of its own,
-    as kernels do. OSError where nobody serves.
+    argv: the command; its first word is one of COMMANDS. env, cwd, streams (standard ones): default this
+    process's. session: leads one of its own, as kernels do. OSError where nobody serves.
     """
 
     stdin = stdout = stderr = None
@@ -71,27 +83,22 @@ class Fork:
         env: dict[str, str] | None = None,
         cwd: str | None = None,
         session: bool = False,
+        streams: Sequence[int] = (0, 1, 2),
     ) -> None:
         self._socket = _connected(os.environ.get(SERVER, ""))
         wish = {"argv": argv, "env": dict(env or os.environ), "cwd": cwd or os.getcwd(), "session": session}
         text = json.dumps(wish).encode()
-        socket.send_fds(self._socket, [struct.pack("!Q", len(text))], [0, 1, 2])
+        socket.send_fds(self._socket, [_WORD.pack(len(text))], list(streams))
         self._socket.sendall(text)
         self._status: int | None = None
-        self.pid = self._read()
-
-    def _read(self) -> int:
-        data = self._socket.recv(8, socket.MSG_WAITALL)
-        if len(data) < 8:
-            raise OSError("the process that forks is gone")
-        return struct.unpack("!q", data)[0]
+        self.pid = _read(self._socket)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Exit status; negative: the signal that ended it."""
+        """Exit status; negative: it was killed."""
         if self._status is None:
             self._socket.settimeout(timeout)
             try:
-                self._status = self._read()
+                self._status = _read(self._socket)
             except TimeoutError:
                 raise
             except OSError:
@@ -110,7 +117,8 @@ class Fork:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -119,8 +127,15 @@ class Fork:
         self.send_signal(signal.SIGTERM)
 
 
+def _read(connection: socket.socket) -> int:
+    data = connection.recv(_WORD.size, socket.MSG_WAITALL)
+    if len(data) < _WORD.size:
+        raise OSError("the process at the other end is gone")
+    return _WORD.unpack(data)[0]
+
+
 def _connected(address: str) -> socket.socket:
-    """A server that has just been started has a few seconds to listen; where its folder is not, there is none."""
+    """A server that was just started has a few seconds to listen; where its folder is not, there is none."""
     until = time.monotonic() + 5
     while True:
         found = socket.socket(socket.AF_UNIX)
@@ -134,98 +149,64 @@ def _connected(address: str) -> socket.socket:
         time.sleep(0.05)
 
 
-def serve(address: str, parent: int) -> None:
-    """Import, then fork for each caller, until the parent of this process and all callers are gone.
+def serve(address: str, parent: int, modules: Sequence[str] = ()) -> None:
+    """Import, then fork for each caller, until the parent of this process is gone.
 
     address: path of the socket, in a folder of its own, at which callers may wait while this imports.
     """
+    modules = modules or [*TRAINING, *NOTEBOOKS, *(module for module, _ in COMMANDS.values())]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the callers, and with them what they called
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork becomes a zombie
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
     os.environ.setdefault("MPLBACKEND", INLINE)
-    for name in (*MODULES, *(module for module, _ in COMMANDS.values())):
+    for name in modules:
         with contextlib.suppress(ImportError):  # whoever needs it is told, in its own process
-            import_module(name)
+            getattr(import_module(name), "warm_up", lambda: None)()
     gc.collect()
     gc.freeze()  # forks share these pages as long as nobody writes to them
-    callers: dict[int, socket.socket] = {}
-    woken, wake = socket.socketpair()  # by the end of a fork
-    wake.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    with selectors.DefaultSelector() as ready:
-        ready.register(listener, selectors.EVENT_READ)
-        ready.register(woken, selectors.EVENT_READ)
-        while callers or os.getppid() == parent:
-            for key, _ in ready.select(1.0):
-                if key.fileobj is woken:
-                    woken.recv(4096)
-                elif key.fileobj is listener:
-                    caller = listener.accept()[0]
-                    pid = _fork(caller, [listener, *callers.values()])
-                    if pid:
-                        callers[pid] = caller
-                        ready.register(caller, selectors.EVENT_READ, pid)
-                else:  # it says nothing, so it is gone
-                    ready.unregister(key.fileobj)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(key.data, signal.SIGTERM)
-            for pid, status in _ended():
-                caller = callers.pop(pid)
-                with contextlib.suppress(KeyError):
-                    ready.unregister(caller)
-                with contextlib.suppress(OSError):
-                    caller.sendall(struct.pack("!q", status))
-                caller.close()
+    listener.settimeout(1.0)
+    while os.getppid() == parent:
+        with contextlib.suppress(OSError):  # no caller, or no room for a process: its connection ends
+            caller, _ = listener.accept()
+            with caller:
+                if os.fork() == 0:
+                    listener.close()
+                    _serve(caller)
     with contextlib.suppress(OSError):
         os.unlink(address)
         os.rmdir(os.path.dirname(address))
 
 
-def _ended() -> list[tuple[int, int]]:
-    ended = []
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended.append((found[0], os.waitstatus_to_exitcode(found[1])))
-    return ended
-
-
-def _fork(caller: socket.socket, others: list[socket.socket]) -> int:
-    """Process number of the fork that does what the caller wishes; 0 where the caller broke off, or there is no room for a
-    process, and then the caller's connection ends."""
-    caller.settimeout(10)
-    streams: list[int] = []
+def _serve(caller: socket.socket) -> NoReturn:
+    """In a fork: do what the caller wishes, tell it the exit status and end; end when the caller does."""
+    status = 1
     try:
-        head, streams, *_ = socket.recv_fds(caller, 8, 3)
-        wish = json.loads(caller.recv(struct.unpack("!Q", head)[0], socket.MSG_WAITALL))
-        pid = os.fork()
-    except (OSError, ValueError, struct.error):
-        for stream in streams:
-            os.close(stream)
-        caller.close()
-        return 0
-    if pid == 0:
-        try:
-            for other in (caller, *others):
-                other.close()
-            status = _run(wish, streams)
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        finally:
+        caller.settimeout(10)
+        head, streams, *_ = socket.recv_fds(caller, _WORD.size, 3)
+        wish = json.loads(caller.recv(_WORD.unpack(head)[0], socket.MSG_WAITALL))
+        caller.settimeout(None)
+        caller.sendall(_WORD.pack(os.getpid()))
+        threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
+        status = _run(wish, streams)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(status)
-    for stream in streams:
-        os.close(stream)
+            caller.sendall(_WORD.pack(status))
+        os._exit(status)
+
+
+def _end_with(caller: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        caller.sendall(struct.pack("!q", pid))
-    return pid
+        caller.recv(1)  # it says nothing more, so it is gone
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run(wish: dict[str, Any], streams: list[int]) -> int:
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, number in zip(streams, (0, 1, 2), strict=True):

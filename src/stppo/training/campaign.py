@@ -1,31 +1,33 @@
-"""Every planned run of a preset, trained without notebooks: several processes, each of which trains many
-runs.
+"""Every planned run of a preset, trained without notebooks.
 
-`snakemake all` executes a notebook per run; hundreds of runs of a study or a benchmark need none, and
-importing torch once a process instead of once a run saves more time than a short run takes."""
+`snakemake all` executes a notebook per run; hundreds of runs of a study or a benchmark need none. Jobs of
+both are forks of a process that has imported torch (`preloaded`). Snakemake orders its own by what pages need
+and by changed content, and deletes what a job made before it makes it again; here a run needs its warm start
+and nothing else, and what a finished one recorded is never touched.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import logging
-import multiprocessing
+import json
 import os
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stppo.config.identity import warm_start_dir
 from stppo.config.planned import PlannedRun
+from stppo.config.provenance import code_hash
 from stppo.files import repository_path
-from stppo.record.ownership import announce_parent, is_orphan
-from stppo.training.processes import engine_apart
+from stppo.preloaded import JOB, TRAINING, Fork
+from stppo.preloaded import start as start_server
+from stppo.record.ownership import announce_parent
 from stppo.waiting import saying
 
 
@@ -61,17 +63,15 @@ def train_planned(
     """Train runs in their order, `jobs` at a time, each warm start before the first run that needs it.
 
     jobs: None takes `runs_at_a_time`. report(done, n, total) is called after each job. A finished run is
-    found complete and costs a second; an interrupted one goes on from its checkpoint. A run that fails is
-    reported and the others go on, also where its process was killed (whatever ran beside it fails with it) or
-    its warm start failed. Returns what failed."""
+    found complete and costs a second; an interrupted one goes on from its checkpoint. One that fails or is
+    killed, or whose warm start failed, is reported and the others go on. Returns what failed.
+    """
     with saying(f"composing the {len(runs)} runs of preset={preset}"):
         # All are composed, and so checked, before any is trained.
         starts = {run.name: warm_start_dir(run.config) for run in runs}
         jobs = jobs or runs_at_a_time(runs)
-    pending, ready, failed = list(runs), set[Path](), list[Done]()
+    pending, ready, failed, finished = list(runs), set[Path](), list[Done](), 0
     total = len(runs) + len(set(starts.values()))
-    announce_parent()  # killed, it leaves no run behind for longer than to its next checkpoint
-    finished = 0
 
     def tell(done: Done) -> None:
         nonlocal finished
@@ -80,64 +80,37 @@ def train_planned(
             failed.append(done)
         report(done, finished, total)
 
+    announce_parent()
+    server, forks = start_server(TRAINING), set[Fork]()
     active: dict[Future[Done], tuple[PlannedRun | None, Path]] = {}
-    pool = _pool(jobs)
-    try:
-        while pending or active:
-            while len(active) < jobs and (job := _next(pending, starts, ready, active)):
-                run, start = job
-                try:
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            while pending or active:
+                while len(active) < jobs and (job := _next(pending, starts, ready, active)):
+                    run, folder = job
                     if run is None:
-                        first = next(r for r in pending if starts[r.name] == start)
-                        future = pool.submit(_start, first.config)
+                        config = next(r.config for r in pending if starts[r.name] == folder)
+                        name, wish = f"warm start {folder.name}", (config, str(folder))
                     else:
-                        future = pool.submit(_train, run.name, run.config, run_folder(preset, run), start)
-                except BrokenProcessPool:  # a process was killed after the last wait
-                    if active:
-                        break  # one of them says so below
-                    pool.shutdown()
-                    pool = _pool(jobs)
-                    continue
-                active[future] = job
-                if run is not None:
-                    pending.remove(run)
-            ended = wait(active, return_when=FIRST_COMPLETED).done
-            if any(isinstance(future.exception(), BrokenProcessPool) for future in ended):
-                ended = wait(active).done  # the pool has ended every other process with it
-                pool.shutdown()
-                pool = _pool(jobs)
-            for future in ended:
-                run, start = active.pop(future)
-                try:
-                    done = future.result()
-                except BrokenProcessPool:
-                    name = f"warm start {start.name}" if run is None else run.name
-                    done = Done(name, 0.0, "", _KILLED)
-                tell(done)
-                if run is None and done.error is None:
-                    ready.add(start)
-                elif run is None:
-                    for other in [other for other in pending if starts[other.name] == start]:
-                        pending.remove(other)
-                        tell(Done(other.name, 0.0, "", f"its warm start failed: {done.error}"))
-    except KeyboardInterrupt:
-        for process in list((pool._processes or {}).values()):  # None: it has just been shut down
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown()
+                        pending.remove(run)
+                        name, wish = run.name, (run.config, str(run_folder(preset, run)), str(folder))
+                    active[pool.submit(_in_fork, name, wish, forks)] = job
+                for future in wait(active, return_when=FIRST_COMPLETED).done:
+                    (run, folder), done = active.pop(future), future.result()
+                    tell(done)
+                    if run is None and done.error is None:
+                        ready.add(folder)
+                    elif run is None:
+                        for other in [other for other in pending if starts[other.name] == folder]:
+                            pending.remove(other)
+                            tell(Done(other.name, 0.0, "", f"its warm start failed: {done.error}"))
+        finally:
+            while wait(active, timeout=1).not_done:  # after an interruption
+                for fork in list(forks):
+                    fork.terminate()
+            server.terminate()
+            server.wait()
     return failed
-
-
-_KILLED = (
-    "its process was killed, or one beside it was: often for want of memory (--jobs 1 needs less); the same "
-    "command goes on"
-)
-
-
-def _pool(jobs: int) -> ProcessPoolExecutor:
-    """Processes for `jobs` jobs; spawned, because torch does not survive a fork with threads."""
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_quiet)
 
 
 def _next(
@@ -154,61 +127,58 @@ def _next(
     return None
 
 
-def _quiet() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    logging.getLogger().setLevel(logging.WARNING)
+_KILLED = "its process was killed: often for want of memory (--jobs 1 needs less); the same command goes on"
 
 
-def _between_jobs() -> None:
-    """End where the campaign is gone: its queue still holds jobs. Else give back what the job before has
-    freed: glibc keeps it in pieces, and a process of ten runs grew to twice one's."""
-    if is_orphan():
-        os._exit(1)
-    gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
-        if trim is not None:
-            trim(0)
-
-
-def _start(config: dict) -> Done:
-    from stppo.training.warm_start import WARM_START_FILE, recorded_start
-
-    _between_jobs()
-    path, began = warm_start_dir(config), time.perf_counter()
-    name = f"warm start {path.name}"
-    try:
-        if (path / WARM_START_FILE).is_file():
-            return Done(name, 0.0, "there already")
-        kept = recorded_start(config)
-        engine = config["rollout"]["engine"]
-        record = engine_apart(engine, "stppo.training.warm_start:warm_start_of", config, path, False)
-    except Exception as error:  # one job's failure is reported; the others go on
-        return Done(name, time.perf_counter() - began, "", _line(error))
-    text = f"sampled {record['success_sampled']:.2f}, greedy {record['success_greedy']:.2f}"
-    if kept is not None:
-        text += f": that of {kept.parent}, which the recorded runs began from"
-    return Done(name, time.perf_counter() - began, text)
-
-
-def _train(name: str, config: dict, folder: Path, start: Path) -> Done:
-    _between_jobs()
+def _in_fork(name: str, wish: tuple[Any, ...], forks: set[Fork]) -> Done:
     began = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as out, open(os.devnull) as nothing:
+        streams = nothing.fileno(), out.fileno(), out.fileno()
+        try:
+            fork = Fork([JOB, json.dumps(wish)], os.environ | {"OMP_NUM_THREADS": "1"}, streams=streams)
+        except OSError:  # the server, too, can be killed
+            return Done(name, 0.0, "", _KILLED)
+        forks.add(fork)
+        status = fork.wait()
+        forks.discard(fork)
+        out.seek(0)
+        last = (out.read().strip().splitlines() or [""])[-1]
+    error = None if status == 0 else _KILLED if status < 0 else last
+    return Done(name, time.perf_counter() - began, "" if error else last, error)
+
+
+def warm_up() -> None:
+    """What every run would do anew: hash its code, import what is imported when it is first used."""
+    import pyarrow.parquet  # noqa: F401
+
+    code_hash(["stppo.training.run", "stppo.training.warm_start"])
+
+
+def job() -> None:
+    """What a fork does: make a warm start, or train a run. The last line that it prints says how it ended."""
     try:
-        engine = config["rollout"]["engine"]
-        text = engine_apart(engine, "stppo.training.campaign:train_run", config, folder, start)
-    except Exception as error:  # as above
-        return Done(name, time.perf_counter() - began, "", _line(error))
-    return Done(name, time.perf_counter() - began, text)
+        config, *folders = json.loads(sys.argv[1])
+        print((train_run if len(folders) == 2 else make_start)(config, *map(Path, folders)))
+    except Exception as error:  # one job's failure is reported; the others go on
+        sys.exit(_line(error))
+
+
+def make_start(config: dict, folder: Path) -> str:
+    """Make a warm start where it is not there yet; returns how good it is."""
+    from stppo.training.warm_start import WARM_START_FILE, recorded_start, warm_start_of
+
+    if (folder / WARM_START_FILE).is_file():
+        return "there already"
+    kept, record = recorded_start(config), warm_start_of(config, folder, False)
+    of = "" if kept is None else f": that of {kept.parent}, which the recorded runs began from"
+    return f"sampled {record['success_sampled']:.2f}, greedy {record['success_greedy']:.2f}{of}"
 
 
 def train_run(config: dict, folder: Path, start: Path) -> str:
     """Train one run; returns how it ended."""
     from stppo.config.loading import load
-    from stppo.training.metrics import forget_peaks
     from stppo.training.run import Run
 
-    forget_peaks()
     run = Run(load(config), folder, start, progress=False)
     record = run.train()
     rows = [row["success"] for row in run.trainer.evaluation_rows if row["temperature"] == 1.0]

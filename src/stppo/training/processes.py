@@ -64,15 +64,6 @@ def in_own_process(function: str, *arguments: Any) -> Any:
     raise ChildProcessError(f"the process of {function} ended with exit code {process.exitcode}{killed}")
 
 
-def engine_apart(engine: str, function: str, *arguments: Any) -> Any:
-    """What `function`, "module:name", returns; where `engine` is vLLM, from a process of its own: two engines
-    one after the other in one process can break CUDA's memory pool."""
-    if engine == "vllm":
-        return in_own_process(function, *arguments)
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)(*arguments)
-
-
 def _stop(process: BaseProcess) -> None:
     if not process.is_alive():
         return
