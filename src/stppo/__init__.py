@@ -1,8 +1,9 @@
-"""Companion to arXiv 2511.20718: turn-level importance ratios and the clipping-bias divisor for off-policy agents.
+"""Companion to arXiv 2511.20718: turn-level importance ratios and the clipping-bias divisor for off-policy
+agents.
 
-Begin with `load`, which gives a loss for a loop of your own, or with the command `stppo`. The mathematics is in
-`stppo.objectives`, the batch that it reads in `stppo.trajectories`, the training loop in `stppo.training.trainer`.
-"""
+Begin with `load`, which gives a loss for a loop of your own, or with the command `stppo`. The mathematics is
+in `stppo.objectives`, the batch that it reads in `stppo.trajectories`, the training loop in
+`stppo.training.trainer`."""
 
 from importlib import import_module
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 
 def load(algorithm: str | Path) -> Any:
-    """The `stppo.objectives.Objective` of an algorithm by name (`stppo.load("st_ppo")`) or of your own file FOLDER/algorithm/NAME.yaml.
+    """The `stppo.objectives.Objective` of an algorithm by name (`stppo.load("st_ppo")`) or of your own file
+    FOLDER/algorithm/NAME.yaml.
 
-    Its `loss` takes log-probs, advantages and the agent mask; `stppo.objectives.backward` adds what a stabiliser does to
-    the gradient. stppo.config.files.ConfigError for an unknown name and for a file that is no algorithm.
-    """
+    Its `loss` takes log-probs, advantages and the agent mask; `stppo.objectives.backward` adds what a
+    stabiliser does to the gradient. stppo.config.files.ConfigError for an unknown name and for a file that is
+    no algorithm."""
     return import_module("stppo.config.composition").objective_of(algorithm)
 
 

@@ -39,7 +39,8 @@ def in_range(owner: object, field: str, low: float, high: float = math.inf, low_
 
 
 def install(extra: str) -> str:
-    """The command that brings an extra of this package, which no index has: from the checkout, or from the wheel."""
+    """The command that brings an extra of this package, which no index has: from the checkout, or from the
+    wheel."""
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e '{checkout}[{extra}]'"

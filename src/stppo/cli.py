@@ -62,7 +62,8 @@ ConfigDir = Annotated[
         callback=_own_configs,
         readable=False,  # `use_config_dir` says it in one line
         show_default=False,
-        help=f"Your folder with `algorithm/my_ppo.yaml` and the like, beside the shipped ones (or {VARIABLE}).",
+        help="Your folder with `algorithm/my_ppo.yaml` and the like, beside the shipped ones "
+        f"(or {VARIABLE}).",
     ),
 ]
 
@@ -111,11 +112,11 @@ def train(
 
     * `stppo train algorithm=token_ppo,st_ppo seed=0,1 training=nearly_on_policy`
 
-    * `stppo train algorithm=my_ppo preset=smoke --config-dir my_configs`, with `my_configs/algorithm/my_ppo.yaml`
+    * `stppo train algorithm=my_ppo preset=smoke --config-dir my_configs`, with
+    `my_configs/algorithm/my_ppo.yaml`
 
-    A warm start is made first where none is cached. An interrupted run goes on from its checkpoint. Where memory may not
-    suffice, a line says so and names the settings that help.
-    """
+    A warm start is made first where none is cached. An interrupted run goes on from its checkpoint. Where
+    memory may not suffice, a line says so and names the settings that help."""
     from stppo.config.composition import compose, expand_sweep, variant
     from stppo.config.loading import load_all
 
@@ -145,7 +146,8 @@ def train(
 
 @contextlib.contextmanager
 def _stopping(remedy: str) -> Iterator[None]:
-    """Ctrl-C, and SIGTERM as a cluster sends it, end the work inside in order, with one line that says how to go on."""
+    """Ctrl-C, and SIGTERM as a cluster sends it, end the work inside in order, with one line that says how to
+    go on."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -166,7 +168,8 @@ def _check_extras(run: RunConfig) -> None:
 
 
 def _warn_of_memory(run: LoadedRun, warned: set[str]) -> None:
-    """A line of the log where a run may need more memory than is free, unless an earlier one of a sweep got the same."""
+    """A line of the log where a run may need more memory than is free, unless an earlier one of a sweep got
+    the same."""
     from stppo.preflight.check import shortage
 
     try:
@@ -200,7 +203,8 @@ def train_planned_command(
         bool, typer.Option("--again", help="Also runs that the preset's record (pipeline.recorded) holds.")
     ] = False,
 ) -> None:
-    """Train every run of a preset's pipeline without notebooks; the same command goes on after an interruption.
+    """Train every run of a preset's pipeline without notebooks; the same command goes on after an
+    interruption.
 
     Runs whose metrics are committed already are left out, where the preset names the folder of its record.
 
@@ -254,7 +258,8 @@ def bench(
     ),
     config_dir: ConfigDir = None,
 ) -> None:
-    """Run a method at the benchmark's settings and draw it among the committed ones; the same command goes on.
+    """Run a method at the benchmark's settings and draw it among the committed ones; the same command goes
+    on.
 
     Example: `stppo bench my_configs/algorithm/my_method.yaml --jobs 4`
     """
@@ -302,7 +307,8 @@ def bench(
             f"; for a changed method delete {folders[0].parent} or give it another name" if changed else ""
         )
         raise ValueError(
-            f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}{remedy}"
+            f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: "
+            f"{failed[0].error}{remedy}"
         )
     made = sorted(
         file.parent for file in run_folder("benchmark", planned[0]).parents[2].glob("*/*/*/run.json")
@@ -319,7 +325,8 @@ def bench(
         if math.isfinite(low := row["best_of_1_low"]):  # NaN from one world
             ends += f" [{low:.2f}, {row['best_of_1_high']:.2f}]"
         typer.echo(
-            f"{row['label']}: a random setting ends at {ends}, {row['points']} of {len(benchmark.points())} run"
+            f"{row['label']}: a random setting ends at {ends}, {row['points']} of {len(benchmark.points())} "
+            "run"
         )
 
 
@@ -352,7 +359,8 @@ def _rerun(n: int, seed: int, jobs: int) -> None:
 
 
 def _preset(overrides: list[str] | None) -> tuple[str, list[str]]:
-    """The preset that overrides name (laptop where they name none), and the others; ValueError where they name two."""
+    """The preset that overrides name (laptop where they name none), and the others; ValueError where they
+    name two."""
     chosen = overrides or []
     named = [o.partition("=")[2] for o in chosen if o.partition("=")[0] == "preset"] or ["laptop"]
     if len(named) > 1:
@@ -372,7 +380,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _progress():
-    """Prints a line a finished job, with the time that is left; what was there already says nothing about it."""
+    """Prints a line a finished job, with the time that is left; what was there already says nothing about
+    it."""
     from stppo.training.campaign import Done
 
     worked: list[float] = []  # when each job that took its time had begun
@@ -401,9 +410,8 @@ def train_one(loaded: LoadedRun, out: Path | None, resume: str, variant: str = "
     """Train one run, its warm start first where none is cached; returns a line that says so, and
     one of its success before and after.
 
-    variant: its overrides (`config.composition.variant`), for the record; differs: those that not all members of its
-    sweep share, for the names of progress bar and folder.
-    """
+    variant: its overrides (`config.composition.variant`), for the record; differs: those that not all members
+    of its sweep share, for the names of progress bar and folder."""
     import pandas as pd
 
     from stppo.config.identity import fingerprint, identity_section, warm_start_dir
@@ -429,7 +437,10 @@ def train_one(loaded: LoadedRun, out: Path | None, resume: str, variant: str = "
     success = before_and_after(pd.DataFrame(run.trainer.evaluation_rows))
     after = "" if success is None else f"\n{success}"
     if run.taken_up == run.settings.training.iterations:
-        return f"already complete: nothing trained (same config, code and start); --out elsewhere to repeat, {folder}{after}"
+        return (
+            "already complete: nothing trained (same config, code and start); --out elsewhere to repeat, "
+            f"{folder}{after}"
+        )
     done = f"{record['iterations']} iterations, {record['updates']} updates in {record['wall_seconds']:.0f} s"
     return f"{record['status']}: {done}, {folder}{after}"
 
@@ -553,18 +564,18 @@ def evaluate(
     trajectories: Annotated[int, typer.Option(min=0, help="Kept per benchmark, for the viewer.")] = 3,
     config_dir: ConfigDir = None,
 ) -> None:
-    """Evaluate a checkpoint on the test questions of a world: any of the eight benchmarks, or a synthetic one.
+    """Evaluate a checkpoint on the test questions of a world: any of the eight benchmarks, or a synthetic
+    one.
 
     Examples:
 
     * `stppo evaluate results/smoke/runs/OFF_POLICY/st_ppo/seed0 preset=smoke --out results/smoke/evaluation`
 
-    * `stppo evaluate Qwen/Qwen2.5-1.5B-Instruct world=benchmark 'world.benchmark=[nq,hotpotqa]' world.corpus=FILE
-    rollout.max_tokens=4096 --questions 500 --out results/evaluation/base`
+    * `stppo evaluate Qwen/Qwen2.5-1.5B-Instruct world=benchmark 'world.benchmark=[nq,hotpotqa]'
+    world.corpus=FILE rollout.max_tokens=4096 --questions 500 --out results/evaluation/base`
 
-    Prints a table; `benchmarks.json` and `benchmarks.csv` are written as each benchmark ends, and the same command goes
-    on where it was stopped. Numbers that end in `_se` are standard errors.
-    """
+    Prints a table; `benchmarks.json` and `benchmarks.csv` are written as each benchmark ends, and the same
+    command goes on where it was stopped. Numbers that end in `_se` are standard errors."""
     import pandas as pd
 
     from stppo.config.composition import compose
@@ -602,8 +613,8 @@ def tiny_model(
 ) -> None:
     """Write a random model of Qwen2.5's shape, to try a pipeline on real questions without any download.
 
-    Example: `stppo tiny-model results/tiny-qwen --corpus corpus.jsonl`, then `policy.pretrained=results/tiny-qwen`
-    """
+    Example: `stppo tiny-model results/tiny-qwen --corpus corpus.jsonl`, then
+    `policy.pretrained=results/tiny-qwen`"""
     from stppo.pretrained.tiny_model import make_tiny_model
     from stppo.retrieval.documents import scan_corpus
 
@@ -623,7 +634,8 @@ def fetch(
         bool, typer.Option("--plain", help="Take a model without chat template; its prompt stands alone.")
     ] = False,
 ) -> None:
-    """Bring a pretrained Llama, Qwen2 or GPT-2 into the cache, converted and checked; a second call finds it at once.
+    """Bring a pretrained Llama, Qwen2 or GPT-2 into the cache, converted and checked; a second call finds it
+    at once.
 
     Examples:
 
@@ -730,8 +742,8 @@ def claims(
 ) -> None:
     """Say which claims of the study its recorded runs support; a preset without claims gets an empty table.
 
-    Example: `stppo claims results/study/metrics results/study/claims --planned results/study/claims/planned.json`
-    """
+    Example: `stppo claims results/study/metrics results/study/claims --planned
+    results/study/claims/planned.json`"""
     from stppo.record.runs import load_metrics
     from stppo.study.claims import read_planned, write_claims
 
@@ -846,13 +858,15 @@ def main() -> None:
         message = _missing(error) if isinstance(error, ModuleNotFoundError) else _told(error)
         message = " ".join(message.split()) or type(error).__name__
         if not isinstance(error, _EXPECTED) or isinstance(error, _UNFORESEEN):
-            message = f"unexpected {type(error).__name__}: {message[:300]}; please report it with {_report_file(error)}"
+            kind, file = type(error).__name__, _report_file(error)
+            message = f"unexpected {kind}: {message[:300]}; please report it with {file}"
         typer.echo(f"error: {message}", err=True)
         raise SystemExit(1) from None
 
 
 def _report_file(error: Exception) -> Path:
-    """A new file with the traceback of an error, the command and the versions: here, or where files for a time go."""
+    """A new file with the traceback of an error, the command and the versions: here, or where files for a
+    time go."""
     from stppo.config.provenance import git_state, versions
 
     lines = [

@@ -381,8 +381,8 @@ class Decomposition:
     gradient = exact_advantage + advantage_error - clipping_bias
 
     gradient         of the clipped surrogate, by autograd from theta on
-    exact_advantage  E[sum_t weight_t A_t grad w_t], A the behaviour policy's exact token advantage: the gradient
-                     of the unclipped surrogate, which is not the policy gradient unless theta is theta_old
+    exact_advantage  E[sum_t weight_t A_t grad w_t], A the behaviour policy's exact token advantage: the
+                     gradient of the unclipped surrogate, which is not the policy gradient unless theta is theta_old
     advantage_error  E[sum_t weight_t (estimate_t - A_t) grad w_t]
     clipping_bias    C(theta) = E[sum over clipped t of weight_t estimate_t grad w_t]
     """

@@ -306,13 +306,16 @@ SUMMARY_COLUMNS: dict[str, str] = {
         for n in (10, 20, 40, 60)
     },
     "greedy_start": "greedy success of the warm start",
-    "greedy_final": "mean greedy success of the last tenth of the greedy evaluations; 0 after a non-finite stop",
+    "greedy_final": "mean greedy success of the last tenth of the greedy evaluations; 0 after a non-finite "
+    "stop",
     "greedy_area": "mean height of the curve of greedy success",
     "learned": "true if the peak lies at least 0.10 above the start",
     "gain_kept": "(final - start) / (peak - start) of a run that learned, else empty",
-    "crash_iteration": "first evaluation at which more than half of the gain is lost, or the non-finite update's; empty if none",
+    "crash_iteration": "first evaluation at which more than half of the gain is lost, or the non-finite "
+    "update's; empty if none",
     "rapid_crashes": "how often half of the gain was lost within 10 iterations, recovered or not",
-    "collapsed": "true if a crash (more than half of the gain lost) was not made good by the end, or a loss or gradient stopped being finite",
+    "collapsed": "true if a crash (more than half of the gain lost) was not made good by the end, or a loss or "
+    "gradient stopped being finite",
     "outcome": "learned, crashed and recovered, collapsed, did not learn, or lost its start",
     "clip_fraction_mean": "mean sign-aware clip fraction over all iterations",
     "gradient_norm_max": "largest gradient norm of any update, before clipping",

@@ -368,7 +368,8 @@ lies at least. A median (over worlds, as the mean is; not given of shares) that 
 that few worlds make the mean; it decides nothing.
 
 The {_percent(SHOWN)} interval beside an estimate does not decide. The joint interval does, because many
-entries are judged at once (Bonferroni over the entries of a letter that hang on no other): it is of {told}."""
+entries are judged at once (Bonferroni over the entries of a letter that hang on no other): it is of
+{told}."""
 
 
 def _percent(level: float) -> str:

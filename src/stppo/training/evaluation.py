@@ -146,7 +146,10 @@ def evaluate_checkpoint(
                 )
                 error = cause
                 if isinstance(cause, torch.OutOfMemoryError):
-                    error = "GPU memory ran out: lower rollout.batch_size (or max_num_seqs), or use training.precision=bfloat16"
+                    error = (
+                        "GPU memory ran out: lower rollout.batch_size (or max_num_seqs), or use "
+                        "training.precision=bfloat16"
+                    )
                 kind = OSError if isinstance(cause, OSError) else ValueError
                 raise kind(f"{error}; {kept}") from cause
             finally:
