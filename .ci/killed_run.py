@@ -1,6 +1,6 @@
-"""Kill a training process of the smoke pipeline with SIGKILL: Snakemake finishes the run as if nothing had happened.
+"""Kill a training process of the smoke pipeline with SIGKILL: Snakemake finishes the run all the same.
 
-From the repository root, in the activated environment, after `make all PRESET=smoke`: python .ci/killed_run.py
+From the repository root, in its environment, after `make all PRESET=smoke`: python .ci/killed_run.py
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The Snakefile, by dry runs: what it plans, what it says to bad input; and how pages are made, by a real run."""
+"""The Snakefile, by dry runs: what it plans, what it says to bad input; how pages are made, by a real run."""
 
 import os
 import subprocess
@@ -128,7 +128,7 @@ def test_recorded_metrics_are_rendered_without_training_and_a_missing_run_is_nam
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("preset=gigantic", "preset=gigantic: unknown preset; allowed: benchmark, laptop, "),
+        ("preset=gigantic", "preset=gigantic: unknown preset; allowed: benchmark, "),
         ("kernel=fortran", "no Jupyter kernel named fortran"),
         ("overrides=+pipeline.resources.gpu=2", "takes 2 GPU; say how many there are: --resources gpu=1"),
         ("overrides=training.device=cuda", "takes 1 GPU; say how many there are: --resources gpu=1"),
@@ -151,7 +151,8 @@ def test_pages_link_pages_and_need_no_widgets(tmp_path):
     }
     output = nbformat.v4.new_output("display_data", bundle)
     links = (
-        "[next](21-why.ipynb) [part](03-clipping-bias.ipynb#part) [run](10-train.ipynb) [plug](25-plug-ins.ipynb#a)"
+        "[next](21-why.ipynb) [part](03-clipping-bias.ipynb#part) [run](10-train.ipynb) "
+        "[plug](25-plug-ins.ipynb#a)"
         " [other](https://a.org/02-b.ipynb)"
     )
     notebook = nbformat.v4.new_notebook(

@@ -1,4 +1,4 @@
-"""Commands in forks of a process that has imported everything, and in a process of their own where there is none."""
+"""Commands in forks of a process that has imported everything, or where there is none in their own."""
 
 import json
 import os
@@ -66,8 +66,8 @@ def test_kernels_are_forks_that_have_imported_the_trainer(server, tmp_path):
     process, environment = server
     source = notebook(
         tmp_path / "in.ipynb",
-        "import os, sys, json",
-        "print(json.dumps([os.getppid(), 'stppo.training.trainer' in sys.modules, os.getcwd(), os.environ['MARK']]))",
+        "import os, sys, json\nimported = 'stppo.training.trainer' in sys.modules",
+        "print(json.dumps([os.getppid(), imported, os.getcwd(), os.environ['MARK']]))",
     )
     command = [
         *COMMAND,
@@ -97,7 +97,8 @@ def test_a_killed_caller_takes_its_command_and_its_kernel_along(server, tmp_path
     told = tmp_path / "pid"
     source = notebook(
         tmp_path / "in.ipynb",
-        f"import os, time\nfrom pathlib import Path\nPath({str(told)!r}).write_text(str(os.getpid()))\ntime.sleep(600)",
+        f"import os, time\nopen({str(told)!r}, 'w').write(str(os.getpid()))",
+        "time.sleep(600)",
     )
     command = [*COMMAND, "papermill", str(source), "out.ipynb", "--no-progress-bar", "-k", "python3"]
     caller = subprocess.Popen(command, env=server[1], cwd=tmp_path, stderr=subprocess.DEVNULL)

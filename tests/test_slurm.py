@@ -1,4 +1,4 @@
-"""`--profile profiles/slurm`: what it plans, and what one training run asks of Slurm, with stand-ins for its commands."""
+"""`--profile profiles/slurm`: what it plans, and what a run asks of Slurm, by stand-ins for its commands."""
 
 import shlex
 
@@ -15,7 +15,7 @@ pytest.importorskip("snakemake_executor_plugin_slurm", reason="needs the plug-in
 PROFILE = ("--profile", "profiles/slurm", "--config", "preset=smoke")
 GPU = "overrides=+pipeline.resources.gpu=2 +pipeline.resources.mem_mb=32000 +pipeline.resources.runtime=90"
 
-# A cluster of one node: sbatch runs the job at once, in Slurm's environment, and writes down how it was called.
+# A cluster of one node: sbatch runs the job at once, in Slurm's environment, and notes how it was called.
 COMMANDS = {
     "sbatch": """printf '%s\\n' "$@" > "$STAND_INS/sbatch.txt"
 for argument; do case "$argument" in --wrap=*) job="${argument#--wrap=}";; esac; done
@@ -28,7 +28,8 @@ while case "$1" in -*) true;; *) false;; esac; do shift; done; exec "$@" """,
     "sinfo": "echo 'gpu*'",
     "scancel": "true",
     # In place of a training run: what it leaves behind, empty.
-    "papermill": """cd "$(dirname "$2")" && touch 10-train.ipynb run.json updates.parquet evaluations.parquet""",
+    "papermill": """cd "$(dirname "$2")"
+touch 10-train.ipynb run.json updates.parquet evaluations.parquet""",
 }
 
 

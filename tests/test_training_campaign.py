@@ -1,4 +1,4 @@
-"""`stppo train-planned`: what a record holds is not trained again, and what is left begins where the record began."""
+"""`stppo train-planned`: what a record holds is left out, what fails ends alone, an interruption in order."""
 
 import json
 import os
@@ -28,7 +28,8 @@ PRESET = """# @package _global_
 defaults:
   - override /world: synthetic_small
 preset: mini
-warm_start: {target_success: 0.0, max_steps: 20, evaluate_every: 20, evaluate_questions: 16, final_samples: 16, demonstrations: 64, reading: {max_steps: 0}}
+warm_start: {target_success: 0.0, max_steps: 20, evaluate_every: 20, evaluate_questions: 16,
+  final_samples: 16, demonstrations: 64, reading: {max_steps: 0}}
 pipeline:
   recorded: record
   regimes:

@@ -1,4 +1,4 @@
-"""Memory and servers that give out in the middle of a run: what is done is kept, and one line says how to go on."""
+"""Memory and servers that give out amid a run: what is done is kept, and one line says how to go on."""
 
 import json
 
@@ -37,7 +37,7 @@ def failing(trainer, searches):
     retriever.search = search
 
 
-# Early to late: in the first evaluation, the first roll-outs, and in roll-outs and evaluations between updates.
+# Early to late: in the first evaluation, the first roll-outs, and in those between updates.
 @pytest.mark.parametrize(
     "searches", [0, 10, 24, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 14, 19, 22))]
 )

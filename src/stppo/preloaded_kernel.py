@@ -1,5 +1,4 @@
-"""Starts a notebook's kernel as a fork of the process that `stppo.preloaded` serves; where there is none, as
-Jupyter does."""
+"""Starts a notebook's kernel as a fork of the process that `stppo.preloaded` serves, else as Jupyter does."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ class PreloadedProvisioner(LocalProvisioner):
     """Jupyter's way to start a kernel on this machine, but for the start itself."""
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:
-        """Connection of the started kernel. Kernels of another Python, or another language, start as they
-        always do."""
+        """Connection of the started kernel. Kernels of another Python, or another language, start as ever."""
         if os.path.realpath(cmd[0]) != os.path.realpath(sys.executable) or KERNEL not in cmd:
             return await super().launch_kernel(cmd, **kwargs)
         try:

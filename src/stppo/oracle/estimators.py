@@ -382,7 +382,8 @@ class Decomposition:
 
     gradient         of the clipped surrogate, by autograd from theta on
     exact_advantage  E[sum_t weight_t A_t grad w_t], A the behaviour policy's exact token advantage: the
-                     gradient of the unclipped surrogate, which is not the policy gradient unless theta is theta_old
+                     gradient of the unclipped surrogate, which is not the policy gradient unless theta is
+                     theta_old
     advantage_error  E[sum_t weight_t (estimate_t - A_t) grad w_t]
     clipping_bias    C(theta) = E[sum over clipped t of weight_t estimate_t grad w_t]
     """

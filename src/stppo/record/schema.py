@@ -314,8 +314,8 @@ SUMMARY_COLUMNS: dict[str, str] = {
     "crash_iteration": "first evaluation at which more than half of the gain is lost, or the non-finite "
     "update's; empty if none",
     "rapid_crashes": "how often half of the gain was lost within 10 iterations, recovered or not",
-    "collapsed": "true if a crash (more than half of the gain lost) was not made good by the end, or a loss or "
-    "gradient stopped being finite",
+    "collapsed": "true if a crash (more than half of the gain lost) was not made good by the end, or a loss "
+    "or gradient stopped being finite",
     "outcome": "learned, crashed and recovered, collapsed, did not learn, or lost its start",
     "clip_fraction_mean": "mean sign-aware clip fraction over all iterations",
     "gradient_norm_max": "largest gradient norm of any update, before clipping",
