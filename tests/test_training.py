@@ -74,7 +74,13 @@ def test_everything_of_the_schema_is_recorded(undisturbed):
     updates, evaluations = tables(undisturbed)
     assert list(updates) == list(UPDATE_COLUMNS) and list(evaluations) == list(EVALUATION_COLUMNS)
     # undefined where no reward was earned; measured on request
-    may_be_missing = {"critic_explained_variance", "critic_value_rmse", "true_value_std", *ENGINE_COLUMNS}
+    may_be_missing = {
+        "critic_explained_variance",
+        "critic_value_rmse",
+        "true_value_std",
+        "sample_divisor",
+        *ENGINE_COLUMNS,
+    }
     empty = [c for c in updates if updates[c].isna().all() and c not in may_be_missing]
     assert not empty, f"columns never filled: {empty}"
     assert list(updates["update"]) == list(range(1, 5 * 4 + 1))
