@@ -171,6 +171,6 @@ def test_without_vllm_one_line_names_the_extra(world, monkeypatch):
     for module in ("vllm_rollout", "vllm_engine"):
         monkeypatch.delitem(sys.modules, f"stppo.plugins.{module}", raising=False)
     policy = build_policy(PolicyConfig(name="tiny"), world.tokenizer)
-    with pytest.raises(ImportError, match=r"pip install 'stppo\[vllm\]'") as caught:
+    with pytest.raises(ImportError, match=r"pip install -e '.*\[vllm\]'") as caught:
         make_rollout(world.environment, world.tokenizer, VLLMRolloutConfig(), policy)
     assert "\n" not in str(caught.value)

@@ -21,7 +21,7 @@ ALLOWED = {
     "oracle": {"objectives", "trajectories"},
     "retrieval": {"checks", "files"},
     "world": {"retrieval", "checks", "files"},
-    "policy": {"files", "trajectories"},
+    "policy": {"checks", "files", "trajectories"},
     "rollout": {"policy", *FLOOR},
     "pretrained": {"policy", "files"},
     "config": {*MODELS, *FLOOR},

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import stppo
 from stppo.config import files as config_files
 from stppo.config.algorithms import PAPER, RIVALS
 from stppo.config.loading import build
@@ -655,3 +656,17 @@ def test_ppo_with_a_prefix_ratio_removes_nothing_at_the_start_and_is_token_ppo_o
     log_ratio, advantages = normal(single.rows, 10, 0.6), normal(single.rows, 11)
     losses = [o.evaluate(log_ratio, advantages, single).loss for o in (objective, load("token_ppo"))]
     torch.testing.assert_close(*losses, rtol=1e-14, atol=0)
+
+
+def test_a_standardised_ratio_that_overflows_has_a_gradient():
+    """One token e^200 times as likely as it was, among ordinary ones."""
+    objective = stppo.load("grpo_guard")
+    batch = mixed_batch()
+    moved = 0.1 * normal(batch.behaviour_logprobs, 1)
+    row, column = batch.agent_mask.nonzero()[3].tolist()
+    moved[row, column] = 200.0
+    logprobs = (batch.behaviour_logprobs + moved).float().requires_grad_()
+    advantages = torch.full_like(batch.behaviour_logprobs, 1.0)
+    surrogate = objective.loss(logprobs, batch.behaviour_logprobs.float(), advantages, batch.agent_mask)
+    surrogate.loss.backward()
+    assert torch.isfinite(surrogate.loss) and torch.isfinite(logprobs.grad).all()

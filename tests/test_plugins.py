@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from stppo import cli, plugins
+from stppo.checks import install
 from stppo.objectives import Clip
 from stppo.plugins import methods
 from stppo.world import BM25Retriever, Document, Protocol, Question, SearchEnvironment
@@ -53,7 +54,7 @@ def test_a_missing_host_is_one_line_with_the_remedy(check, monkeypatch, host):
     assert check(host) == (
         1,
         "",
-        f"error: {host} is not installed; pip install 'stppo[{host}]' (in a checkout: -e '.[{host}]')\n",
+        f"error: {host} is not installed; {install(host)}\n",
     )
 
 

@@ -152,7 +152,7 @@ def test_what_is_not_installed_is_told_with_what_to_do_without_it(monkeypatch):
     assert rows["GPU"].ok is False and "training.device=cpu" in rows["GPU"].remedy
     assert rows["optimizer"].ok is False and "adam" in rows["optimizer"].remedy
     assert rows["vLLM"].ok or "rollout=torch" in rows["vLLM"].remedy
-    assert rows["peft"].ok or "stppo[lora]" in rows["peft"].remedy
+    assert rows["peft"].ok or "[lora]" in rows["peft"].remedy
     of_another_machine = {row.what: row.ok for row in requirements.software(run.settings, given=True)}
     assert of_another_machine["GPU"] is None
     plain = {

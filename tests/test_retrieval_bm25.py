@@ -164,3 +164,21 @@ def test_empty_and_missing_corpus_are_named(tmp_path):
     corpus.unlink()
     with pytest.raises(FileNotFoundError, match="corpus.jsonl"):
         read_corpus(corpus)
+
+
+@pytest.mark.parametrize(
+    ("record", "title", "text"),
+    [
+        (
+            {"title": "Tarn", "contents": "A mill town.\nThe mill closed."},
+            "Tarn",
+            "A mill town.\nThe mill closed.",
+        ),
+        ({"title": "Tarn", "contents": '"Tarn"\nA mill town.'}, "Tarn", "A mill town."),
+        ({"contents": '"Tarn"\r\nThe mill closed.'}, "Tarn", "The mill closed."),
+    ],
+)
+def test_a_title_of_its_own_wins_and_none_keeps_its_quotes(tmp_path, record, title, text):
+    file = tmp_path / "corpus.jsonl"
+    file.write_text(json.dumps({"id": "3"} | record) + "\n")
+    assert read_corpus(file) == [Document("3", title, text)]

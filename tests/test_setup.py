@@ -204,7 +204,7 @@ def test_command_needs_the_core_alone(arguments):
 def test_command_whose_library_is_missing_names_the_extra():
     done = with_the_core_alone("train", "preset=smoke")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert re.fullmatch(r"error: this needs \w+, .* pip install 'stppo\[train\]'\n", done.stderr)
+    assert re.fullmatch(r"error: this needs \w+, .* pip install .*\[train\].*\n", done.stderr)
 
 
 def test_changelog_has_the_version_and_what_is_unreleased():

@@ -119,7 +119,7 @@ def test_missing_package_names_its_extra_before_anything_is_trained(
     name, tmp_path, tiny, barely_trained, monkeypatch
 ):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"pip install 'stppo\[{name}\]'") as error:
+    with pytest.raises(ConfigError, match=rf"pip install -e '.*\[{name}\]'") as error:
         Run(load(tiny(f"loggers=[{name}]")), tmp_path / "run", barely_trained)
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 

@@ -197,14 +197,32 @@ def test_a_limit_takes_a_seeded_sample(tmp_path, streaming):
     assert all(q.id == f"nq-{int(q.text[1:-1]) + 1}" for q in sample)  # numbered as in the file
     assert read(path, limit=99, seed=1) != read(path) and len(read(path, limit=99)) == 50
     near = read(path, limit=10, seed=1, shuffle_buffer=5)
-    assert max(int(q.text[1:-1]) for q in near) < 15  # nothing further on was read
+    assert (max(int(q.text[1:-1]) for q in near) < 15) == streaming  # nothing further on is read
     assert texts(read(tmp_path / "a.parquet", limit=10, seed=1)) == texts(sample)
+
+
+def test_a_limit_draws_from_all_records(tmp_path, caplog):
+    """Also where a file is sorted, or one source comes after the other."""
+    path = write(tmp_path / "sorted.jsonl", *nq(*["first"] * 11_000, *["last"] * 1_000))
+
+    def last(**options):
+        return sum(
+            q.answers == ("last",) for q in read_records("nq", path, "test", Reading(limit=400, **options))
+        )
+
+    found = [last(seed=seed) for seed in range(3)]
+    assert len(set(found)) > 1
+    assert all(11 <= n <= 58 for n in found), "of 400 draws at 1/12, four standard deviations about 33"
+    with caplog.at_level("INFO"):
+        assert last(streaming=True) < 11
+    assert "draws from the first records alone" in caplog.text
 
 
 def test_streaming_reads_no_further_than_it_must(tmp_path):
     path = write(tmp_path / "a.jsonl", *nq(*map(str, range(20))))
     path.write_text(path.read_text() + "no JSON\n")
-    assert len(read_records("nq", path, "test", Reading(limit=5, shuffle_buffer=1))) == 5
+    near = Reading(streaming=True, limit=5, shuffle_buffer=1)
+    assert len(read_records("nq", path, "test", near)) == 5
     with pytest.raises(ValueError, match="line 21: not valid JSON"):
         read_records("nq", path)
 

@@ -269,3 +269,46 @@ def test_trivia_in_its_native_schema_is_read(tmp_path):
     assert (q.id, q.text, q.source) == ("tc_33", record["Question"], "triviaqa")
     assert q.answers == ("Sunset Boulevard", *(a for a in record["Answer"]["Aliases"] if a != q.answers[0]))
     assert len(q.answers) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "accepted"),
+    [
+        ([1932.0], ("1932",)),  # as pandas writes an integer column with a blank
+        ([1932.5], ("1932.5",)),
+        (1932, ("1932",)),
+        (["a", float("nan"), None, " "], ("a",)),
+        ("['1932', 'MCMXXXII']", ("1932", "MCMXXXII")),
+        ('["1932", 1933]', ("1932", "1933")),
+        ("[REC]", ("[REC]",)),  # a film
+    ],
+)
+def test_answers_of_another_type_are_read(given, accepted):
+    record = {"id": "q7", "question": "in what year did the mill at Tarn close?", "golden_answers": given}
+    question = question_from(record, "nq", 1)
+    assert question.answers == accepted
+    assert all(score(question, answer) == 1 for answer in accepted)
+
+
+@pytest.mark.parametrize("given", [[True], True, [["a"]], [{"a": 1}], {"a": 1}, [b"a"]])
+def test_answers_that_are_no_text_are_refused_by_record(given):
+    with pytest.raises(
+        ValueError, match="question q7: not a nq record .*an answer must be a text or a number"
+    ):
+        question_from({"id": "q7", "question": "q?", "golden_answers": given}, "nq", 1)
+
+
+def test_aliases_in_a_text_are_no_letters():
+    answer = {"value": "1932", "aliases": "['1932', 'MCMXXXII']"}
+    record = {"question": "q?", "answer": answer, "question_source": "x"}
+    assert question_from(record, "triviaqa", 1).answers == ("1932", "MCMXXXII")
+
+
+def test_flags_in_a_text_are_read():
+    with pytest.raises(Unanswerable):
+        question_from(MUSIQUE | {"answerable": "False"}, "musique", 1)
+    assert question_from(MUSIQUE | {"answerable": "true"}, "musique", 1).answers[0] == "NRK"
+    written = [p | {"is_supporting": str(p["is_supporting"])} for p in MUSIQUE["paragraphs"]]
+    assert question_from(MUSIQUE | {"paragraphs": written}, "musique", 1).gold_paragraphs == (("B", "b"),)
+    with pytest.raises(ValueError, match="question m1: .*a flag must be true or false, got 'perhaps'"):
+        question_from(MUSIQUE | {"answerable": "perhaps"}, "musique", 1)

@@ -460,9 +460,3 @@ def test_how_many_answers_are_known_or_of_one_word_is_told_as_counted():
     for text, (split, part) in zip(told, asked, strict=True):
         met, _ = known_and_short(split[part], split["train"])
         assert text.format(met, len(split[part])) in page
-    shares = [
-        known_and_short(part, small["train"])[1] / len(part)
-        for part in (small["validation"][:300], small["test"])
-    ]
-    page = (ROOT / "results/reference/smollm/README.md").read_text(encoding="utf-8")
-    assert "more answers of one word ({:.0%} against {:.0%})".format(*shares).replace("%", " %") in page

@@ -40,10 +40,17 @@ def _metrics() -> str:
         HEAD + "# Every metric\n\nWhat a run records, with the names that files, tables and loggers use.\n"
     ]
     for title, columns in schema.GLOSSARY.items():
-        rows = "\n".join(
-            f"| `{name}` | {text.replace('|', chr(92) + '|')} |" for name, text in columns.items()
-        )
-        parts.append(f"\n## {title}\n\n| name | meaning |\n| --- | --- |\n{rows}\n")
+        measured = any(getattr(text, "unit", "") for text in columns.values())
+        heads = ("name", "unit", "meaning", "written by") if measured else ("name", "meaning")
+        rows = []
+        for name, text in columns.items():
+            meaning = text.replace("|", "\\|")
+            cells = (
+                (f"`{name}`", text.unit, meaning, f"`{text.writer}`") if measured else (f"`{name}`", meaning)
+            )
+            rows.append(f"| {' | '.join(cells)} |")
+        table = "\n".join([f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|", *rows])
+        parts.append(f"\n## {title}\n\n{table}\n")
     return "".join(parts)
 
 

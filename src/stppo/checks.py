@@ -1,6 +1,7 @@
 """Range checks of config values; every message names the field."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 
@@ -35,3 +36,11 @@ def in_range(owner: object, field: str, low: float, high: float = math.inf, low_
     if not number or not (low < value <= high or (value == low and not low_open)):
         interval = f"{'(' if low_open else '['}{low:g}, {high:g}]"
         raise ValueError(f"{type(owner).__name__}.{field}={value!r}: must be a number in {interval}")
+
+
+def install(extra: str) -> str:
+    """The command that brings an extra of this package, which no index has: from the checkout, or from the wheel."""
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e '{checkout}[{extra}]'"
+    return f"pip install 'stppo[{extra}] @ file:///FOLDER/WHEEL' with the place of the wheel"

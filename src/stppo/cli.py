@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stppo.checks import install
 from stppo.config.files import VARIABLE, ConfigError, use_config_dir
 from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
@@ -803,7 +804,7 @@ def _missing(error: ModuleNotFoundError) -> str:
     extras = {f[2] for f in found if f and f[1].replace("_", "-").lower() == wanted}
     for extra in ("train", "reproduce", *sorted(extras)):
         if extra in extras:
-            return f"this needs {module}, which is not installed: pip install 'stppo[{extra}]'"
+            return f"this needs {module}, which is not installed: {install(extra)}"
     return str(error)
 
 

@@ -159,10 +159,12 @@ class Trajectories:
     rewards             (B, T) float, reward received on emitting token t; 0 off the mask
     group_ids           (B,)   int64, shared by the trajectories of one question in one batch
     policy_updates      (B,)   int64, optimiser updates that the behaviour policy had seen
-    sentence_ends       (B, T) bool, True on agent tokens that end a sentence; the last token of a turn ends one in
-                        any case, and entries off the mask are not read. Left out: each turn is one sentence
-    below               (B, T, H) float, states at each token that a policy's frozen layers give (`stppo.policy.frozen`); those
-                        of a row's last token and behind it are not read. None where they were not kept
+    sentence_ends       (B, T) bool, True on agent tokens that end a sentence; the last token of a turn ends
+                        one in any case, and entries off the mask are not read. Left out: each turn is one
+                        sentence
+    below               (B, T, H) float, states at each token that a policy's frozen layers give
+                        (`stppo.policy.frozen`); those of a row's last token and behind it are not read. None
+                        where they were not kept
 
     Raises ValueError, naming field and row, for anything that contradicts this: a row without agent tokens
     has no turns, and a token at position 0 has no context to be sampled from.

@@ -254,10 +254,11 @@ def _check_values(given: Config, target: type, key: str) -> None:
 
 
 def _misfit(value: Any, kind: Any) -> str:
-    """What a parameter must be that is annotated with plain types alone, where the value is not of them; "" where it is.
+    """What a parameter must be that is annotated with plain types alone, where the value is not of them; ""
+    where it is.
 
-    A text that YAML does not take for a switch or a number (`off`, `None`, `08`) is true, or fails later, elsewhere.
-    """
+    A text that YAML does not take for a switch or a number (`off`, `None`, `08`) is true, or fails later,
+    elsewhere."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if not all(isinstance(one, type) and one in _PLAIN for one in kinds):
         return ""

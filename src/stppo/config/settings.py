@@ -18,8 +18,8 @@ LoggerName = Literal["tensorboard", "wandb"]
 
 
 class Section(BaseModel):
-    """A config section: unknown keys are errors, and values of another type than the key's, which would else be converted:
-    `epochs=true` is no 1."""
+    """A config section: unknown keys are errors, and values of another type than the key's, which would else
+    be converted: `epochs=true` is no 1."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 

@@ -20,9 +20,10 @@ def backward(
     """Put the gradient of `surrogate.loss` into `parameters`, clipped, then divided as the objective's
     stabiliser says (v1 Eq. 7 and 8): step the optimiser afterwards.
 
-    ||C|| is exact: it takes a second backward pass, left out where nothing was clipped. max_grad_norm: None does not clip.
-    Returns gradient_norm (before the clip), clipping_bias_norm (0 where no stabiliser reads it) and stabilizer_divisor.
-    ValueError for stabilisers that read another number than ||C|| or divide the step: those are the trainer's.
+    ||C|| is exact: it takes a second backward pass, left out where nothing was clipped. max_grad_norm: None
+    does not clip. Returns gradient_norm (before the clip), clipping_bias_norm (0 where no stabiliser reads
+    it) and stabilizer_divisor. ValueError for stabilisers that read another number than ||C|| or divide the
+    step: those are the trainer's.
     """
     stabilizer, parameters = objective.stabilizer, [p for p in parameters if p.requires_grad]
     plain = stabilizer.divides == "gradient" and not stabilizer.over_median

@@ -104,7 +104,7 @@ class StandardisedByTurn(RatioRule):
         centred = values - mean[place]
         square = values.new_zeros(len(count)).index_add(0, place, centred.square()) / count
         scale = (centred.square().mean().sqrt() + self.floor) / (square.sqrt() + self.floor)
-        return ((log_ratio - mean[place]) * scale[place]).exp()
+        return safe_exp((log_ratio - mean[place]) * scale[place])
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,10 @@ class BalancedClip(ClipRule):
     at most `high_most`, and stops as soon as the target is met. P and N are the sums of |term| over positive
     and negative A:
 
-        share   P / (P + N) >= target, over terms that keep a gradient: a clipped token no longer counts (ours, see bapo.yaml)
-        ratio   P / N >= target, over all terms, a clipped one with the bound's value: as the authors' code has it
-                (there a higher lower bound makes N larger, so that only the upper one can help)
+        share   P / (P + N) >= target, over terms that keep a gradient: a clipped token no longer counts
+                (ours, see bapo.yaml)
+        ratio   P / N >= target, over all terms, a clipped one with the bound's value: as the authors' code
+                has it (there a higher lower bound makes N larger, so that only the upper one can help)
     """
 
     sees_batch: ClassVar[bool] = True

@@ -108,8 +108,9 @@ class ClippingBiasNorm(Divisor):
         max      max(1, n / c0)   an update whose bias is below c0 is left alone
         one_plus 1 + n / c0       its smooth form
         floor    max(n, c0)       the bare norm with a floor: `max` times the constant c0
-        bare     n                the words as they stand, without c0: it enlarges the gradient where n < 1. Where nothing
-                                  is clipped n = 0, the quotient is undefined and there is nothing to correct: 1
+        bare     n                the words as they stand, without c0: it enlarges the gradient where n < 1.
+                                  Where nothing is clipped n = 0, the quotient is undefined and there is
+                                  nothing to correct: 1
 
     The sources say "divided by the norm" and give neither floor nor constant; `max` with c0 = 0.1 was fixed
     beforehand. A minibatch norm is biased upward, so a c0 belongs to a batch size. Apply the divisor after
@@ -155,7 +156,8 @@ class OwnClippingBias(SampleWeight):
     minibatch's: a reading of ours of "downweighting unreliable, highly off-policy samples". A sample is a
     trajectory or a turn (`sample`).
 
-        norm   max(1, n_i / c0)   n_i = ||C_i||, C_i the clipping bias of the mean over the sample's tokens of their terms
+        norm   max(1, n_i / c0)   n_i = ||C_i||, C_i the clipping bias of the mean over the sample's tokens of
+                                  their terms
         share  1 + s_i            s_i the share of the sample's tokens that are clipped
 
     n_i exactly would take a backward pass for each sample. It is estimated in log-probability space, the norm

@@ -7,7 +7,7 @@ theta_old every shipped rule has the unrestricted term, so that C = 0.
 | rule | term | unrestricted | clipped token |
 | --- | --- | --- | --- |
 | MinClip | min(w A, clip(w) A) | w A | the min takes the bound: no gradient |
-| ClippedWeight | sg(clip(w)) A log pi | sg(w) A log pi | w leaves the bounds: the weight is cut (or raised) to one |
+| ClippedWeight | sg(clip(w)) A log pi | sg(w) A log pi | w leaves the bounds: the weight is cut to one |
 | Mask | sg(w) m A log pi, m 0 or 1 | sg(w) A log pi | m = 0: no gradient |
 | Gate | f(w) A, f smooth | w A | f takes more than half of the term's gradient |
 

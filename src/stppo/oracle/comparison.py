@@ -29,11 +29,11 @@ class Quality:
 
     Objectives differ in scale (whitening, 1/|y|), which Adam undoes, so bias and noise are relative:
 
-    bias        |a E[g] - grad J| / |grad J| at the best scale a: the sine of the angle between the two; 1 where E[g]
-                points away from grad J
+    bias        |a E[g] - grad J| / |grad J| at the best scale a: the sine of the angle between the two; 1
+                where E[g] points away from grad J
     noise       sqrt(trace Cov[g]) / |E[g]|, of one batch
-    efficiency  E<g, grad J> / sqrt(E|g|^2 |grad J|^2) = cosine(E[g], grad J) / sqrt(1 + noise^2): how well one batch's
-                gradient points uphill, 1 at best
+    efficiency  E<g, grad J> / sqrt(E|g|^2 |grad J|^2) = cosine(E[g], grad J) / sqrt(1 + noise^2): how well
+                one batch's gradient points uphill, 1 at best
     sampled     True: from sampled batches, since the method looks at a whole batch; else exact
     """
 

@@ -37,7 +37,8 @@ class ExpectedSurrogate:
     """Expectations over the behaviour policy's trajectories; the tensors are scalars that carry theta's
     graph.
 
-    surrogate      J(theta) = E[sum_t weight_t term_t], to maximise; by default term_t = min(w_t A_t, clip(w_t) A_t)
+    surrogate      J(theta) = E[sum_t weight_t term_t], to maximise; by default
+                   term_t = min(w_t A_t, clip(w_t) A_t)
     bias           its gradient is the clipping bias C(theta)
     penalty        what the stabiliser subtracts from J; 0 for those without a penalty
     clip_fraction  share of agent tokens whose term is clipped (expected clipped over expected tokens)

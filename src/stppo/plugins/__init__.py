@@ -11,6 +11,7 @@ from types import ModuleType
 
 from packaging.specifiers import SpecifierSet
 
+from stppo.checks import install
 from stppo.plugins import methods
 
 SUPPORTED = {"verl": ">=0.9.1,<0.10", "trl": ">=1.16,<1.17"}
@@ -24,13 +25,14 @@ class HostError(ImportError):
 
 def require_host(host: str) -> str:
     """The installed version of `host`; raises HostError naming the extra or the supported versions."""
-    extra = f"pip install 'stppo[{host}]' (in a checkout: -e '.[{host}]')"
     try:
         installed = version(host)
     except PackageNotFoundError:
-        raise HostError(f"{host} is not installed; {extra}") from None
+        raise HostError(f"{host} is not installed; {install(host)}") from None
     if not SpecifierSet(SUPPORTED[host]).contains(installed, prereleases=True):
-        raise HostError(f"{host} {installed} is not supported, {host}{SUPPORTED[host]} is needed; {extra}")
+        raise HostError(
+            f"{host} {installed} is not supported, {host}{SUPPORTED[host]} is needed; {install(host)}"
+        )
     return installed
 
 

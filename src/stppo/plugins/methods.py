@@ -40,7 +40,10 @@ _MORE_THAN_A_LOSS = {
     "kl_stop": "it ends the updates on a batch, which a loss cannot",
 }
 _NULL = "it is a null of the studies: minirl's mask without minirl's weight"
-_BYPASS = "verl has it: loss_mode=bypass_mode with rollout_correction.loss_type=reinforce, rollout_is=token, rollout_is_threshold="
+_BYPASS = (
+    "verl has it: loss_mode=bypass_mode with rollout_correction.loss_type=reinforce, "
+    "rollout_is=token, rollout_is_threshold="
+)
 _CRITIC = "its credit needs a critic, which TRL does not have; on TRL's advantages its loss is "
 _OUR_LEVEL = "it is importance_sampling_level="
 _ELSEWHERE = {
@@ -51,7 +54,10 @@ _ELSEWHERE = {
         "dual_clip": "verl has it: loss_mode=vanilla, clip_ratio_c",
         "grad_clip": "verl has it: loss_mode=vanilla, grad_clip",
         "grpo": "verl has it: loss_mode=vanilla, algorithm.adv_estimator=grpo",
-        "dr_grpo": "verl has it: as grpo, algorithm.norm_adv_by_std_in_grpo=false, loss_agg_mode=seq-mean-token-sum-norm",
+        "dr_grpo": (
+            "verl has it: as grpo, algorithm.norm_adv_by_std_in_grpo=false, "
+            "loss_agg_mode=seq-mean-token-sum-norm"
+        ),
         "dapo": "verl has it: as grpo, clip_ratio_high=0.28",
         "gspo": "verl has it: loss_mode=gspo",
         "cispo": "verl has it: loss_mode=cispo",
@@ -67,8 +73,12 @@ _ELSEWHERE = {
         "weight_one": _NULL,
         "so_ppo_ctn": "it is loss_mode=so_ppo, reading=B",
         "so_grpo_ctn": "it is loss_mode=so_grpo, reading=B",
-        "s_ppo_cheap": "it needs the last block's gradient; loss_mode=s_ppo has the cheap divisor that a loss can have",
-        "st_ppo_cheap": "it needs the last block's gradient; loss_mode=st_ppo has the cheap divisor that a loss can have",
+        "s_ppo_cheap": (
+            "it needs the last block's gradient; loss_mode=s_ppo has the cheap divisor that a loss can have"
+        ),
+        "st_ppo_cheap": (
+            "it needs the last block's gradient; loss_mode=st_ppo has the cheap divisor that a loss can have"
+        ),
     },
     "trl": {
         "token_ppo": f"{_CRITIC}grpo's",
@@ -88,11 +98,17 @@ _ELSEWHERE = {
         "grpo": f"{_OUR_LEVEL}'token'",
         "gspo": f"{_OUR_LEVEL}'sequence'",
         "so_grpo": f"{_OUR_LEVEL}'turn' with stabilizer='clipping_bias_norm'",
-        "so_grpo_ctn": f"{_OUR_LEVEL}'turn' with ratio_aggregation='arithmetic', stabilizer='ctn_kl', loss_type='turn_mean'",
+        "so_grpo_ctn": (
+            f"{_OUR_LEVEL}'turn' with ratio_aggregation='arithmetic', stabilizer='ctn_kl', "
+            "loss_type='turn_mean'"
+        ),
         "dr_grpo": f"{_OUR_LEVEL}'token' with loss_type='dr_grpo', scale_rewards='none'",
         "dapo": f"{_OUR_LEVEL}'token' with loss_type='dapo', epsilon_high=0.28",
         "cispo": f"{_OUR_LEVEL}'token' with loss_type='cispo', epsilon_high=5.0",
-        "tis": f"{_OUR_LEVEL}'token' with loss_type='cispo', epsilon_high=2.0, but for the mean over each trajectory",
+        "tis": (
+            f"{_OUR_LEVEL}'token' with loss_type='cispo', epsilon_high=2.0, but for the mean "
+            "over each trajectory"
+        ),
         "sapo": f"{_OUR_LEVEL}'token' with loss_type='sapo'",
         "vespo": f"{_OUR_LEVEL}'token' with loss_type='vespo'",
         "sequence_mask": f"{_OUR_LEVEL}'token' with off_policy_mask_threshold=0.5",
@@ -100,7 +116,9 @@ _ELSEWHERE = {
         "weight_one": _NULL,
         "gmpo": "TRL has a trainer for it: trl.experimental.gmpo",
         "rloo": "it is objective='reinforce' with scale_rewards='none', but for a constant factor",
-        "reinforce_whitened": "it is objective='reinforce' with scale_rewards='batch', but for the group's mean",
+        "reinforce_whitened": (
+            "it is objective='reinforce' with scale_rewards='batch', but for the group's mean"
+        ),
     },
 }
 

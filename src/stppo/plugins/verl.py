@@ -49,15 +49,16 @@ Turns A turn is a maximal run of ones in `response_mask`; padding cannot matter.
     and without `rollout_is`, cannot be told from an observation.
 
 The divisor
-    ||C||, the norm of the clipping bias, would need a second backward pass through the policy; a loss function sees
-    log-probs alone. So n = sqrt(sum_t c_t^2), with c_t the derivative of the clipped terms' unclipped surrogate by
-    token t's log-prob. In parameter space C = sum_t c_t grad log pi_t; n is its norm if the scores grad log pi_t were
-    orthonormal. It sees how much was clipped and at what advantages, not whether trajectories agree on it. Hence
-    it has no limit: in a minibatch of B trajectories it falls like 1/sqrt(B) where ||C|| levels off
-    (notebook 03), and so **a c0 belongs to this estimator and to one batch size and response length**: with c0 = 0.1,
-    which was meant for ||C||, it hardly ever acts. The first study's runs (main regime, minibatches of 32 trajectories
-    of about 50 tokens) recorded both. Pearson correlation of their iteration means within a run, lowest and highest of
-    18 runs; median of ||C|| / n; median of ||C||:
+    ||C||, the norm of the clipping bias, would need a second backward pass through the policy; a loss
+    function sees log-probs alone. So n = sqrt(sum_t c_t^2), with c_t the derivative of the clipped terms'
+    unclipped surrogate by token t's log-prob. In parameter space C = sum_t c_t grad log pi_t; n is its norm
+    if the scores grad log pi_t were orthonormal. It sees how much was clipped and at what advantages, not
+    whether trajectories agree on it. Hence it has no limit: in a minibatch of B trajectories it falls like
+    1/sqrt(B) where ||C|| levels off (notebook 03), and so **a c0 belongs to this estimator and to one batch
+    size and response length**: with c0 = 0.1, which was meant for ||C||, it hardly ever acts. The first
+    study's runs (main regime, minibatches of 32 trajectories of about 50 tokens) recorded both. Pearson
+    correlation of their iteration means within a run, lowest and highest of 18 runs; median of ||C|| / n;
+    median of ||C||:
 
         algorithm      correlation     ||C|| / n   ||C||
         turn_ppo       0.29 to 0.73    37.4        0.56

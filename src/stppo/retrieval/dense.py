@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from stppo.checks import whole_number
+from stppo.checks import install, whole_number
 from stppo.retrieval.documents import Document, scan_corpus
 from stppo.retrieval.index_files import fingerprint, new_folder, open_corpus, read_manifest, write_manifest
 
 try:
     import faiss
 except ImportError as error:
-    raise ImportError("dense retrieval needs FAISS: pip install 'stppo[retrieval]'") from error
+    raise ImportError(f"dense retrieval needs FAISS: {install('retrieval')}") from error
 
 KINDS = ("flat", "hnsw")
 _VECTORS, _REQUEST = "vectors.faiss", "request.json"

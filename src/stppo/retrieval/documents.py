@@ -62,7 +62,8 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
 
 
 def parse_document(record: dict, untitled: str = "error") -> Document:
-    """A corpus entry {"id", "contents"}, contents = title (quoted or not), newline, text.
+    """A corpus entry {"id", "contents"}, contents = title (quoted or not), newline, text; or {"id", "title",
+    "contents"}, contents = text, with or without the title's line.
 
     untitled: "error" refuses contents without a title; "first_words" takes the passage's first words as its
     title. ValueError says what is wrong."""
@@ -70,8 +71,12 @@ def parse_document(record: dict, untitled: str = "error") -> Document:
     if "id" not in record or not isinstance(contents, str) or not contents.strip():
         raise ValueError('needs "id" and a text "contents" (quoted title, newline, text)')
     title, newline, text = contents.partition("\n")
+    title = title.removesuffix("\r")
     if len(title) >= 2 and title.startswith('"') and title.endswith('"'):
         title = title[1:-1]
+    given = record.get("title")
+    if isinstance(given, str) and given.strip():
+        return Document(str(record["id"]), given, text if newline and title == given else contents)
     if not newline or not title.strip():
         if untitled != "first_words":
             raise ValueError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from stppo.checks import whole_number
+from stppo.checks import install, whole_number
 from stppo.files import parse_json
 from stppo.retrieval.documents import Document, Retriever
 
@@ -19,9 +19,7 @@ try:
     from fastapi.responses import JSONResponse
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
-    raise ImportError(
-        "the retrieval server needs FastAPI and uvicorn: pip install 'stppo[retrieval]'"
-    ) from error
+    raise ImportError(f"the retrieval server needs FastAPI and uvicorn: {install('retrieval')}") from error
 
 Rankings = list[list[tuple[Document, float]]]
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")

@@ -129,7 +129,10 @@ def train_planned(
     return failed
 
 
-_KILLED = "its process was killed, or one beside it was: often for want of memory (--jobs 1 needs less); the same command goes on"
+_KILLED = (
+    "its process was killed, or one beside it was: often for want of memory (--jobs 1 needs less); the same "
+    "command goes on"
+)
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from stppo.checks import install
 from stppo.config.files import ConfigError
 
 log = logging.getLogger(__name__)
@@ -141,8 +142,7 @@ def check_installed(names: Sequence[str]) -> None:
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(
-                f"loggers: {name} is not installed; pip install 'stppo[{name}]', or leave {name} out of "
-                "loggers"
+                f"loggers: {name} is not installed; {install(name)}, or leave {name} out of loggers"
             )
 
 

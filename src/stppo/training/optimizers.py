@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from stppo.checks import install
 from stppo.config.settings import OptimizerName
 
 
@@ -26,7 +27,6 @@ def make_optimizer(
         import bitsandbytes
     except ImportError as error:
         raise ImportError(
-            "training.optimizer=adam8bit needs bitsandbytes: pip install 'stppo[adam8bit]', or use adam "
-            f"({error})"
+            f"training.optimizer=adam8bit needs bitsandbytes: {install('adam8bit')}, or use adam ({error})"
         ) from error
     return bitsandbytes.optim.Adam8bit(parameters, lr=learning_rate)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -68,8 +69,9 @@ class Reading:
 
     streaming: read records as they are needed instead of downloading and caching a whole hub set or Parquet
     file first.
-    limit: take this many records, from a shuffle of `shuffle_buffer` records at a time with `seed`; None
-    takes all, in their order.
+    limit: take this many records, drawn with `seed` from all of them, so that several sources keep their
+    proportion; with streaming from the first ones alone, `shuffle_buffer` at a time, and a line of the log
+    says how far that reached. None takes all, in their order.
     unanswerable: what to do with questions marked so; no_answer: with records without gold answer. "skip"
     leaves them out and logs their number."""
 
@@ -263,9 +265,36 @@ def _read(records: Records, split: str, reading: Reading) -> Iterator[tuple[int,
     with _explained(records.benchmark, records.path):
         stream = _open(records, split, reading).map(_numbered, with_indices=True)
         if reading.limit is not None:
-            stream = stream.shuffle(seed=reading.seed, buffer_size=reading.shuffle_buffer).take(reading.limit)
+            stream = _near(stream, reading) if reading.streaming else _sample(stream, reading)
+        furthest = 0
         for row in stream:
+            furthest = max(furthest, row["number"])
             yield row["number"], row["record"]
+        if reading.limit is not None and reading.streaming:
+            log.info(
+                "%s: a limit with streaming draws from the first records alone, here %d; streaming=false "
+                "draws from all",
+                records.path,
+                furthest,
+            )
+
+
+def _sample(stream: "IterableDataset", reading: Reading) -> list[dict[str, Any]]:
+    """`limit` rows of the whole stream in random order, every set of rows as likely (reservoir sampling,
+    Vitter 1985)."""
+    rng, kept = random.Random(reading.seed), []
+    for n, row in enumerate(stream):
+        if n < reading.limit:
+            kept.append(row)
+        elif (place := rng.randrange(n + 1)) < reading.limit:
+            kept[place] = row
+    rng.shuffle(kept)
+    return kept
+
+
+def _near(stream: "IterableDataset", reading: Reading) -> "IterableDataset":
+    """`limit` rows of the stream's beginning: what lies behind is not read."""
+    return stream.shuffle(seed=reading.seed, buffer_size=reading.shuffle_buffer).take(reading.limit)
 
 
 def _numbered(record: dict[str, Any], index: int) -> dict[str, Any]:

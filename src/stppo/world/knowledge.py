@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 RELATIONS = (
-    "mentor", "rival", "neighbour", "patron", "student", "ally", "cousin", "tutor", "guard", "friend", "heir", "client",
+    "mentor", "rival", "neighbour", "patron", "student", "ally",
+    "cousin", "tutor", "guard", "friend", "heir", "client",
 )  # fmt: skip
 SPLITS = ("train", "validation", "test")
 _PROTOCOL_TEXTS = {

@@ -1,10 +1,10 @@
 """One record of a benchmark, in its own schema or FlashRAG's, as a `Question`."""
 
-import json
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any, NamedTuple
 
 from stppo.files import parse_json
@@ -35,7 +35,7 @@ def question_from(record: Record, benchmark: str, number: int) -> Question:
     names = (record.get(field) for field in ("_id", "id", "question_id", "QuestionId"))
     name = next((str(value) for value in names if value is not None), f"{benchmark}-{number}")
     try:
-        if not (record.get("answerable", True) and _metadata(record).get("answerable") is not False):
+        if not all(_flag(of.get("answerable"), True) for of in (record, _metadata(record))):
             raise Unanswerable(f"question {name}: marked as unanswerable")
         text, answers, paragraphs, options = schema.read(record)
         if not isinstance(text, str | None):
@@ -62,17 +62,56 @@ class _Parts(NamedTuple):
 
 
 def _strings(value: Any) -> list[str]:
-    """A value or a list of values as strings without white space around them; blank ones and None are left
-    out."""
-    values = value if isinstance(value, list | tuple) else [value]
-    # `datasets` reads a JSON column that holds nothing but dates as time stamps.
-    dates = (
-        (v.isoformat() if v.time() != datetime.min.time() else v.date().isoformat())
-        if isinstance(v, datetime)
-        else v
-        for v in values
-    )
-    return [str(v).strip() for v in dates if v is not None and str(v).strip()]
+    """A value or a list of values as strings without white space around them; blank ones, None and NaN are
+    left out.
+
+    A whole float is an integer (pandas makes floats of a column of integers with a blank). TypeError for what
+    is no text, number or date, such as true or a list in a list."""
+    return [
+        text for item in (value if isinstance(value, list | tuple) else [value]) if (text := _string(item))
+    ]
+
+
+def _listed(value: Any) -> list[str]:
+    """`_strings` of a field that holds a list, also where a text writes it down."""
+    return _strings(_list_in(value) if isinstance(value, str) else value)
+
+
+def _string(value: Any) -> str:
+    if value is None or value != value:
+        return ""
+    if isinstance(
+        value, datetime
+    ):  # `datasets` reads a JSON column that holds nothing but dates as time stamps
+        return value.isoformat() if value.time() != datetime.min.time() else value.date().isoformat()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int | float | date):
+        raise TypeError(f"an answer must be a text or a number, got {value!r}")
+    return str(value).strip()
+
+
+def _list_in(text: str) -> Any:
+    """The list of texts and numbers that a text writes down, in JSON or as Python does; else the text."""
+    if not (text.strip().startswith("[") and text.strip().endswith("]")):
+        return text
+    for read in (parse_json, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = read(text.strip())
+            if isinstance(found, list) and all(type(item) in (str, int, float) for item in found):
+                return found
+    return text
+
+
+def _flag(value: Any, default: bool) -> bool:
+    """A switch of a record; TypeError for what says neither yes nor no."""
+    if value is None or value != value:
+        return default
+    known = {"true": True, "false": False, "1": True, "0": False}
+    found = known.get(str(value).strip().lower()) if isinstance(value, str | bool | int) else None
+    if found is None:
+        raise TypeError(f"a flag must be true or false, got {value!r}")
+    return found
 
 
 def pairs(value: Any, *keys: str) -> list[tuple]:
@@ -146,7 +185,7 @@ def _flashrag(record: Record) -> _Parts:
     metadata = _metadata(record)
     paragraphs = _supporting(metadata.get("context"), metadata.get("supporting_facts"))
     paragraphs += _supports(metadata)
-    return _Parts(_unquoted(record["question"]), _strings(record["golden_answers"]), paragraphs)
+    return _Parts(_unquoted(record["question"]), _listed(record["golden_answers"]), paragraphs)
 
 
 def _unquoted(text: str) -> str:
@@ -158,7 +197,7 @@ def _unquoted(text: str) -> str:
 
 
 def _nq(record: Record) -> _Parts:
-    return _Parts(record["question"], _strings(record["answer"]))
+    return _Parts(record["question"], _listed(record["answer"]))
 
 
 def _triviaqa(record: Record) -> _Parts:
@@ -166,17 +205,13 @@ def _triviaqa(record: Record) -> _Parts:
     answer = {
         key.lower(): value for key, value in (record.get("answer") or record.get("Answer") or {}).items()
     }
-    answers = _strings([answer.get("value"), *(answer.get("aliases") or ())])
+    answers = [*_strings(answer.get("value")), *_listed(answer.get("aliases"))]
     text = record["question"] if "question" in record else record["Question"]
     return _Parts(text, [a for a in answers if a != "<unk>"])  # the hub's test split
 
 
 def _popqa(record: Record) -> _Parts:
-    answers = record["possible_answers"]
-    if isinstance(answers, str):
-        with suppress(json.JSONDecodeError):  # a JSON list inside a string
-            answers = parse_json(answers)
-    return _Parts(record["question"], _strings(answers))
+    return _Parts(record["question"], _listed(record["possible_answers"]))
 
 
 def _hotpotqa(record: Record) -> _Parts:
@@ -185,10 +220,10 @@ def _hotpotqa(record: Record) -> _Parts:
 
 
 def _musique(record: Record) -> _Parts:
-    gold = (p for p in record["paragraphs"] if p["is_supporting"])
+    gold = (p for p in record["paragraphs"] if _flag(p["is_supporting"], False))
     paragraphs = tuple(paragraph(p["title"], p["paragraph_text"]) for p in gold)
     answers = _strings(record["answer"])  # an alias alone is no answer
-    return _Parts(record["question"], answers and answers + _strings(record["answer_aliases"]), paragraphs)
+    return _Parts(record["question"], answers and answers + _listed(record["answer_aliases"]), paragraphs)
 
 
 def _bamboogle(record: Record) -> _Parts:

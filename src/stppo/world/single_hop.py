@@ -5,16 +5,17 @@ One search finds the passage and one span of it is the answer: what a language m
 parameters can learn first. The rule, in the order in which it is applied; `Asked.dropped` counts what it
 leaves out:
 
-1. MuSiQue: every step of `question_decomposition` is a question, its answer the step's (of the last step also the record's
-   aliases), its passage the step's supporting paragraph. `#1` in it is replaced by the answer of step 1. A step in the
-   form `subject >> relation` is put into words by `TEMPLATES`.
-   2Wiki: every triple (subject, relation, object) of `evidences` is a question by `TEMPLATES`, its answer the object, its
-   passage the paragraph of the context whose title is the subject, or the only one whose title is the subject with a
-   bracket behind it ("Fog (film)"), which then stands in the question.
-2. Left out: a step that refers to no earlier one, a relation without a template, a passage that the record does not hold,
-   an answer of which normalisation leaves nothing, and one whose words do not stand in its passage.
-3. Over all records of one reading: a question that was asked before (up to SQuAD's normalisation) is left out, and its
-   answers count for the first too, since a film may have two directors.
+1. MuSiQue: every step of `question_decomposition` is a question, its answer the step's (of the last step also
+   the record's aliases), its passage the step's supporting paragraph. `#1` in it is replaced by the answer of
+   step 1. A step in the form `subject >> relation` is put into words by `TEMPLATES`.
+   2Wiki: every triple (subject, relation, object) of `evidences` is a question by `TEMPLATES`, its answer the
+   object, its passage the paragraph of the context whose title is the subject, or the only one whose title is
+   the subject with a bracket behind it ("Fog (film)"), which then stands in the question.
+2. Left out: a step that refers to no earlier one, a relation without a template, a passage that the record
+   does not hold, an answer of which normalisation leaves nothing, and one whose words do not stand in its
+   passage.
+3. Over all records of one reading: a question that was asked before (up to SQuAD's normalisation) is left
+   out, and its answers count for the first too, since a film may have two directors.
 """
 
 import re
