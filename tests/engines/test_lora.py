@@ -18,6 +18,7 @@ from stppo.policy.weights import named_weights
 from stppo.training.checkpoint import newest
 from stppo.training.gradients import Passes, PolicyPass, WatchedNorm
 from stppo.training.run import Run
+from stppo.training.trainer import Trainer
 from stppo.training.warm_start import made_for
 from stppo.trajectories import Trajectories
 from tests.conftest import TINY
@@ -47,7 +48,7 @@ def start(barely_trained, tmp_path_factory):
 
 @pytest.fixture
 def trainer(tiny, tmp_path, start):
-    return Run(load(tiny(*LORA)), tmp_path / "run", start, progress=False)
+    return Trainer(load(tiny(*LORA)), start)
 
 
 def shake(trainer):
