@@ -161,7 +161,10 @@ def test_an_interrupted_campaign_ends_its_runs_and_goes_on(tmp_path, sent):
     small = [override for override in TINY if not override.startswith("training.iterations")]
     regimes = "pipeline.regimes={OFF_POLICY: {algorithms: [grpo, so_grpo], seeds: [0]}}"
     command = ["train-planned", *small, regimes, "--jobs", "2"]
-    begin = [sys.executable, "-c", "from stppo.cli import main; main()", *command, "training.iterations=4000"]
+    # Where the tests run in a script's background, SIGINT is ignored, and children inherit that.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = f"{heard}from stppo.cli import main; main()"
+    begin = [sys.executable, "-c", code, *command, "training.iterations=4000"]
     environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
     first = subprocess.Popen(begin, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     runs, deadline = tmp_path / "results/smoke/runs/OFF_POLICY", time.monotonic() + 300
