@@ -152,8 +152,7 @@ def test_pages_link_pages_and_need_no_widgets(tmp_path):
     output = nbformat.v4.new_output("display_data", bundle)
     links = (
         "[next](21-why.ipynb) [part](03-clipping-bias.ipynb#part) [run](10-train.ipynb) "
-        "[plug](25-plug-ins.ipynb#a)"
-        " [other](https://a.org/02-b.ipynb)"
+        "[plug](25-plug-ins.ipynb#a) [other](https://a.org/02-b.ipynb)"
     )
     notebook = nbformat.v4.new_notebook(
         cells=[

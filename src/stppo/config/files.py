@@ -140,8 +140,7 @@ def own_config_dir() -> Path | None:
     if not found:
         raise ConfigError(
             f"config folder {folder} {_REMEDY} has none of the folders {', '.join(groups())}; an algorithm "
-            "belongs in "
-            f"{folder / 'algorithm'}"
+            f"belongs in {folder / 'algorithm'}"
         )
     for file in files:
         shipped = config_dir() / file.parent.name / file.name

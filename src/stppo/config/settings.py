@@ -228,8 +228,7 @@ class RunConfig(Section):
         ):
             raise ValueError(
                 "policy.attention=flash_attention_2 needs a GPU and half precision: set "
-                "training.precision=bfloat16 and "
-                "training.device=auto, or policy.attention=sdpa"
+                "training.precision=bfloat16 and training.device=auto, or policy.attention=sdpa"
             )
         return self
 

@@ -85,12 +85,10 @@ def bias_variance_figure(table: pd.DataFrame | None = None) -> Plot:
         fig.suptitle(title, x=0.012, ha="left")
     caption = (
         "Exact oracle: an enumerable world, exact critic, batches of 16 trajectories. Filled: off-policy; "
-        "hollow: "
-        "fresh data. Bias: sine of the angle between the expected gradient and the true one; noise: standard "
-        "deviation over the length of the expectation; both free of the gradient's scale. Efficiency: "
-        "expected "
-        "cosine-like product of one batch's gradient with the true one, cos / sqrt(1 + noise^2). Methods "
-        "that look at a "
-        "whole batch are sampled, the others exact. This is one step's geometry, not who learns."
+        "hollow: fresh data. Bias: sine of the angle between the expected gradient and the true one; noise: "
+        "standard deviation over the length of the expectation; both free of the gradient's scale. "
+        "Efficiency: expected cosine-like product of one batch's gradient with the true one, cos / sqrt(1 + "
+        "noise^2). Methods that look at a whole batch are sampled, the others exact. This is one step's "
+        "geometry, not who learns."
     )
     return Plot("bias_variance", fig, table, caption, title=title)

@@ -28,10 +28,8 @@ WIDEST = 1 / PROBABILITY  # ratios from its inverse to this one, at which the to
 POINTS = 403
 CAPTION = (
     "Trajectories of one token, one for each ratio and sign, in one minibatch: rules that look at a whole "
-    "minibatch see this "
-    f"one. Every token had probability {PROBABILITY:g} when it was sampled, so no ratio passes {WIDEST:g}, "
-    "and is drawn at an "
-    f"entropy of {ENTROPY:g} nat."
+    f"minibatch see this one. Every token had probability {PROBABILITY:g} when it was sampled, so no ratio "
+    f"passes {WIDEST:g}, and is drawn at an entropy of {ENTROPY:g} nat."
 )
 
 
@@ -162,8 +160,7 @@ def steps_figure(table: pd.DataFrame | None = None) -> Plot:
         fig.suptitle(title, x=0.012, ha="left")
     caption = (
         "The made-up trajectory of figure 1 under each algorithm, divided by its divisor where it has one; "
-        "computed from the "
-        "configs. White: no step. Methods that compare trajectories see only this one."
+        "computed from the configs. White: no step. Methods that compare trajectories see only this one."
     )
     return Plot("steps", fig, table, caption, title=title)
 

@@ -28,8 +28,7 @@ TOGETHER = 4  # algorithms in one panel at most
 GREY, INK, SOFT = "#B5B5B5", "#222222", "#777777"
 BANDS = (
     f"Lines: means over worlds; bands: 95 % bootstrap intervals or, from fewer than {fewest_worlds(LEVEL)} "
-    "worlds, the range "
-    "of the worlds."
+    "worlds, the range of the worlds."
 )
 
 

@@ -195,8 +195,7 @@ def every_algorithm(metrics: Metrics) -> Plot | None:
         axes[0].set_ylim(0, top_of(data))
     caption = (
         f"{question} A run crashed when it lost half of what it had gained, and collapsed when it did not "
-        "make that good by the "
-        f"end (or its loss stopped being finite). {BANDS}"
+        f"make that good by the end (or its loss stopped being finite). {BANDS}"
     )
     return Plot("every_algorithm", fig, data, caption, title=title)
 
@@ -305,13 +304,11 @@ def clip_ratio(metrics: Metrics) -> Plot | None:
         "that sampled?"
     )
     caption = (
-        "First row: the share of agent tokens whose term takes the clipped branch, as the algorithm clips; "
-        "a turn-level clip takes "
-        "a whole turn. Second row, one yardstick for all: the share of tokens whose own ratio leaves the "
-        "algorithm's range "
-        "[1 − ε, 1 + ε], whatever the sign of the advantage. Methods that weigh and do not clip have "
-        "neither. The title "
-        "gives means over all iterations. The lowest 3 % of a logarithmic axis are cut off."
+        "First row: the share of agent tokens whose term takes the clipped branch, as the algorithm clips; a "
+        "turn-level clip takes a whole turn. Second row, one yardstick for all: the share of tokens whose "
+        "own ratio leaves the algorithm's range [1 − ε, 1 + ε], whatever the sign of the advantage. Methods "
+        "that weigh and do not clip have neither. The title gives means over all iterations. The lowest 3 % "
+        "of a logarithmic axis are cut off."
     )
     title = too_short(runs) or _clip_title(runs)
     return panel_figure(runs, "clip_ratio", CLIP_PANELS, title, question, caption, filling=True, shared=False)
@@ -354,13 +351,10 @@ def norms(metrics: Metrics) -> Plot | None:
         "iteration's updates."
     )
     caption = (
-        "Largest update: of an iteration's. ‖C‖: norm of the gradient that clipping removed, measured on "
-        "one update in a few where "
-        "the objective does not use it. Not drawn: the surrogate's norm where it is the whole gradient's, "
-        "and a divisor of 1. "
-        "Means are geometric. The title compares the first third of the iterations with the last. The "
-        "lowest 3 % of a "
-        "logarithmic axis are cut off."
+        "Largest update: of an iteration's. ‖C‖: norm of the gradient that clipping removed, measured on one "
+        "update in a few where the objective does not use it. Not drawn: the surrogate's norm where it is "
+        "the whole gradient's, and a divisor of 1. Means are geometric. The title compares the first third "
+        "of the iterations with the last. The lowest 3 % of a logarithmic axis are cut off."
     )
     return panel_figure(runs, "norms", NORM_PANELS, title, question, caption)
 
@@ -376,10 +370,8 @@ def signals(metrics: Metrics) -> Plot | None:
     )
     caption = (
         "Effective sample size: of the trajectories' product ratios, as a share of the minibatch. Explained "
-        "variance and the "
-        "variance of advantages (before whitening) are those of the sampled batch. The title compares the "
-        "first third of the "
-        "iterations with the last (geometric means)."
+        "variance and the variance of advantages (before whitening) are those of the sampled batch. The "
+        "title compares the first third of the iterations with the last (geometric means)."
     )
     return panel_figure(runs, "signals", SIGNAL_PANELS, title, question, caption)
 
@@ -451,11 +443,9 @@ def trends(metrics: Metrics) -> Plot | None:
             ax.grid(axis="y", visible=False)
         name_rows(axes[0], runs.looks["label"])
     caption = (
-        f"{question} Fitted from the iteration at which the queue of old batches has filled. Intervals of "
-        "95 % from "
-        f"{fewest_worlds(LEVEL)} worlds or more. Values of a curve are correlated, so R² says how much of "
-        "it the trend describes, "
-        "not whether it is significant."
+        f"{question} Fitted from the iteration at which the queue of old batches has filled. Intervals of 95 "
+        f"% from {fewest_worlds(LEVEL)} worlds or more. Values of a curve are correlated, so R² says how "
+        "much of it the trend describes, not whether it is significant."
     )
     return Plot("trends", fig, table, caption, title=title)
 

@@ -98,8 +98,7 @@ def summary_lines(metrics: Metrics) -> list[str]:
     policies = ", ".join(_distinct(run.get("policy") for run in metrics.runs))
     lines = [
         f"{_count(n, 'run')}: {_count(summary['algorithm'].nunique(), 'algorithm')}, "
-        f"{_count(worlds, 'world')}, "
-        f"{iterations} iterations, {policies} policy.",
+        f"{_count(worlds, 'world')}, {iterations} iterations, {policies} policy.",
         f"Success at the start: {_span(summary['start'], '.2f')} sampled, "
         f"{_span(summary['greedy_start'], '.2f')} greedy.",
         f"{summary['learned'].sum()} of {n} learned, {summary['crash_iteration'].count()} crashed, "
@@ -109,8 +108,7 @@ def summary_lines(metrics: Metrics) -> list[str]:
         best, worst = table.loc[table["final"].idxmax()], table.loc[table["final"].idxmin()]
         lines.append(
             f"Final success: highest {best['final']:.2f} ({_arm(best, metrics)}), lowest "
-            f"{worst['final']:.2f} "
-            f"({_arm(worst, metrics)})."
+            f"{worst['final']:.2f} ({_arm(worst, metrics)})."
         )
     return lines
 

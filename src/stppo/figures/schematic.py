@@ -59,12 +59,10 @@ def objectives_figure(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame],
         _matrix(parts[-1].subplots(), table, axes)
     caption = (
         "Schematic, from the algorithms' configs. Above: a made-up trajectory, its token ratios and the "
-        "signs of its "
-        "advantages (+, −) the same in all panels; ratios, clipped terms, gradients by log-probability "
-        "(times |y|) and "
-        "divisors are computed by the objectives themselves, ‖C‖ over the log-probabilities of this one "
-        "trajectory. "
-        "Below: every algorithm's choice on each axis; shaded where it differs from token PPO."
+        "signs of its advantages (+, −) the same in all panels; ratios, clipped terms, gradients by "
+        "log-probability (times |y|) and divisors are computed by the objectives themselves, ‖C‖ over the "
+        "log-probabilities of this one trajectory. Below: every algorithm's choice on each axis; shaded "
+        "where it differs from token PPO."
     )
     if not examples:
         return Plot("objectives", fig, table.reset_index(), caption, title=_matrix_title(table, axes))

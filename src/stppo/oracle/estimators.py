@@ -203,8 +203,7 @@ class SurrogateGradient:
         if n**batch_size > BATCH_LIMIT:
             raise ValueError(
                 f"batch_size={batch_size}: {n}^{batch_size} = {n**batch_size:,} batches, the limit is "
-                f"{BATCH_LIMIT:,}; "
-                "use a smaller TokenMDP, or `minibatches`, which samples"
+                f"{BATCH_LIMIT:,}; use a smaller TokenMDP, or `minibatches`, which samples"
             )
         total = torch.zeros_like(self.mean)
         second = torch.zeros(len(total), len(total), dtype=torch.float64)
@@ -273,8 +272,7 @@ def surrogate_gradient(
     if len(tree) * oracle.policy.n_parameters > TABLE_LIMIT:
         raise ValueError(
             f"surrogate_gradient: {len(tree):,} trajectories x {oracle.policy.n_parameters:,} parameters is "
-            "beyond "
-            f"{TABLE_LIMIT:,} numbers; use a smaller TokenMDP or policy, or `expected_surrogate`"
+            f"beyond {TABLE_LIMIT:,} numbers; use a smaller TokenMDP or policy, or `expected_surrogate`"
         )
     _check_estimator(objective, (*NORMS, "gradient_norm", "effective_sample_size"))
     scores = oracle.policy.jacobian(theta)
@@ -347,8 +345,7 @@ def check_has_limit(objective: Objective) -> None:
     if objective.stabilizer.estimator in ("logprob", "logit"):
         raise ValueError(
             f"estimator={objective.stabilizer.estimator!r}: its norm goes to 0 as the batch grows, so there "
-            "is no "
-            "limit; use estimator='exact', or SurrogateGradient.batch_moments or minibatches"
+            "is no limit; use estimator='exact', or SurrogateGradient.batch_moments or minibatches"
         )
 
 
@@ -357,8 +354,7 @@ def _check_estimator(objective: Objective, known: tuple[str, ...]) -> None:
     if stabilizer.estimator not in (None, *known):
         raise ValueError(
             f"{type(stabilizer).__name__}.estimator={stabilizer.estimator!r}: the oracle divides here by "
-            "functions of "
-            f"{', '.join(known)} alone"
+            f"functions of {', '.join(known)} alone"
         )
     if stabilizer.over_median:
         raise ValueError(

@@ -177,9 +177,8 @@ class Oracle:
         """
         if rule.whiten or rule.group_size > 1 or not rule.needs_critic:
             raise ValueError(
-                f"credit: {type(rule).__name__} (whiten={rule.whiten}) compares the trajectories of a "
-                "batch, which "
-                "the tree is not; use whiten=False, Oracle.whiten or Oracle.group_advantages"
+                f"credit: {type(rule).__name__} (whiten={rule.whiten}) compares the trajectories of a batch, "
+                "which the tree is not; use whiten=False, Oracle.whiten or Oracle.group_advantages"
             )
         values = self.values() if values is None else values
         if tuple(values.shape) != (self.tree.n_histories,):

@@ -41,9 +41,8 @@ class TokenMDP:
         if self.n_trajectories > self.limit:
             raise ValueError(
                 f"TokenMDP: {self.n_trajectories:,} trajectories, the limit is {self.limit:,}; lower "
-                "max_turns, "
-                "max_turn_tokens, n_words or n_observations, or raise TokenMDP.limit if there is memory for "
-                "it"
+                "max_turns, max_turn_tokens, n_words or n_observations, or raise TokenMDP.limit if there is "
+                "memory for it"
             )
 
     @property

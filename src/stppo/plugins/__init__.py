@@ -55,8 +55,7 @@ def check(host: str) -> str:
     if host == "verl":
         raise HostError(
             f"verl {installed}: {name} works, but verl did not load it by entry point; reinstall stppo (pip "
-            "install "
-            "-e . for a checkout), unset VERL_USE_EXTERNAL_PLUGINS or let it name stppo, or set "
+            "install -e . for a checkout), unset VERL_USE_EXTERNAL_PLUGINS or let it name stppo, or set "
             f"actor_rollout_ref.model.external_lib={name}"
         )
     return f"{host} {installed}: {name} can be imported"

@@ -244,8 +244,7 @@ class TurnGRPOConfig(GRPOConfig):
         if self.stabilizer != "none" and loss not in CLIPPING_LOSSES:
             raise ValueError(
                 f"TurnGRPOConfig.stabilizer={self.stabilizer!r} answers to a clip, which loss_type={loss!r} "
-                "does not "
-                f"have: use stabilizer='none' or one of {', '.join(CLIPPING_LOSSES)}"
+                f"does not have: use stabilizer='none' or one of {', '.join(CLIPPING_LOSSES)}"
             )
         if self.stabilizer != "clipping_bias_norm":
             return
@@ -258,8 +257,7 @@ class TurnGRPOConfig(GRPOConfig):
         if self.bias_norm_estimator == "logit":
             raise ValueError(
                 "TurnGRPOConfig.bias_norm_estimator='logit' needs the whole distribution of every token, "
-                "which TRL "
-                "does not keep: use 'logprob' or 'exact'"
+                "which TRL does not keep: use 'logprob' or 'exact'"
             )
         if self.bias_norm_estimator == "last_block":
             raise ValueError(
@@ -310,8 +308,7 @@ class TurnGRPOConfig(GRPOConfig):
         if self.beta and self.use_bias_correction_kl:
             raise ValueError(
                 "TurnGRPOConfig.use_bias_correction_kl=True weighs the KL by TRL's ratio, which "
-                f"objective={name!r} "
-                "replaces: set use_bias_correction_kl=False, or beta=0.0"
+                f"objective={name!r} replaces: set use_bias_correction_kl=False, or beta=0.0"
             )
 
 
@@ -584,8 +581,7 @@ def _agent_mask(inputs: dict[str, Any]) -> Tensor:
     if silent.any():
         raise ValueError(
             f"env_mask: completion {int(silent.nonzero()[0])} of the batch has no agent token, hence no "
-            "turn; "
-            "mark what the policy sampled with 1"
+            "turn; mark what the policy sampled with 1"
         )
     return agent
 

@@ -131,8 +131,7 @@ def _refuse_other_sampling(trainer: GRPOTrainer, environment: SearchEnvironment)
         if getattr(trainer, name) not in allowed:
             raise ValueError(
                 f"search_rollout: {name}={getattr(trainer, name)!r} samples from another distribution than "
-                "the "
-                f"loss scores: set {name}={allowed[0]}"
+                f"the loss scores: set {name}={allowed[0]}"
             )
     if trainer.args.generation_kwargs:
         raise ValueError("search_rollout: samples without generation_kwargs: set generation_kwargs=None")
@@ -146,8 +145,7 @@ def _refuse_other_sampling(trainer: GRPOTrainer, environment: SearchEnvironment)
     if trainer.mask_truncated_completions:
         raise ValueError(
             "search_rollout: mask_truncated_completions=True would mask every episode, as they end with a "
-            "closing "
-            "tag instead of the end token: set it to False"
+            "closing tag instead of the end token: set it to False"
         )
     if environment.protocol.max_turn_tokens > trainer.max_completion_length:
         raise ValueError(

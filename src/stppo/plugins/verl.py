@@ -364,8 +364,7 @@ def _agent_mask(response_mask: Tensor, log_prob: Tensor, tensors: dict[str, Tens
 
 _HOLES = (
     "response_mask: {}, as token-level rejection leaves them "
-    "(algorithm.rollout_correction.rollout_rs=token_*), which "
-    "splits turns; use a seq_* mode of rollout_rs"
+    "(algorithm.rollout_correction.rollout_rs=token_*), which splits turns; use a seq_* mode of rollout_rs"
 )
 
 

@@ -30,9 +30,8 @@ from verl.tools.schemas import ToolResponse  # noqa: E402
 
 PROMPT = (
     "Answer the question below. You may call the search tool as often as you need; reason about what it "
-    "returns "
-    "between <think> and </think> before you go on. As soon as you know enough, give only the final answer, "
-    "as short "
+    "returns between <think> and </think> before you go on. As soon as you know enough, give only the final "
+    "answer, as short "
     "as possible, between <answer> and </answer>, without any explanation.\nQuestion: {question}\n"
 )
 # verl tokenises texts together with its chat template, by a tokenizer that is not known here: whatever may be
@@ -86,8 +85,7 @@ def write_dataset(benchmark: str, records: Path, out: Path) -> int:
     if benchmark == "medqa":
         raise ValueError(
             "medqa: verl has no reward for it; allowed are nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, "
-            "musique, "
-            "bamboogle"
+            "musique, bamboogle"
         )
     questions = read_records(benchmark, records)
     rows = [

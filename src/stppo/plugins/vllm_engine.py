@@ -94,8 +94,7 @@ class Engine:
         if on_cpu and self.head_size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
             raise ValueError(
                 f"policy.heads={heads} makes attention heads of {self.head_size}, which vLLM does not have "
-                "on a CPU "
-                f"({', '.join(map(str, sizes))}); change it, or use rollout=torch"
+                f"on a CPU ({', '.join(map(str, sizes))}); change it, or use rollout=torch"
             )
         options: dict[str, Any] = {
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -219,11 +218,9 @@ class Engine:
         if not difference <= self.tolerance:
             raise RuntimeError(
                 f"vLLM does not sample from the trainer's weights: the log-probs of {engine.numel()} tokens "
-                "differ by "
-                f"{difference:.2g} nats on average, above {self.tolerance:.2g}: weights were left out, or "
-                "an output layer tied "
-                "to the embeddings kept old ones; a mere difference of kernels passes with a larger "
-                "rollout.sync_tolerance"
+                f"differ by {difference:.2g} nats on average, above {self.tolerance:.2g}: weights were left "
+                "out, or an output layer tied to the embeddings kept old ones; a mere difference of kernels "
+                "passes with a larger rollout.sync_tolerance"
             )
         return [Answer(answer.tokens, answer.logprobs, 0) for answer in answers]
 

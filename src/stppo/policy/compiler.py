@@ -37,9 +37,8 @@ def compiled_library(source: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(file))
     except OSError as error:
         raise CannotCompile(
-            f"compiled code cannot be kept in {folder} ({error.strerror or error}); set STPPO_CACHE_DIR to "
-            "a folder of "
-            "your own"
+            f"compiled code cannot be kept in {folder} ({error.strerror or error}); set STPPO_CACHE_DIR to a "
+            "folder of your own"
         ) from error
 
 

@@ -157,8 +157,7 @@ def load_policy(
     except ImportError as error:
         raise ImportError(
             f"policy.attention={attention} cannot be used here ({str(error).splitlines()[0]}); install it "
-            "(flash-attn "
-            "for flash_attention_2) or use policy.attention=sdpa"
+            "(flash-attn for flash_attention_2) or use policy.attention=sdpa"
         ) from error
     except UNREADABLE as error:
         raise FileNotFoundError(f"policy weights at {path} cannot be loaded {why(path, error)}") from error
@@ -305,8 +304,7 @@ def check_vocabulary(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     if len(tokenizer) > policy.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the policy {policy.config.vocab_size}: "
-            "policy.pretrained and "
-            "the world's tokenizer do not belong together"
+            "policy.pretrained and the world's tokenizer do not belong together"
         )
 
 

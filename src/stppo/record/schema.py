@@ -116,8 +116,7 @@ class RunRecord(Recorded):
     hardware: dict[str, Any] | None = _said("processor, cores, memory, GPU", default=None)
     resumed_on: list[dict[str, Any]] | None = _said(
         "versions, hardware and commit of each later part that ran under others than the part before it; "
-        "mostly "
-        "empty",
+        "mostly empty",
         default=None,
     )
     kernels: list[str] | None = _said(
@@ -132,8 +131,7 @@ class RunRecord(Recorded):
     peak_memory_mb: float | None = _said("largest resident memory of the process, MiB", default=None)
     gpu_peak_memory_mb: float | None = _said(
         "largest memory allocated on the GPU, MiB, as PyTorch counts it (torch.cuda.max_memory_allocated); "
-        "null on a "
-        "CPU",
+        "null on a CPU",
         default=None,
     )
     iterations: int = _said("iterations done")

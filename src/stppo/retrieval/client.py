@@ -126,8 +126,7 @@ class RetrievalClient:
             raise RetrievalUnavailable(
                 f"retrieval server {self.url}: no usable answer in {self.attempts} attempts and "
                 f"{time.monotonic() - began:.0f} s, at last {error}; start it with `stppo retriever serve`, "
-                "or set "
-                "world.retriever.url to where it runs"
+                "or set world.retriever.url to where it runs"
             ) from error
 
     def _report(self, state: RetryCallState) -> None:
@@ -163,8 +162,7 @@ class RetrievalClient:
         if status != 200:
             raise RetrievalUnavailable(
                 f"retrieval server {self.url} refuses the request: HTTP {status} {_told(content)}; is the "
-                "path of "
-                f"url right, and does the server allow {len(queries)} queries and topk={top_k}?"
+                f"path of url right, and does the server allow {len(queries)} queries and topk={top_k}?"
             )
         try:
             return parse_reply(parse_json(content), len(queries), top_k)

@@ -79,9 +79,8 @@ class Encoder:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ValueError(
                 f"model {self.model} cannot be loaded on {device} ({reason}); give a folder of "
-                "save_pretrained or "
-                "a Hugging Face name (`hf download NAME`; after `hf auth login` where its licence must be "
-                "accepted)"
+                "save_pretrained or a Hugging Face name (`hf download NAME`; after `hf auth login` where its "
+                "licence must be accepted)"
             ) from error
         return torch, tokenizer, network
 
@@ -159,8 +158,7 @@ def open_dense(
     if index.d != encoder.size or index.ntotal != len(documents):
         raise ValueError(
             f"{folder}: {index.ntotal} vectors of size {index.d}, but {encoder.model} gives size "
-            f"{encoder.size} and "
-            f"the corpus has {len(documents)} documents; index it again"
+            f"{encoder.size} and the corpus has {len(documents)} documents; index it again"
         )
     return DenseRetriever(documents, encoder, index)
 

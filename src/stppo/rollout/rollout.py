@@ -91,9 +91,8 @@ class VLLMRolloutConfig:
     def __post_init__(self) -> None:
         if self.importance_correction == "truncated" and self.behaviour_logprobs == "engine":
             raise ValueError(
-                "rollout.importance_correction=truncated needs behaviour_logprobs=trainer: with the "
-                "engine's log-probs "
-                "the ratio itself holds the difference"
+                "rollout.importance_correction=truncated needs behaviour_logprobs=trainer: with the engine's "
+                "log-probs the ratio itself holds the difference"
             )
 
 

@@ -79,14 +79,12 @@ def beginnings(metrics: Metrics) -> Plot | None:
     first = found.loc[found["correlation"].abs().idxmax()]
     name = NAMES[first["signal"]]
     title = (
-        f"Runs end {'high' if first['correlation'] > 0 else 'low'} where {name} is high in the first "
-        f"{EARLY} iterations: rank "
-        f"correlation {signed(first['correlation']).removeprefix('+')} over methods"
+        f"Runs end {'high' if first['correlation'] > 0 else 'low'} where {name} is high in the first {EARLY} "
+        f"iterations: rank correlation {signed(first['correlation']).removeprefix('+')} over methods"
     )
     question = (
         f"What in the first {EARLY} iterations tells how a run ends? Left: the strongest signal, a dot for "
-        "each run. Right: "
-        "rank correlation of each signal with final success, over the methods of a world."
+        "each run. Right: rank correlation of each signal with final success, over the methods of a world."
     )
     drawn = found.sort_values("correlation", key=abs, ascending=False).reset_index(drop=True)
     with style():
@@ -117,9 +115,8 @@ def beginnings(metrics: Metrics) -> Plot | None:
         right.set(xlim=(-1, 1), xlabel="rank correlation with final success")
         right.grid(axis="y", visible=False)
     caption = (
-        f"{question} Bars: mean over the worlds; lines: from the lowest world to the highest. Runs differ "
-        "in their algorithm, so "
-        "this says what goes along with a method's success, not what causes it."
+        f"{question} Bars: mean over the worlds; lines: from the lowest world to the highest. Runs differ in "
+        "their algorithm, so this says what goes along with a method's success, not what causes it."
     )
     columns = {first["signal"]: "value"}
     data = table.rename(columns=columns)[["algorithm", "world", "seed", "value", "final"]]

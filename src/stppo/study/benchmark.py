@@ -97,9 +97,8 @@ def prior_of(method: str) -> Prior | None:
     if prior is None:
         raise ConfigError(
             f"algorithm/{method}.yaml declares no prior for its knob, so it cannot have the same budget as "
-            "the others; add "
-            f"`prior: {{key: objective.clip.epsilon_low, low: 0.1, high: 0.4, scale: log}}`, or `prior: "
-            f"{NO_KNOB}`"
+            f"the others; add `prior: {{key: objective.clip.epsilon_low, low: 0.1, high: 0.4, scale: log}}`, "
+            f"or `prior: {NO_KNOB}`"
         )
     if prior == NO_KNOB:
         return None
@@ -172,8 +171,7 @@ def check(metrics: Metrics) -> None:
             if value is None or not math.isclose(float(value), float(point[column]), rel_tol=1e-6):
                 raise ValueError(
                     f"{name}: its {column} is {value}, that of the point {point[column]:g}; delete it and "
-                    "run "
-                    f"`stppo bench {record['algorithm']}` again"
+                    f"run `stppo bench {record['algorithm']}` again"
                 )
 
 

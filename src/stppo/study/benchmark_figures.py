@@ -123,11 +123,9 @@ def leaderboard_figure(runs: Runs, board: pd.DataFrame) -> Plot:
             ax.grid(axis="y", visible=False)
     caption = (
         f"{question} Every method was run at the same {len(points())} settings, its own knob drawn from its "
-        "declared prior. "
-        "Right: the share of these settings at which a method ends above another, ties half, with an "
-        "interval that has a width "
-        "at 0 and 1 too. Plain: a remedy without a theory, which every method must beat. Colours: what the "
-        "clip's ratio is of."
+        "declared prior. Right: the share of these settings at which a method ends above another, ties half, "
+        "with an interval that has a width at 0 and 1 too. Plain: a remedy without a theory, which every "
+        "method must beat. Colours: what the clip's ratio is of."
     )
     return Plot("leaderboard", fig, board, caption, title=title)
 
@@ -284,9 +282,8 @@ def ingredients_figure(metrics: Metrics, board: pd.DataFrame) -> Plot | None:
         ax.grid(axis="y", visible=False)
     caption = (
         f"{question} Two methods at each of the {len(points())} settings, in the same world and from the "
-        "same warm start; each has "
-        f"its own knob drawn. The title counts by the thin lines, which hold for all {len(data)} at once "
-        "(Bonferroni)."
+        "same warm start; each has its own knob drawn. The title counts by the thin lines, which hold for "
+        f"all {len(data)} at once (Bonferroni)."
     )
     return Plot("benchmark_ingredients", fig, data, caption, title=title)
 
@@ -409,9 +406,7 @@ def confirmation_figure(runs: Runs, board: pd.DataFrame) -> Plot | None:
         ax.grid(axis="y", visible=False)
     caption = (
         f"{question} The best of {len(points())} settings was chosen by its final success, so the cross is "
-        "too high on "
-        f"average: {means['chosen'].mean():.2f} where chosen, {means['final'].mean():.2f} in fresh worlds. "
-        "First and last "
-        f"method differ by {first - last:.2f} there."
+        f"too high on average: {means['chosen'].mean():.2f} where chosen, {means['final'].mean():.2f} in "
+        f"fresh worlds. First and last method differ by {first - last:.2f} there."
     )
     return Plot("benchmark_confirmation", fig, data, caption, title=title)

@@ -319,8 +319,7 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
         _head(verdicts),
         "",
         f"| | claim | source | measured: estimate [{_percent(SHOWN)}] | median | joint interval, which "
-        "decides | to show | shown | worlds "
-        "| verdict |",
+        "decides | to show | shown | worlds | verdict |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for verdict in verdicts:
@@ -404,8 +403,7 @@ def read_planned(file: Path) -> dict[str, int]:
         where = f" at {'.'.join(map(str, first['loc']))}" if first["loc"] else ""
         raise ValueError(
             f"{file}{where}: {first['msg']}; --planned takes a JSON object of REGIME/algorithm and its "
-            "number of runs, as the "
-            "pipeline writes it beside the claims"
+            "number of runs, as the pipeline writes it beside the claims"
         ) from None
 
 

@@ -41,9 +41,8 @@ def each_seed(metrics: Metrics) -> Plot | None:
         f"{' and with '.join(told)}"
     )
     question = (
-        "What became of each run? Success on the same held-out questions, and valid turns among those it "
-        "was trained on, a "
-        f"running mean of {WINDOW} iterations; a column for each seed."
+        "What became of each run? Success on the same held-out questions, and valid turns among those it was "
+        f"trained on, a running mean of {WINDOW} iterations; a column for each seed."
     )
     parts: list[pd.DataFrame] = []
     with style():

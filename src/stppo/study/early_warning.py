@@ -74,23 +74,19 @@ def early_warning(metrics: Metrics) -> Plot | None:
         _alarms(right.subplots(), table)
     caption = (
         f"{question} A run counts if it learned (rose by {LEARNED:.2f}); a fall is the first evaluation "
-        "below half of its "
-        f"gain. Lines: medians, bands: quartiles. An alarm announces a fall if it rings in the {AHEAD} "
-        "iterations before; "
-        f"thresholds allow {BUDGET:g} false alarm in 100 iterations where they are tuned. By chance: in "
-        "what share of the runs that "
-        "went on and did not fall then the same alarm rings in the same iterations, mean over the crashes. "
+        "below half of its gain. Lines: medians, bands: quartiles. An alarm announces a fall if it rings in "
+        f"the {AHEAD} iterations before; thresholds allow {BUDGET:g} false alarm in 100 iterations where "
+        "they are tuned. By chance: in what share of the runs that went on and did not fall then the same "
+        "alarm rings in the same iterations, mean over the crashes. "
     )
     if told:
         caption += (
             "Line: interval over worlds of the difference from chance, drawn about the bar's end, clear "
-            "where it lies right of "
-            "chance's mark; those of all signals hold at once with 95 % (Bonferroni). "
+            "where it lies right of chance's mark; those of all signals hold at once with 95 % (Bonferroni). "
         )
     caption += (
         "Ahead: median, in iterations; false: alarms in 100 iterations that no fall follows. Dark: the "
-        "signal that did best in the "
-        "half that it was tuned in."
+        "signal that did best in the half that it was tuned in."
     )
     return Plot("early_warning", fig, paths, caption, tables={"alarms": table}, title=title)
 

@@ -78,10 +78,8 @@ def granularity(metrics: Metrics) -> Plot | None:
             ax.set_ylabel("final success, sampled")
     caption = (
         f"{question} Dots: runs; diamonds: means over worlds, with 95 % bootstrap intervals from "
-        f"{fewest_worlds(LEVEL)} "
-        "worlds or more. Algorithms share a panel where their objective and training differ in the ratio's "
-        "granularity and "
-        "aggregation alone, clip range included."
+        f"{fewest_worlds(LEVEL)} worlds or more. Algorithms share a panel where their objective and training "
+        "differ in the ratio's granularity and aggregation alone, clip range included."
     )
     return Plot("granularity", fig, data, caption, title=title)
 

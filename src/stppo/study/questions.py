@@ -103,17 +103,14 @@ def questions_figure(metrics: Metrics, groups: Mapping[str, Group] | None = None
             axes[-1].set(xlim=(0, 1), xlabel="final success, sampled")
     caption = (
         f"{question} Arms of one question in order of their mean, with their number of worlds; those with "
-        "runs in fewer than "
-        f"{fewest_worlds(LEVEL)} worlds get no interval."
+        f"runs in fewer than {fewest_worlds(LEVEL)} worlds get no interval."
     )
     if n := len(found):
         level = joint_level(n)
         caption += (
-            " An effect of a factor is the mean over the settings of the others, in the worlds that all "
-            "arms share. Its interval "
-            f"is of {100 * level:.4g} %, so that those of all {n} hold at once with 95 % (Bonferroni); from "
-            "fewer "
-            f"than {fewest_worlds(level)} worlds it has none."
+            " An effect of a factor is the mean over the settings of the others, in the worlds that all arms "
+            f"share. Its interval is of {100 * level:.4g} %, so that those of all {n} hold at once with 95 % "
+            f"(Bonferroni); from fewer than {fewest_worlds(level)} worlds it has none."
         )
     data = drawn[["group", "regime", "algorithm", "label", "mean", "low", "high", "worlds"]]
     return Plot("questions", fig, data, caption, {"effects": found}, title)

@@ -70,9 +70,8 @@ def settings_map(metrics: Metrics) -> Plot | None:
     runs = runs.of(table["regime"])
     title = capital(
         f"{runs.looks.loc[BASELINE, 'label']} learns and then loses half of its gain in "
-        f"{table['shows'].sum()} of "
-        f"{table['runs'].sum()} runs, in most runs of {(table['share'] >= SHOWN).sum()} of {len(table)} "
-        "settings"
+        f"{table['shows'].sum()} of {table['runs'].sum()} runs, in most runs of "
+        f"{(table['share'] >= SHOWN).sum()} of {len(table)} settings"
     )
     question = (
         "Where does it learn, and where does it collapse? Sampled success of every run, coloured by its end. "
@@ -88,9 +87,8 @@ def settings_map(metrics: Metrics) -> Plot | None:
             if len(blocks) > 1:
                 block.suptitle(f"{horizon} iterations", x=0.01, ha="left", fontsize=10)
     caption = (
-        f"{question} In a column the steps of an iteration add up to the same. A run learned "
-        f"once its mean of three evaluations rose by {LEARNED:.2f}; it collapsed if it then lost half of "
-        "its gain for good."
+        f"{question} In a column the steps of an iteration add up to the same. A run learned once its mean "
+        f"of three evaluations rose by {LEARNED:.2f}; it collapsed if it then lost half of its gain for good."
     )
     return Plot("settings_map", fig, plotted(parts), caption, tables={"cells": table}, title=title)
 
@@ -137,14 +135,12 @@ def one_change(metrics: Metrics) -> Plot | None:
     if len(table) < CHANGES or len(table[SETTING].drop_duplicates()) > 1:
         return None
     title = (
-        f"One thing changed at a time: {runs.looks.loc[BASELINE, 'label']} learns and then loses half of "
-        "its gain in most runs "
-        f"of {(table['share'] >= SHOWN).sum()} of {len(table)} settings"
+        f"One thing changed at a time: {runs.looks.loc[BASELINE, 'label']} learns and then loses half of its "
+        f"gain in most runs of {(table['share'] >= SHOWN).sum()} of {len(table)} settings"
     )
     question = (
         "What does its fate depend on? Sampled success of every run, coloured by its end. Highest: mean of "
-        "three "
-        "evaluations in a row, averaged over runs."
+        "three evaluations in a row, averaged over runs."
     )
     parts: list[pd.DataFrame] = []
     with style():

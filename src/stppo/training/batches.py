@@ -144,6 +144,5 @@ def check_values(settings: RunConfig, objective: Objective) -> None:
     if measured and getattr(credit, "gamma", 1.0) != 1.0:
         raise ConfigError(
             f"algorithm.objective.credit.gamma = {credit.gamma}: Monte-Carlo values are undiscounted; set "
-            "gamma "
-            "to 1, or training.values to critic and evaluation.value_error_every to 0"
+            "gamma to 1, or training.values to critic and evaluation.value_error_every to 0"
         )

@@ -88,9 +88,8 @@ def save_checkpoint(folder: Path, fingerprint: str, state: dict[str, Any]) -> No
             else "there is none before it"
         )
         raise OSError(
-            f"checkpoint in {folder} cannot be written ({str(error).splitlines()[0]}); {kept}; make room "
-            "and run the same "
-            "command again"
+            f"checkpoint in {folder} cannot be written ({str(error).splitlines()[0]}); {kept}; make room and "
+            "run the same command again"
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -116,8 +115,7 @@ def load_checkpoint(folder: Path, fingerprint: str, needed: Collection[str] = ()
     if form != FORMAT or written_by != fingerprint:
         raise ValueError(
             f"checkpoint {path} belongs to another config or code version ({written_by}, this run is "
-            f"{fingerprint}); "
-            f"{_REMEDY}, or choose another folder with --out"
+            f"{fingerprint}); {_REMEDY}, or choose another folder with --out"
         )
     if missing := [name for name in needed if name not in parts]:
         raise ValueError(f"checkpoint {path} lacks {missing[0]}; {_REMEDY}")

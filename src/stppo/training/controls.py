@@ -45,8 +45,7 @@ class ReplayedDivisors:
         if not isinstance(objective.stabilizer, NoStabilizer):
             raise ConfigError(
                 "training.divisors.from_run takes a stabiliser's place, but algorithm.objective.stabilizer "
-                "is "
-                f"{type(objective.stabilizer).__name__}; use an algorithm without one, such as token_ppo"
+                f"is {type(objective.stabilizer).__name__}; use an algorithm without one, such as token_ppo"
             )
         if objective.surrogate.one_turn_at_a_time:
             raise ConfigError(
@@ -63,8 +62,7 @@ class ReplayedDivisors:
             raise ConfigError(
                 f"training.divisors.from_run = {source}: has {n} iterations of {training.epochs} epochs x "
                 f"{training.minibatches} minibatches with a divisor each, this run needs {wanted}; take a "
-                "source of the "
-                "same training settings that ran as long"
+                "source of the same training settings that ran as long"
             )
         table = recorded[[min(i, n - 1) for i in range(wanted)]]
         self.divides = training.divisors.divides

@@ -230,8 +230,7 @@ def find_tokenizer(
     if own is None and theirs is None:
         raise ValueError(
             f"{folder} holds no tokenizer and this world has none of its own: give the model that it was "
-            "trained from "
-            "with --tokenizer"
+            "trained from with --tokenizer"
         )
     if own is not None and theirs is not None and own.get_vocab() != theirs.get_vocab():
         raise ValueError(

@@ -80,8 +80,7 @@ class Run:
         if engine_rounds_adapters(self.settings):
             log.warning(
                 "policy.lora with vLLM in half precision: it samples from merged weights that are rounded, "
-                "so small "
-                "updates do not reach it; rollout.dtype=float32 avoids that"
+                "so small updates do not reach it; rollout.dtype=float32 avoids that"
             )
         self.on_iteration, self.progress, self.variant = on_iteration, progress, variant
         self.title = title or f"algorithm={self.settings.algorithm.name} seed={self.settings.seed}"

@@ -124,8 +124,7 @@ def warm_start(run: LoadedRun, out_dir: Path, progress: bool = True, again: bool
                 if found.get("made_for") != made_for(config):
                     raise ValueError(
                         f"{out_dir} holds a warm start for another world or policy, and runs may stand on "
-                        "it: choose "
-                        "another folder or delete that one"
+                        "it: choose another folder or delete that one"
                     )
                 if not again:
                     return found
@@ -318,8 +317,7 @@ def _successes(episodes: list[Episode], encoder: DialogueEncoder, run: RunConfig
     if not right:
         raise ValueError(
             f"warm start: none of {len(episodes)} demonstrations succeeded, so there is nothing to imitate; "
-            "lower "
-            "warm_start.noise, or see what the retriever finds with `stppo play`"
+            "lower warm_start.noise, or see what the retriever finds with `stppo play`"
         )
     data = demonstration_batch(right, encoder)
     fitting = (data.lengths <= run.rollout.max_tokens).nonzero().flatten()

@@ -124,9 +124,8 @@ class BenchmarkWorld:
         if (self.corpus is None) == (self.retriever is None):
             raise ValueError(
                 "exactly one of corpus and retriever is needed: set world.corpus=FILE (JSONL), "
-                "world.corpus=contexts (the "
-                "records' own passages) or world.retriever; questions come from the hub, or from "
-                "world.records=FILE"
+                "world.corpus=contexts (the records' own passages) or world.retriever; questions come from "
+                "the hub, or from world.records=FILE"
             )
         if self.corpus not in (None, CONTEXTS) and not Path(self.corpus).is_file():
             raise FileNotFoundError(f"corpus: no file {self.corpus}")
@@ -210,8 +209,7 @@ class BenchmarkWorld:
         if not found:
             raise ValueError(
                 f"corpus=contexts: the records of {', '.join({*self._tested, *self._trained})} come without "
-                "paragraphs; "
-                "set world.corpus=FILE or world.retriever"
+                "paragraphs; set world.corpus=FILE or world.retriever"
             )
         return [Document(str(i), title, text) for i, (title, text) in enumerate(found.values())]
 
@@ -309,8 +307,7 @@ class BenchmarkWorld:
             if not mixed[split]:
                 raise ValueError(
                     f"no {split} question is left of {', '.join(pools)}: give more records, or others to "
-                    "world.benchmark; what "
-                    "test asks, or by gold title needs, is not trained on"
+                    "world.benchmark; what test asks, or by gold title needs, is not trained on"
                 )
         return mixed
 

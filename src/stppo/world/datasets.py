@@ -346,10 +346,9 @@ def _explained(benchmark: str, path: str) -> Iterator[None]:
             ) from error
         raise FileNotFoundError(
             f"{path}: {benchmark} cannot be read from the hub ({problem}). Get it where there is network "
-            "with `hf download "
-            f"{path} --repo-type dataset --local-dir DIR` (a gated set asks for `hf auth login` first), "
-            "then set "
-            f"world.records={{{SINGLE_HOP.get(benchmark, benchmark)}: DIR}}, beside those that it has"
+            f"with `hf download {path} --repo-type dataset --local-dir DIR` (a gated set asks for `hf auth "
+            f"login` first), then set world.records={{{SINGLE_HOP.get(benchmark, benchmark)}: DIR}}, beside "
+            "those that it has"
         ) from error
 
 

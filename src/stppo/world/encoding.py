@@ -43,9 +43,8 @@ class DialogueEncoder:
         self._closing = self._encode(protocol.closing_text)
         if len(self._closing) >= protocol.max_observation_tokens:
             raise ValueError(
-                f"max_observation_tokens={protocol.max_observation_tokens} leaves no room before the "
-                "closing tag "
-                f"({len(self._closing)} tokens); raise it"
+                f"max_observation_tokens={protocol.max_observation_tokens} leaves no room before the closing "
+                f"tag ({len(self._closing)} tokens); raise it"
             )
 
     def prompt(self, text: str) -> list[int]:

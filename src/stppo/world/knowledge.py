@@ -303,8 +303,7 @@ class SyntheticWorld:
         change = "lower" if names == SPLITS[:1] else "raise"
         return (
             f"{asking} ask for {needed} {hops}-hop questions but the knowledge base has {found} for them: "
-            "raise "
-            f"n_entities or facts_per_document, {change} held_out={self.held_out}, or lower {asking}"
+            f"raise n_entities or facts_per_document, {change} held_out={self.held_out}, or lower {asking}"
         )
 
     def _chains(

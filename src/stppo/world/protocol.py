@@ -29,10 +29,9 @@ _ACTION_TAG = re.compile(r"<(search|answer)>")
 SEARCH_R1_PROMPT = (
     "Answer the question below. Whenever you learn something new, first reason about it between <think> and "
     "</think>. If you lack a fact, write a query between <search> and </search>; a search engine then shows "
-    "its "
-    "best results between <information> and </information>. You may search several times. As soon as you "
-    "know "
-    "enough, give only the final answer, as short as possible, between <answer> and </answer>, without any "
+    "its best results between <information> and </information>. You may search several times. As soon as you "
+    "know enough, give only the final answer, as short as possible, between <answer> and </answer>, without "
+    "any "
     "explanation; for instance <answer> Mount Everest </answer>.\nQuestion: {question}\n"
 )
 SEARCH_R1_CORRECTION = (
@@ -79,8 +78,7 @@ class Question:
         if self.options and self.answers not in zip(self.options, ascii_uppercase, strict=False):
             raise ValueError(
                 f"question {self.id}: its options {self.options} hold no right answer, answers are "
-                f"{self.answers}; give the "
-                "right option's text and its letter, in this order"
+                f"{self.answers}; give the right option's text and its letter, in this order"
             )
 
 
