@@ -3,12 +3,17 @@
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import nbformat
 import pytest
+
+from stppo import preloaded
 
 COMMAND = [sys.executable, "-m", "stppo.preloaded"]
 pytestmark = pytest.mark.xdist_group("preloaded")
@@ -133,3 +138,31 @@ def test_without_room_for_a_process_the_caller_does_its_work_itself(tmp_path):
     done = subprocess.run([*COMMAND, "stppo", "--version"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout[:6]) == (0, "stppo ") and server.poll() is None
     server.kill()
+
+
+def test_one_thread_may_wait_while_another_asks(server, monkeypatch):
+    monkeypatch.setenv(preloaded.SERVER, server[1][preloaded.SERVER])
+    with open(os.devnull) as nothing:
+        for _ in range(10):
+            fork = preloaded.Fork(["stppo", "--version"], streams=[nothing.fileno()] * 3)
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(fork.wait)
+                asked = wait_for(lambda fork=fork: {fork.poll()} - {None})
+            assert asked == {waiting.result()}
+
+
+def test_a_wish_that_is_not_understood_gets_no_process_number(server):
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(server[1][preloaded.SERVER])
+        socket.send_fds(caller, [struct.pack("!q", 1)], [0, 1, 2])
+        caller.sendall(b"{")
+        assert caller.recv(8) == b""
+
+
+def test_a_server_for_the_time_being_leaves_nothing(monkeypatch):
+    monkeypatch.setenv(preloaded.SERVER, "/that/before")
+    with preloaded.serving(["json"]):
+        address = os.environ[preloaded.SERVER]
+        wait_for(lambda: os.path.exists(address))
+    assert not os.path.exists(os.path.dirname(address))
+    assert os.environ[preloaded.SERVER] == "/that/before"

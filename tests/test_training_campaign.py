@@ -1,11 +1,13 @@
 """`stppo train-planned`: what a record holds is left out, what fails ends alone, an interruption in order."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,7 +89,7 @@ def test_recorded_runs_are_left_out_and_their_warm_start_is_taken(tmp_path, monk
 )
 def test_by_default_one_run_at_a_time_on_a_gpu(tiny, monkeypatch, override, gpu, jobs):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(campaign.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(campaign, "usable_cores", lambda: 6)
     runs = [SimpleNamespace(config=tiny()), SimpleNamespace(config=tiny(override))]
     assert campaign.runs_at_a_time(runs) == jobs
 
@@ -136,7 +138,7 @@ def test_a_killed_process_and_a_failed_start_end_their_runs_alone(monkeypatch, c
     """Told of every run, whatever became of it."""
     monkeypatch.setattr("stppo.waiting.SECONDS", 0.0)
     caplog.set_level("INFO")
-    monkeypatch.setattr(campaign, "start_server", lambda _: subprocess.Popen(["sleep", "60"]))
+    monkeypatch.setattr(campaign, "serving", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(campaign, "Fork", MadeUp)
     chosen = ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,st_ppo]"]
     runs = [run for run in planned_runs("laptop", chosen) if run.regime == "OFF_POLICY"]
@@ -153,6 +155,35 @@ def test_a_killed_process_and_a_failed_start_end_their_runs_alone(monkeypatch, c
     assert set(errors.values()) == {"its warm start failed: no corpus"}
     completed = {done.name for done, *_ in told if done.text == "completed" and "/" in done.name}
     assert completed == {run.name for run in runs} - {KILLED, *errors}
+
+
+class Endless:
+    """A fork that runs until it is terminated."""
+
+    def __init__(self, argv, env, streams):
+        self.ended = threading.Event()
+
+    def wait(self):
+        assert self.ended.wait(60)
+        return -signal.SIGTERM
+
+    def terminate(self):
+        self.ended.set()
+
+
+def test_an_interruption_right_after_a_job_was_submitted_ends_it_too(monkeypatch):
+    class Interrupted(campaign.ThreadPoolExecutor):
+        def submit(self, *job):
+            super().submit(*job)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(campaign, "serving", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(campaign, "Fork", Endless)
+    monkeypatch.setattr(campaign, "ThreadPoolExecutor", Interrupted)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        campaign.train_planned("laptop", planned_runs("laptop", [])[:1], 1, lambda *_: None)
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.slow

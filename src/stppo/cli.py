@@ -245,7 +245,9 @@ def bench(
     at: Annotated[
         str | None, typer.Option("--points", help="Only these, such as 0-3,17 (default: all forty).")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; one core each.")] = os.cpu_count() or 1,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time; default: one for each core.")
+    ] = None,
     confirm: Annotated[
         bool, typer.Option("--confirm", help="Its best point on six fresh worlds, once all are run.")
     ] = False,
@@ -330,7 +332,7 @@ def bench(
         )
 
 
-def _rerun(n: int, seed: int, jobs: int) -> None:
+def _rerun(n: int, seed: int, jobs: int | None) -> None:
     """Make recorded runs again and compare; ValueError says what is not as recorded."""
     from stppo.record.runs import collect as collect_runs
     from stppo.record.runs import load_metrics

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -24,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -68,6 +69,23 @@ def start(modules: Sequence[str] = ()) -> subprocess.Popen:
     return subprocess.Popen([*command, *modules])
 
 
+@contextlib.contextmanager
+def serving(modules: Sequence[str] = ()) -> Iterator[None]:
+    """A server for the time being; one that this process had before is its own again afterwards."""
+    before = os.environ.pop(SERVER, None)
+    server = start(modules)
+    address = os.environ[SERVER]
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+        shutil.rmtree(os.path.dirname(address), ignore_errors=True)
+        os.environ.pop(SERVER, None)
+        if before is not None:
+            os.environ[SERVER] = before
+
+
 class Fork:
     """A command that runs in a fork of the server, with the methods of `subprocess.Popen` that Jupyter uses.
 
@@ -85,35 +103,46 @@ class Fork:
         session: bool = False,
         streams: Sequence[int] = (0, 1, 2),
     ) -> None:
+        self._status: int | None = None
+        self._reading = threading.RLock()  # one thread may wait while another asks or ends
         self._socket = _connected(os.environ.get(SERVER, ""))
         wish = {"argv": argv, "env": dict(env or os.environ), "cwd": cwd or os.getcwd(), "session": session}
         text = json.dumps(wish).encode()
-        socket.send_fds(self._socket, [_WORD.pack(len(text))], list(streams))
-        self._socket.sendall(text)
-        self._status: int | None = None
-        self.pid = _read(self._socket)
+        try:
+            socket.send_fds(self._socket, [_WORD.pack(len(text))], list(streams))
+            self._socket.sendall(text)
+            self.pid = _read(self._socket)
+        except BaseException:
+            self._socket.close()
+            raise
 
     def wait(self, timeout: float | None = None) -> int:
         """Exit status; negative: it was killed."""
-        if self._status is None:
-            self._socket.settimeout(timeout)
-            try:
-                self._status = _read(self._socket)
-            except TimeoutError:
-                raise
-            except OSError:
-                self._status = -signal.SIGKILL
-            self._socket.close()
-        return self._status
+        with self._reading:
+            if self._status is None:
+                self._socket.settimeout(timeout)
+                try:
+                    self._status = _read(self._socket)
+                except TimeoutError:
+                    raise
+                except OSError:
+                    self._status = -signal.SIGKILL
+                self._socket.close()
+            return self._status
 
     def poll(self) -> int | None:
         """Exit status, or None while it runs."""
-        if self._status is None:
-            with selectors.DefaultSelector() as ready:
-                ready.register(self._socket, selectors.EVENT_READ)
-                if not ready.select(0):
-                    return None
-        return self.wait()
+        if not self._reading.acquire(blocking=False):
+            return self._status  # another thread waits for it
+        try:
+            if self._status is None:
+                with selectors.DefaultSelector() as ready:
+                    ready.register(self._socket, selectors.EVENT_READ)
+                    if not ready.select(0):
+                        return None
+            return self.wait()
+        finally:
+            self._reading.release()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -181,13 +210,12 @@ def serve(address: str, parent: int, modules: Sequence[str] = ()) -> None:
 
 def _serve(caller: socket.socket) -> NoReturn:
     """In a fork: do what the caller wishes, tell it the exit status and end; end when the caller does."""
-    status = 1
+    status, told = 1, False
     try:
-        caller.settimeout(10)
         head, streams, *_ = socket.recv_fds(caller, _WORD.size, 3)
         wish = json.loads(caller.recv(_WORD.unpack(head)[0], socket.MSG_WAITALL))
-        caller.settimeout(None)
         caller.sendall(_WORD.pack(os.getpid()))
+        told = True
         threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
         status = _run(wish, streams)
     except BaseException:
@@ -196,7 +224,8 @@ def _serve(caller: socket.socket) -> NoReturn:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-            caller.sendall(_WORD.pack(status))
+            if told:  # else it would take the status for the process's number
+                caller.sendall(_WORD.pack(status))
         os._exit(status)
 
 

@@ -325,12 +325,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def usable_cores() -> int:
+    """Cores that this process may use; a scheduler or `taskset` can leave it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def hardware() -> dict[str, Any]:
     """Processor, usable cores, memory in GiB, GPU name or None, platform."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": _cpu_model(),
-        "cores": cores,
+        "cores": usable_cores(),
         "memory_gib": _memory_gib(),
         "gpu": _gpu(),
         "platform": platform.platform(),

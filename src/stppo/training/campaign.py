@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,10 +24,9 @@ from typing import Any
 
 from stppo.config.identity import warm_start_dir
 from stppo.config.planned import PlannedRun
-from stppo.config.provenance import code_hash
+from stppo.config.provenance import code_hash, usable_cores
 from stppo.files import repository_path
-from stppo.preloaded import JOB, TRAINING, Fork
-from stppo.preloaded import start as start_server
+from stppo.preloaded import JOB, TRAINING, Fork, serving
 from stppo.record.ownership import announce_parent
 from stppo.waiting import saying
 
@@ -49,7 +49,7 @@ def runs_at_a_time(runs: Sequence[PlannedRun]) -> int:
 
         if torch.cuda.is_available():
             return 1
-    return os.cpu_count() or 1
+    return usable_cores()
 
 
 def run_folder(preset: str, run: PlannedRun) -> Path:
@@ -81,9 +81,9 @@ def train_planned(
         report(done, finished, total)
 
     announce_parent()
-    server, forks = start_server(TRAINING), set[Fork]()
+    forks, stopped = set[Fork](), threading.Event()
     active: dict[Future[Done], tuple[PlannedRun | None, Path]] = {}
-    with ThreadPoolExecutor(jobs) as pool:
+    with serving(TRAINING), ThreadPoolExecutor(jobs) as pool:
         try:
             while pending or active:
                 while len(active) < jobs and (job := _next(pending, starts, ready, active)):
@@ -94,7 +94,7 @@ def train_planned(
                     else:
                         pending.remove(run)
                         name, wish = run.name, (run.config, str(run_folder(preset, run)), str(folder))
-                    active[pool.submit(_in_fork, name, wish, forks)] = job
+                    active[pool.submit(_in_fork, name, wish, forks, stopped)] = job
                 for future in wait(active, return_when=FIRST_COMPLETED).done:
                     (run, folder), done = active.pop(future), future.result()
                     tell(done)
@@ -105,11 +105,12 @@ def train_planned(
                             pending.remove(other)
                             tell(Done(other.name, 0.0, "", f"its warm start failed: {done.error}"))
         finally:
-            while wait(active, timeout=1).not_done:  # after an interruption
+            # After an interruption some still run, and one may have been submitted and not be in `active`.
+            stopped.set()
+            while forks or wait(active, timeout=0).not_done:
                 for fork in list(forks):
                     fork.terminate()
-            server.terminate()
-            server.wait()
+                time.sleep(0.1)
     return failed
 
 
@@ -130,17 +131,23 @@ def _next(
 _KILLED = "its process was killed: often for want of memory (--jobs 1 needs less); the same command goes on"
 
 
-def _in_fork(name: str, wish: tuple[Any, ...], forks: set[Fork]) -> Done:
+def _in_fork(name: str, wish: tuple[Any, ...], forks: set[Fork], stopped: threading.Event) -> Done:
     began = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as out, open(os.devnull) as nothing:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out, open(os.devnull) as nothing:
         streams = nothing.fileno(), out.fileno(), out.fileno()
+        if stopped.is_set():
+            return Done(name, 0.0, "", "stopped")
         try:
             fork = Fork([JOB, json.dumps(wish)], os.environ | {"OMP_NUM_THREADS": "1"}, streams=streams)
         except OSError:  # the server, too, can be killed
             return Done(name, 0.0, "", _KILLED)
         forks.add(fork)
-        status = fork.wait()
-        forks.discard(fork)
+        if stopped.is_set():
+            fork.terminate()
+        try:
+            status = fork.wait()
+        finally:
+            forks.discard(fork)
         out.seek(0)
         last = (out.read().strip().splitlines() or [""])[-1]
     error = None if status == 0 else _KILLED if status < 0 else last
