@@ -63,6 +63,11 @@ def test_the_map_has_every_setting_and_run():
     assert plot.data.groupby("regime")["seed"].nunique().eq(2).all() and "12 of 12 runs" in plot.title
 
 
+def test_regimes_that_share_a_setting_are_no_map():
+    same = {"epochs": 4, "staleness_iterations": 0, "learning_rate": 5e-4}
+    assert FIGURES["settings_map"].draw(gather([*grid(), simulate("token_ppo", 0, "NOISY", **same)])) is None
+
+
 def test_settings_along_one_line_are_no_map():
     runs = [
         simulate("token_ppo", w, f"L{rate}", learning_rate=rate)
@@ -123,3 +128,14 @@ def test_granularity_title_sees_both_directions(fine, coarse, said):
         for world in range(12)
     ]
     assert said in granularity.granularity(gather(runs)).title
+
+
+@pytest.mark.parametrize("few", ["PPO", "GRPO"])
+def test_a_comparison_of_few_worlds_hides_no_other(few):
+    runs = [
+        simulate(f"{rung}_{family.lower()}", world, dynamics=Dynamics(level, granularity=rung, family=family))
+        for family in ("PPO", "GRPO")
+        for rung, level in (("token", 0.4), ("turn", 0.8))
+        for world in range(3 if family == few else 12)
+    ]
+    assert "higher in 2 of 2 comparisons, clearly in 1" in granularity.granularity(gather(runs)).title

@@ -1,14 +1,16 @@
 """Which arms of a preset answer one question together, read from the preset's own YAML.
 
-A preset's `pipeline.arms` says what an arm is called and what makes it (`stppo.config.Arm`); `study.groups`
-says which arms belong together:
+A preset's `pipeline.arms` says what an arm is called and what makes it (`stppo.config.planned`);
+`study.groups` says which arms belong together:
 
     study:
       groups:
         NAME:
-          question: one sentence that ends in a question mark arms: [algorithms or arms] regimes: [REGIME,
-          ...]                 # default: OFF_POLICY factors: {FACTOR: [level, level], ...} # of a factorial:
-          arms in the order of the product, last factor fastest
+          question: one sentence that ends in a question mark
+          arms: [algorithms or arms]
+          regimes: [REGIME, ...]                  # default: OFF_POLICY
+          factors: {FACTOR: [level, level], ...}  # of a factorial: arms in the order of the product, last
+                                                  # factor fastest
 """
 
 from __future__ import annotations

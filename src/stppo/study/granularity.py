@@ -119,7 +119,7 @@ def _title(runs: Runs, ladders: list[dict[str, str]]) -> str:
     found = [compare(means[one], means[other], len(steps)) for one, other in steps]
     higher = sum(one.other > one.one for one in found)
     better, worse = (sum(one.clear and (one.other > one.one) == up for one in found) for up in (True, False))
-    counted = "" if found[0].few else f", clearly in {better or 'none'}"
+    counted = "" if all(one.few for one in found) else f", clearly in {better or 'none'}"
     counted += f", clearly lower in {worse}" if worse else ""
     regime = runs.runs["regime"].iloc[0]
     return hedged(

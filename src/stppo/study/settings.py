@@ -67,6 +67,8 @@ def settings_map(metrics: Metrics) -> Plot | None:
     table["rate"] = table["intensity"].map(
         lambda value: float(f"{value:.2g}")
     )  # 2.8e-3 from any of its factors
+    if table.duplicated(["iterations", *SETTING[:2], "rate"]).any():
+        return None  # regimes differ in more than the setting
     runs = runs.of(table["regime"])
     title = capital(
         f"{runs.looks.loc[BASELINE, 'label']} learns and then loses half of its gain in "

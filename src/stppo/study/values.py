@@ -23,9 +23,11 @@ import yaml
 from scipy.stats import spearmanr, t
 
 from stppo.files import repository_path, write_atomically
-from stppo.record.runs import Metrics, clips, load_metrics
+from stppo.record.runs import Metrics, load_metrics
+from stppo.record.tidy import clips
 from stppo.stats import by_world, difference, mean
 from stppo.study import benchmark, pages
+from stppo.study.benchmark_figures import signals_of_methods
 
 REFERENCE, FILE = Path("results/reference"), "values.yaml"
 LEVEL = 0.95
@@ -191,7 +193,7 @@ def study(folder: Path) -> dict[str, Any]:
 
 def _claims(folder: Path) -> dict[str, Any]:
     """Verdicts as `stppo.study.claims` wrote them, with the numbers of each entry's last condition."""
-    rows = pd.read_csv(folder / "claims/claims.csv").groupby("id", sort=False).last()
+    rows = pd.read_csv(folder / "claims/claims.csv").drop_duplicates("id", keep="last").set_index("id")
     counts = rows["verdict"].value_counts()
     numbers = rows[["estimate", "median", "joint_low", "joint_high"]].dropna(how="all")
     return {
@@ -261,12 +263,11 @@ def bench(folder: Path) -> dict[str, Any]:
             "wide": apart[epsilon > 0.3].mean(),
         }
     found["epsilon"] = {"least": epsilon.min(), "most": epsilon.max()}
-    early = metrics.iterations.query("regime == @benchmark.REGIME and iteration <= 10")
-    push = early.groupby("algorithm")["negative_advantage_gradient_share"].mean()
-    n = math.ceil(len(push) / 4)
-    least, highest = set(push.nsmallest(n).index), set(finals.mean().nlargest(n).index)
-    found["push"] = {"quarter": n, "both": len(least & highest), "by_chance": n * n / len(push)}
-    found["push"]["correlation"] = finals.mean().corr(push, method="spearman")
+    told = signals_of_methods(metrics.all.of([benchmark.REGIME]), benchmark.leaderboard(metrics)).dropna()
+    n = math.ceil(len(told) / 4)
+    least, highest = set(told.nsmallest(n, "push")["method"]), set(told.nlargest(n, "final")["method"])
+    found["push"] = {"quarter": n, "both": len(least & highest), "by_chance": n * n / len(told)}
+    found["push"]["correlation"] = told["final"].corr(told["push"], method="spearman")
     knob = spearmanr(finals["topr"], table["knob"]).statistic
     found["topr"]["knob"] = knob
     return found
