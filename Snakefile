@@ -31,13 +31,19 @@ from jupyter_client.kernelspec import KernelSpecManager
 from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 
-from stppo.config.files import ConfigError
+from stppo.config.files import (
+    ConfigError,
+    config_dir,
+    groups,
+    option_files,
+    own_config_dir,
+    use_config_dir,
+)
 from stppo.config.identity import code_of, data_section, fingerprint, run_section, warm_start_dir
 from stppo.config.composition import compose
 from stppo.config.planned import planned_runs, warm_start_overrides
 from stppo.policy.known_models import KNOWN
 from stppo.record.progress import follow
-from stppo.config.files import config_dir, groups, option_files, own_config_dir, use_config_dir
 from stppo.record.runs import missing_runs
 from stppo.config.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.derivations.interact import NBCONVERT_OPTIONS

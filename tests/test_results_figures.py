@@ -18,7 +18,7 @@ from tests.synthetic_runs import DYNAMICS, Dynamics, gather, simulate
 
 SHOWN = ("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "grpo", "mine")
 MINE = Dynamics(0.5, granularity="sequence", family="mine")  # no YAML file says what it is
-KEEPS, FALLS, STALLS = Dynamics(0.8), Dynamics(0.8, onset=24), Dynamics(0.2)
+KEEPS, FALLS = Dynamics(0.8), Dynamics(0.8, onset=24)
 
 
 def study_of(names=SHOWN, worlds=3, **options):

@@ -1,4 +1,4 @@
-"""The rules of `results.outcomes` on curves made by hand: evaluations every second iteration, a start of
+"""The rules of `record.outcomes` on curves made by hand: evaluations every second iteration, a start of
 0.2."""
 
 import math

@@ -148,7 +148,7 @@ def test_checkpointed_layers_give_the_same_gradient_and_bias_norm(budget, batch,
 @pytest.mark.parametrize("checkpoint_layers", [False, True])
 def test_logits_in_pieces_give_the_same_gradient(checkpoint_layers, batch, monkeypatch):
     row, gradient = one_step("st_ppo", batch, None)
-    monkeypatch.setattr(policy_module, "_HEAD_ELEMENTS", 10 * VOCABULARY)
+    monkeypatch.setattr(policy_module, "LOGITS_AT_ONCE", 10 * VOCABULARY)
     flag = f"training.gradient_checkpointing={str(checkpoint_layers).lower()}"
     other, found = one_step("st_ppo", batch, 200, flag)
     torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-12)

@@ -27,7 +27,9 @@ LAYERS = {
     "training": "Warm start, trainer, checkpoints.",
     "record": "What a run leaves: loading, outcomes, comparison.",
     "figures": "Pictures and the report.",
-    "study": "This project's own comparison on top of the results.",
+    "study": "This project's own comparison on top of the records.",
+    "derivations": "What the configs say of each algorithm: axes, factors, bias and variance.",
+    "pretrained": "Language models fetched, or made tiny.",
     "plugins": "The losses inside verl and TRL.",
     "preflight": "What a run needs and what the machine has.",
 }

@@ -15,30 +15,28 @@ from stppo.oracle import Oracle, TabularSoftmax, TokenMDP
 from stppo.oracle.comparison import gradient_quality
 
 FRESH, STALE = "fresh", "off-policy"
+MOVED, BATCH, BATCHES = 0.4, 16, 150  # the off-policy distance; trajectories a batch; sampled batches
 PANELS = {"efficiency": "efficiency", "bias": "bias (sine of the angle)", "noise": "noise of one batch"}
 
 
 def bias_variance_table(
     algorithms: Iterable[str] | None = None,
-    moved: float = 0.4,
-    batch_size: int = 16,
-    n_batches: int = 150,
     seed: int = 0,
 ) -> pd.DataFrame:
     """Two rows per algorithm with a file (or of those given), in figures' order: its gradient on fresh data
     and off-policy.
 
-    Columns: algorithm, label, data (`fresh`: theta is the behaviour policy; `off-policy`: theta is `moved`
+    Columns: algorithm, label, data (`fresh`: theta is the behaviour policy; `off-policy`: theta is `MOVED`
     from it in a random direction), bias, noise, efficiency, sampled (see `stppo.oracle.comparison.Quality`).
     World: 1,334 trajectories with turns of 1 to 3 tokens, a tabular policy, an exact critic; batches of
-    `batch_size` trajectories, of which `n_batches` are sampled for methods that look at a batch. About 15 CPU
+    `BATCH` trajectories, of which `BATCHES` are sampled for methods that look at a batch. About 15 CPU
     seconds for all shipped algorithms. Raises ConfigError for an unknown algorithm, ValueError for a credit
     whose limit is not known.
     """
     tree = TokenMDP(seed=seed).enumerate()
     policy = TabularSoftmax(tree)
     oracle = Oracle(tree, policy, policy.initial(seed + 1, 0.7))
-    points = {FRESH: oracle.behaviour, STALE: oracle.behaviour + moved * policy.initial(seed + 9)}
+    points = {FRESH: oracle.behaviour, STALE: oracle.behaviour + MOVED * policy.initial(seed + 9)}
     names = (
         [row.name for row in registry.algorithms()] if algorithms is None else registry.in_order(algorithms)
     )
@@ -47,7 +45,7 @@ def bias_variance_table(
         composed = compose([f"algorithm={name}"])["algorithm"]
         objective = build(composed["objective"], "algorithm.objective")
         for data, theta in points.items():
-            found = gradient_quality(oracle, objective, theta, batch_size, n_batches, seed)
+            found = gradient_quality(oracle, objective, theta, BATCH, BATCHES, seed)
             rows.append({"algorithm": name, "label": registry.look(name).label, "data": data} | vars(found))
     return pd.DataFrame(rows)
 

@@ -13,29 +13,29 @@ _COLORS = ("#0061A8", "#D55E00", "#009E73", *SPARE_COLORS)
 _MARKERS = "osDv^P*X"
 
 
-def match_table(results: pd.DataFrame, measure: str = "em") -> pd.DataFrame:
+def match_table(results: pd.DataFrame) -> pd.DataFrame:
     """One row per benchmark, one column per `agent` with "share [low, high]", and the plain mean over
     benchmarks.
 
     The mean is over an agent's own benchmarks and stands only where it played them all.
     """
-    rows = with_intervals(results, measure)
+    rows = with_intervals(results, "em")
     rows["text"] = [
         f"{value:.3f} [{low:.3f}, {high:.3f}]"
-        for value, low, high in zip(rows[measure], rows["low"], rows["high"], strict=True)
+        for value, low, high in zip(rows["em"], rows["low"], rows["high"], strict=True)
     ]
     agents, benchmarks = rows["agent"].unique(), rows["benchmark"].unique()
     table = rows.pivot(index="benchmark", columns="agent", values="text").reindex(benchmarks)[agents]
-    values = rows.pivot(index="benchmark", columns="agent", values=measure)[agents]
+    values = rows.pivot(index="benchmark", columns="agent", values="em")[agents]
     table.loc["mean"] = [f"{values[a].mean():.3f}" if values[a].notna().all() else None for a in agents]
     counts = rows.groupby("benchmark")["n_questions"].max().reindex(benchmarks)
     table.insert(0, "questions", [*map(str, counts), ""])
     return table.fillna("").rename_axis(columns=None).reset_index()
 
 
-def match_plot(results: pd.DataFrame, name: str, title: str, measure: str = "em") -> Plot:
+def match_plot(results: pd.DataFrame, name: str, title: str) -> Plot:
     """Exact match of each `agent` on each benchmark, with Wilson's 95% intervals."""
-    rows = with_intervals(results, measure)
+    rows = with_intervals(results, "em")
     agents, benchmarks = list(rows["agent"].unique()), list(rows["benchmark"].unique())
     with style():
         fig = Figure(figsize=(8.6, 1.3 + 0.5 * len(benchmarks)), layout="constrained")
@@ -47,7 +47,7 @@ def match_plot(results: pd.DataFrame, name: str, title: str, measure: str = "em"
             color = _COLORS[k % len(_COLORS)]
             ax.hlines(y, part["low"], part["high"], color=color, lw=2.2, alpha=0.45)
             ax.plot(
-                part[measure],
+                part["em"],
                 y,
                 _MARKERS[k % len(_MARKERS)],
                 color=color,
@@ -69,5 +69,5 @@ def match_plot(results: pd.DataFrame, name: str, title: str, measure: str = "em"
     caption = (
         f"Exact match per benchmark, {many} questions each; lines: Wilson's 95% intervals over questions."
     )
-    data = rows[["agent", "benchmark", "n_questions", measure, "low", "high"]]
+    data = rows[["agent", "benchmark", "n_questions", "em", "low", "high"]]
     return Plot(name, fig, data, caption)

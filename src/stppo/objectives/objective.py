@@ -228,8 +228,9 @@ def estimated_bias_norms(
         clipping_bias_norm_logit    sqrt(sum_t c_t^2 (1 - 2 p_t + sum_v p_v^2)), the norm of C with respect to
                                     the logits, if every position had its own; NaN without `squared_prob_sum`
 
-    logprobs (B, T) is the tensor that `Objective.surrogate` got; squared_prob_sum (B, T) is sum_v p_v^2 of
-    the distribution that token t was drawn from under pi_theta. The graph is kept for the real backward pass.
+    logprobs (B, T) is the tensor that `Objective.__call__` (or `loss`) got; squared_prob_sum (B, T) is
+    sum_v p_v^2 of the distribution that token t was drawn from under pi_theta. The graph is kept for the real
+    backward pass.
     """
     if not surrogate.any_clipped:
         return {

@@ -45,7 +45,7 @@ UNREADABLE = (
     SafetensorError,
     StrictDataclassError,
 )
-_HEAD_ELEMENTS = 2**27  # logits computed at once: 0.5 GiB in float32
+LOGITS_AT_ONCE = 2**27  # 0.5 GiB in float32
 
 
 @dataclass(config=ConfigDict(extra="forbid"), frozen=True)
@@ -389,7 +389,7 @@ def score(
     the logits would be what fills memory, they are computed in pieces, and again on the way back."""
     states, positions = agent_states(body_of(policy), batch, n_chunks)
     ids = batch.tokens.reshape(-1)[positions].to(states.device)
-    size = max(1, _HEAD_ELEMENTS // policy.config.vocab_size)
+    size = max(1, LOGITS_AT_ONCE // policy.config.vocab_size)
     again = torch.is_grad_enabled() and len(states) > size
     parts = []
     for state, chosen in zip(states.split(size), ids.split(size), strict=True):

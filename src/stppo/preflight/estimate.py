@@ -17,7 +17,7 @@ from stppo.config.settings import RunConfig
 from stppo.policy.critic import Critic
 from stppo.policy.frozen import freeze_below
 from stppo.policy.known_models import KNOWN
-from stppo.policy.policy import UNREADABLE, build_policy, check_positions, load_shape, why
+from stppo.policy.policy import LOGITS_AT_ONCE, UNREADABLE, build_policy, check_positions, load_shape, why
 
 GIB = 2**30
 
@@ -29,7 +29,6 @@ LAYER = {  # what autograd keeps of a layer for one token: times hidden size, ke
 }
 PASSING = 1.5  # layers of which all is there at once, on the way back
 LOGIT, DRAWN = 22, 28  # for one logit: while log-probs are computed, while a token is drawn
-LOGITS_AT_ONCE = 2**27  # of `stppo.policy.policy`
 LOST = {"GPU": 0.10, "host": 0.20}  # of all that: between blocks, and what is not counted here
 CUDA = 1.0 * GIB  # driver, kernels, libraries' workspaces
 ASLEEP, ENGINE_STEP = 1.5 * GIB, 2.0 * GIB  # of vLLM: what it keeps while it sleeps, what a step takes

@@ -68,12 +68,12 @@ class Outcome:
         return "lost its start" if self.lost_start else "did not learn"
 
 
-def trailing_mean(values: ArrayLike, window: int = WINDOW) -> NDArray[np.float64]:
-    """Mean of each value and the window - 1 before it; NaN where there are fewer."""
+def trailing_mean(values: ArrayLike) -> NDArray[np.float64]:
+    """Mean of each value and the `WINDOW` - 1 before it; NaN where there are fewer."""
     values = np.asarray(values, dtype=np.float64)
     out = np.full(len(values), np.nan)
-    if len(values) >= window:
-        out[window - 1 :] = np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
+    if len(values) >= WINDOW:
+        out[WINDOW - 1 :] = np.lib.stride_tricks.sliding_window_view(values, WINDOW).mean(axis=1)
     return out
 
 

@@ -20,7 +20,7 @@ from stppo.config.algorithms import Algorithm, in_order, look
 from stppo.files import parse_json, repository_path, write_atomically
 from stppo.record import schema
 from stppo.record.outcomes import AFTER, Outcome, judge, with_zeros
-from stppo.record.tidy import KEYS, Runs, clips, main_regime, stopped_at, tidy  # noqa: F401 (clips)
+from stppo.record.tidy import KEYS, Runs, main_regime, stopped_at, tidy
 from stppo.stats import area_under_curve, final_mean
 
 CROWD = 12  # algorithms beyond which a picture shows those with a file of their own alone
@@ -333,7 +333,7 @@ class Metrics:
         }
 
     def outcome(self, record: dict[str, Any]) -> Outcome:
-        """The rules of `results.outcomes` applied to one run."""
+        """The rules of `record.outcomes` applied to one run."""
         rows = self.success(record)
         start = record["warm_start"]["success_sampled"]
         stopped, horizon = self._stopped(record)

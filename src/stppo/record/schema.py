@@ -26,7 +26,7 @@ BY_BENCHMARK_FILE = "evaluations_by_benchmark.json"  # where questions of severa
 BENCHMARKS_FILE, BENCHMARKS_TABLE_FILE = "benchmarks.json", "benchmarks.csv"
 RESULT_FILE = "result.json"
 
-# --- files of a metrics folder, made from many runs by `results.runs.collect` ---------------
+# --- files of a metrics folder, made from many runs by `record.runs.collect` ---------------
 RUNS_FILE = "runs.json"
 ITERATIONS_FILE = "iterations.parquet"
 COLLECTED_EVALUATIONS_FILE = "evaluations.parquet"

@@ -28,8 +28,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from stppo.figures.words import NAMES
-from stppo.record.outcomes import KEPT, WINDOW
+from stppo.record.outcomes import KEPT, WINDOW, trailing_mean
 from stppo.record.runs import Metrics
+from stppo.record.tidy import KEYS
 from stppo.stats import estimate, fewest_worlds, joint_level, shares_of
 
 SIGNALS = (
@@ -73,8 +74,8 @@ def fall_of(iterations: NDArray, success: NDArray, start: float, crash: float) -
     crossed the line.
     """
     last = int(np.searchsorted(iterations, crash, side="right"))
-    smoothed = pd.Series(success[:last]).rolling(WINDOW).mean()
-    line = start + KEPT * (max(float(smoothed.max()), start) - start)
+    highest = float(np.nanmax(trailing_mean(success[:last])))
+    line = start + KEPT * (max(highest, start) - start)
     recent = np.arange(max(0, last - WINDOW), last)
     below = recent[success[recent] < line]
     return float(iterations[below[0]]) if len(below) else float(crash)
@@ -97,7 +98,7 @@ def watched(metrics: Metrics) -> list[Watched]:
     """Every run that learned, up to its first crash where it has one."""
     found = []
     for record in metrics.runs:
-        outcome = metrics.outcome(record)
+        outcome = metrics.outcomes[tuple(record[name] for name in KEYS)]
         if not outcome.learned or outcome.non_finite:
             continue
         rows = metrics.select(metrics.iterations, record).sort_values("iteration")

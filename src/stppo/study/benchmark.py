@@ -44,15 +44,16 @@ Statistic = Callable[
 ]  # of runs' weights; None: alike
 
 
-def draw_points(n: int = 40, seed: int = 2511) -> pd.DataFrame:
-    """The first n points of a scrambled Sobol sequence (Owen 1998), as `scipy.stats.qmc` draws it.
+def draw_points() -> pd.DataFrame:
+    """The first 40 points of a scrambled Sobol sequence (Owen 1998), as `scipy.stats.qmc` draws it.
 
     Columns: point, learning_rate (log-uniform over 16 x), epochs (1-16, log-uniform), staleness (0-8
     iterations), minibatches (1, 2, 4, 8), knob (share of the method's prior), world (its seed).
     """
     from scipy.stats import qmc
 
-    drawn = qmc.Sobol(5, scramble=True, seed=seed).random_base2(math.ceil(math.log2(n)))[:n]
+    n = 40
+    drawn = qmc.Sobol(5, scramble=True, seed=2511).random_base2(math.ceil(math.log2(n)))[:n]
     rate, epochs, staleness, minibatches, knob = drawn.T
     return pd.DataFrame(
         {

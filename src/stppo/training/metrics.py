@@ -1,6 +1,5 @@
 """What a run records: roll-out statistics, evaluations, and the tables and record they are written to."""
 
-import contextlib
 import os
 import resource
 import time
@@ -143,16 +142,8 @@ def write_sample(run_dir: Path, sampler: Sampler, rollout: Rollout, n: int) -> N
     write_json(run_dir / TRAJECTORIES_FILE, trajectory_records(rollout, sampler.tokenizer, n))
 
 
-def forget_peaks() -> None:
-    """Let the peak of `peak_memory_mb` begin here: a process that trains one run after another would record
-    the largest of all. A GPU's begins with `Trainer.train`."""
-    if os.uname().sysname == "Linux":
-        with contextlib.suppress(OSError):  # not every kernel or container allows it
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets the peak
-
-
 def peak_memory_mb() -> float:
-    """Largest resident memory of this process so far, or since `forget_peaks`, MiB.
+    """Largest resident memory of this process so far, MiB.
 
     On Linux not `ru_maxrss`, which begins at the peak of the process that started this one (getrusage(2)).
     """

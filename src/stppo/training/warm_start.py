@@ -338,7 +338,7 @@ def _successes(episodes: list[Episode], encoder: DialogueEncoder, run: RunConfig
 
 def _with_trained(policy: PreTrainedModel, run: RunConfig) -> PreTrainedModel:
     """The policy with what is to be trained requiring gradients, computed as training will compute it."""
-    top = getattr(run.policy, "trainable_layers", None)
+    top = run.policy.trainable_layers
     if run.warm_start.trained_weights == "all" or (run.policy.lora is None and top is None):
         choose_kernels(policy, run.training.kernels)
         return policy
