@@ -1,14 +1,16 @@
-"""Hashes of content, and their cache."""
+"""Hashes of content and their cache; JSON that others wrote."""
 
+import json
 import os
 
 import pytest
 
-from stppo.files import content_hash
+from stppo.files import content_hash, parse_json
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
+    monkeypatch.delenv("STPPO_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -52,3 +54,21 @@ def test_without_a_cache_it_is_computed_each_time(tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("in the way")
     monkeypatch.setattr("time.time", lambda: file.stat().st_ctime + 10)
     assert content_hash(file) == content_hash(file)
+
+
+def test_strings_are_clean_wherever_they_stand():
+    assert parse_json(r'{"a\ud800": ["\uDFFF", "\ud83d\ude00", {"b": "ж"}]}') == {
+        "a\ufffd": ["\ufffd", "\U0001f600", {"b": "ж"}]
+    }
+    assert parse_json('"a"'.encode("utf-8-sig")) == "a"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, "", "{", "nul"])
+def test_whatever_is_no_json_is_a_decode_error(text):
+    with pytest.raises(json.JSONDecodeError):
+        parse_json(text)
+
+
+def test_bytes_that_are_no_text_are_refused():
+    with pytest.raises(UnicodeDecodeError):
+        parse_json(b'"\xed\xa0\x80"')

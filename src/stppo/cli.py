@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stppo.checks import install
-from stppo.config.files import VARIABLE, ConfigError, use_config_dir
+from stppo.config.files import VARIABLE, ConfigError, algorithm_name, use_config_dir
 from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
 
@@ -278,12 +278,7 @@ def bench(
         raise ValueError(
             f"{method}: rename it to {Path(method).stem}.yaml, which is how YAML files are found"
         )
-    if method.endswith(".yaml"):
-        file = Path(method).resolve()
-        if file.parent.name != "algorithm" or not file.is_file():
-            raise ValueError(f"{method}: must be a file FOLDER/algorithm/NAME.yaml")
-        use_config_dir(file.parent.parent)
-        method = file.stem
+    method = algorithm_name(method)
     committed = benchmark.metrics_folder()
     if rerun:
         return _rerun(rerun, seed, jobs)

@@ -69,7 +69,7 @@ def content_hash(path: str | Path) -> str:
         return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:16]
     state = path.stat()
     known = [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
-    kept = _cache() / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    kept = cache_folder() / "content" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     try:
         of, found = json.loads(kept.read_text(encoding="utf-8"))
         if of == known and isinstance(found, str):
@@ -84,8 +84,10 @@ def content_hash(path: str | Path) -> str:
     return found
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stppo" / "content"
+def cache_folder() -> Path:
+    """STPPO_CACHE_DIR, or `stppo` in the user's folder for caches."""
+    own = os.environ.get("STPPO_CACHE_DIR")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stppo"
 
 
 # ---- text of others: corpora, records, replies of servers, run folders --------------------------

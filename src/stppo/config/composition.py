@@ -137,13 +137,10 @@ def _known_keys(node: Config, key: str) -> Iterable[str]:
 
 def objective_of(algorithm: str | Path) -> Any:
     """See `stppo.load`."""
-    if str(algorithm).endswith(".yaml"):
-        file = Path(algorithm).resolve()
-        if file.parent.name != "algorithm" or not file.is_file():
-            raise ConfigError(f"{algorithm}: must be a file FOLDER/algorithm/NAME.yaml")
-        config_files.use_config_dir(file.parent.parent)
-        algorithm = file.stem
-    return build(compose([f"algorithm={algorithm}"])["algorithm"]["objective"], "algorithm.objective")
+    return build(
+        compose([f"algorithm={config_files.algorithm_name(algorithm)}"])["algorithm"]["objective"],
+        "algorithm.objective",
+    )
 
 
 MOST_RUNS = 10_000  # of one sweep

@@ -119,6 +119,19 @@ def use_config_dir(folder: str | Path) -> None:
     own_config_dir()
 
 
+def algorithm_name(given: str | Path) -> str:
+    """The name of an algorithm; of one's own file FOLDER/algorithm/NAME.yaml, FOLDER is searched from now on.
+
+    ConfigError for another file."""
+    if not str(given).endswith(".yaml"):
+        return str(given)
+    file = Path(given).resolve()
+    if file.parent.name != "algorithm" or not file.is_file():
+        raise ConfigError(f"{given}: must be a file FOLDER/algorithm/NAME.yaml")
+    use_config_dir(file.parent.parent)
+    return file.stem
+
+
 def own_config_dir() -> Path | None:
     """Your own folder of configs, which `STPPO_CONFIG_DIR` names, or None.
 

@@ -38,15 +38,6 @@ PACKAGES = (
 )
 
 
-def module_file(module: str, package_dir: Path = PACKAGE_DIR) -> Path | None:
-    """Source file of a dotted module of the package, or None if there is no such module."""
-    base = package_dir.joinpath(*module.split(".")[1:])
-    for candidate in (base / "__init__.py", base.with_suffix(".py")):
-        if candidate.is_file() and module.split(".")[0] == PACKAGE:
-            return candidate
-    return None
-
-
 def _module_name(file: Path, package_dir: Path) -> str:
     parts = file.resolve().relative_to(package_dir.resolve()).with_suffix("").parts
     return ".".join([PACKAGE, *parts]).removesuffix(".__init__")

@@ -12,6 +12,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from stppo.files import cache_folder
+
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 
 
@@ -50,12 +52,6 @@ def _build(command: list[str]) -> None:
     if done.returncode:
         said = next((line.strip() for line in done.stderr.splitlines() if "error" in line), "no message")
         raise CannotCompile(f"the C++ compiler {command[0]} failed ({said}); set CXX to another one")
-
-
-def cache_folder() -> Path:
-    """STPPO_CACHE_DIR, or `stppo` in the user's folder for caches."""
-    own = os.environ.get("STPPO_CACHE_DIR")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stppo"
 
 
 def _compiler() -> list[str]:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stppo.files import parse_json
-from stppo.policy.compiler import cache_folder
+from stppo.files import cache_folder, parse_json
 
 RECORD_FILE = "fetched.json"  # written last: its presence means that the folder is whole
 

@@ -97,7 +97,7 @@ def test_a_norm_of_zero_does_not_spoil_the_logarithmic_axis():
 
 
 CELL = """
-from tests.test_results_live import rows
+from tests.test_figures_live import rows
 from stppo.figures.live import LiveCurves
 curves = LiveCurves("a run", 6)
 curves.begin()
