@@ -123,7 +123,7 @@ def _title(runs: Runs, ladders: list[dict[str, str]]) -> str:
     counted += f", clearly lower in {worse}" if worse else ""
     regime = runs.runs["regime"].iloc[0]
     return hedged(
-        f"{regime}: a coarser ratio ends higher in {higher or 'none'} of {len(steps)} comparisons{counted}",
+        f"in {regime} a coarser ratio ends higher in {higher or 'none'} of {len(steps)} comparisons{counted}",
         found,
     )
 

@@ -84,9 +84,8 @@ def questions_figure(metrics: Metrics, groups: Mapping[str, Group] | None = None
     with style():
         source = source_of(metrics.all.of(drawn["regime"], drawn["algorithm"]))
         fig = page(title, question, source, height, [bar], width)
-        fig.get_layout_engine().set(
-            w_pad=0.12
-        )  # letters are wider in the saved file than when it is laid out
+        # Letters are wider in the saved file than when it is laid out.
+        fig.get_layout_engine().set(w_pad=0.25)
         for place, column in zip(fig.add_gridspec(1, len(columns)), columns, strict=True):
             grid = place.subgridspec(
                 len(column), 1, height_ratios=[inches - 0.3 for inches in column.values()]
