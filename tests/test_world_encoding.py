@@ -4,6 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from stppo.rollout.rollout import TurnEnd
 from stppo.world import BM25Retriever, Document, Protocol, Question, SearchEnvironment, SyntheticWorld
 from stppo.world.encoding import DialogueEncoder, render_prompt
 
@@ -116,6 +117,25 @@ def test_a_turn_is_read_without_control_tokens_and_ends_at_any_of_them(chat):
     ids = chat("<answer> Oslo </answer><|im_end|>")["input_ids"]
     assert encoder.turn(ids) == "<answer> Oslo </answer>"
     assert encoder.end_ids == set(chat.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+
+
+def test_tags_that_are_special_tokens_are_played_as_any_others():
+    tokenizer = chat_tokenizer()
+    tags = [f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/")]
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    encoder = DialogueEncoder(Protocol(), tokenizer)
+    ids = tokenizer("<answer> Oslo </answer><|im_end|>", add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_tokens_to_ids("</answer>") in ids
+    assert encoder.turn(ids) == "<answer> Oslo </answer>"
+    prompt = Protocol().prompt("Who?")
+    assert tokenizer.decode(encoder.prompt(prompt)) == render_prompt(tokenizer, prompt)
+    assert TurnEnd(encoder).first(ids) == ids.index(tokenizer.convert_tokens_to_ids("</answer>")) + 1
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(chat):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} " + TEMPLATE
+    assert render_prompt(tokenizer, "Who?") == "26 Jul 2024 " + render_prompt(chat, "Who?")
 
 
 def test_limits_that_cannot_be_kept_are_refused(chat):

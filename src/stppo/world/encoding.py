@@ -3,24 +3,31 @@ imported."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from datetime import datetime
 from itertools import accumulate
 from typing import Any
 
-from stppo.world.protocol import Protocol
+from stppo.world.protocol import TAGS, Protocol
 
 _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>")  # end a message where the vocabulary has them
+_TAGS = {f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")}
+# Some templates write today's date: other prompts each day. This one is Llama 3's fallback.
+_TODAY = datetime(2024, 7, 26)
 _REPLACEMENT = "\ufffd"  # what part of a character decodes to
 
 
 def render_prompt(tokenizer: Any, prompt: str) -> str:
     """The prompt as one user message in the tokenizer's chat template, else (it has none) the prompt itself.
 
-    No system message is given; a template may still write its own (Qwen2.5's does), as under Search-R1.
+    No system message is given; a template may still write its own (Qwen2.5's does), as under Search-R1. To a
+    template that asks for the date it is always 26 July 2024.
     """
     if not tokenizer.chat_template:
         return prompt
     message = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    return tokenizer.apply_chat_template(
+        message, tokenize=False, add_generation_prompt=True, strftime_now=_TODAY.strftime
+    )
 
 
 class DialogueEncoder:
@@ -28,7 +35,8 @@ class DialogueEncoder:
 
     Each part is tokenised once and on its own; agent tokens are never tokenised. Control tokens in questions
     and documents stay text: the protocol neutralised those of the shape `<|im_end|>`; of others (`</s>`),
-    prompts get a space inside and observations are tokenised with special tokens split.
+    prompts get a space inside and observations are tokenised with special tokens split. The protocol's tags
+    are never control tokens, whatever the tokenizer says of them.
 
     tokenizer: a transformers tokenizer.
     ValueError where `max_observation_tokens` leaves no room for an observation's closing tag.
@@ -39,7 +47,8 @@ class DialogueEncoder:
         self._texts: dict[int, str] = {}  # of single tokens, as they come up
         added = tokenizer.added_tokens_decoder.values()
         control = {str(token) for token in added if token.special}
-        self._control = sorted({*tokenizer.all_special_tokens, *control})
+        self._control = sorted({*tokenizer.all_special_tokens, *control} - _TAGS)
+        self._hidden = frozenset(tokenizer.convert_tokens_to_ids(self._control))
         self._closing = self._encode(protocol.closing_text)
         if len(self._closing) >= protocol.max_observation_tokens:
             raise ValueError(
@@ -93,7 +102,7 @@ class DialogueEncoder:
 
     def turn(self, ids: Sequence[int]) -> str:
         """Text of an agent turn for the environment, without control tokens."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode([token for token in map(int, ids) if token not in self._hidden])
 
     def sentence_ends(self, ids: Sequence[int]) -> list[bool]:
         """For each token of an agent turn, whether a sentence ends in it, by the protocol's rule. Tokens are
