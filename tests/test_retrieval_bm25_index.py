@@ -157,6 +157,14 @@ def test_no_index_is_made_where_one_is_or_of_nothing(corpus, index, tmp_path):
     assert not (tmp_path / "i").exists()
 
 
+def test_what_a_killed_build_left_goes_with_the_next(corpus, tmp_path):
+    (tmp_path / ".i.building" / "index").mkdir(parents=True)
+    (tmp_path / ".i.building" / "0.terms.npy").write_bytes(b"half")
+    (tmp_path / ".i.building.lock").touch()
+    build_bm25(corpus, tmp_path / "i")
+    assert [path.name for path in tmp_path.iterdir()] == ["i"]
+
+
 @pytest.fixture
 def own_index(documents, tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", documents)

@@ -57,12 +57,13 @@ def loaded(model):
     return BertTokenizerFast.from_pretrained(model), BertModel.from_pretrained(model).double().eval()
 
 
-def alone(model, text, max_tokens=64):
+def alone(model, text, max_tokens=64, pooling="mean"):
     """The vector of one text, without padding, batching or the code under test."""
     tokenizer, network = loaded(model)
     ids = torch.tensor([tokenizer(text, truncation=True, max_length=max_tokens)["input_ids"]])
     with torch.no_grad():
-        pooled = network(ids).last_hidden_state[0].mean(0).numpy()
+        states = network(ids).last_hidden_state[0]
+        pooled = (states[0] if pooling == "cls" else states.mean(0)).numpy()
     return pooled / np.sqrt((pooled**2).sum())
 
 
@@ -183,6 +184,82 @@ def test_an_encoder_that_lacks_weights_is_refused(model, tmp_path):
         Encoder(str(folder), device="cpu").queries(["w1"])
 
 
+def stating(model, folder, pooling, prompts, modules=("Transformer", "Pooling", "Normalize")):
+    """A copy of a model with the files that sentence-transformers writes."""
+    folder = Path(shutil.copytree(model, folder))
+    paths = [{"path": f"{i}_{name}" if i else "", "type": f"a.b.{name}"} for i, name in enumerate(modules)]
+    (folder / "modules.json").write_text(json.dumps(paths))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "pooling",
+    [  # as versions 6 and 2 of sentence-transformers write it
+        {"embedding_dimension": 32, "pooling_mode": "cls", "include_prompt": True},
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "pooling_mode_max_tokens": False},
+    ],
+)
+def test_an_encoders_own_statements_are_followed(model, tmp_path, pooling):
+    prompts = {"query": "w9 : ", "document": ""}
+    folder = stating(model, tmp_path / "own", pooling, prompts)
+    texts = ["w1", "w2 w3 w4 w5 w6"]
+    expected = np.stack([alone(model, f"w9 : {text}", pooling="cls") for text in texts])
+    assert encoder(folder).queries(texts) == pytest.approx(expected, abs=1e-5)
+    (passage,) = encoder(folder).passages([DOCUMENTS[5]])
+    text = f'"{DOCUMENTS[5].title}"\n{DOCUMENTS[5].text}'
+    assert passage == pytest.approx(alone(model, text, pooling="cls"), abs=1e-5)
+    (passage,) = encoder(folder, passage_prefix="w3 ").passages([DOCUMENTS[5]])
+    assert passage == pytest.approx(alone(model, f"w3 {text}", pooling="cls"), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "modules", "named"),
+    [
+        ({"pooling_mode": "lasttoken"}, ("Transformer", "Pooling"), "pools by lasttoken"),
+        ({"pooling_mode_max_tokens": True}, ("Transformer", "Pooling"), "pools by pooling_mode_max_tokens"),
+        (
+            {"pooling_mode": "mean", "include_prompt": False},
+            ("Transformer", "Pooling"),
+            "include_prompt=False",
+        ),
+        ({"pooling_mode": "mean"}, ("Transformer", "Pooling", "Dense"), "module Dense is not supported"),
+    ],
+)
+def test_statements_that_cannot_be_followed_are_refused_by_name(model, tmp_path, pooling, modules, named):
+    folder = stating(model, tmp_path / "own", pooling, {}, modules)
+    with pytest.raises(ValueError, match=named):
+        encoder(folder).queries(["w1"])
+
+
+def test_two_builds_of_one_index_do_not_mix(model, corpus, tmp_path, monkeypatch):
+    original = Encoder.passages
+
+    def meanwhile(self, documents):
+        monkeypatch.setattr(Encoder, "passages", original)
+        with pytest.raises(FileExistsError, match="another process makes it; wait for it"):
+            build_dense(corpus, tmp_path / "i", encoder(model))
+        return original(self, documents)
+
+    monkeypatch.setattr(Encoder, "passages", meanwhile)
+    build_dense(corpus, tmp_path / "i", encoder(model))
+    results = open_dense(tmp_path / "i", device="cpu").search(QUERIES, 5)
+    best, _ = brute_force(model, QUERIES, 5)
+    assert [[d.id for d, _ in ranking] for ranking in results] == [[f"d{i}" for i in row] for row in best]
+
+
+def test_an_index_is_bound_to_its_encoders_weights(model, corpus, tmp_path):
+    folder = Path(shutil.copytree(model, tmp_path / "own"))
+    build_dense(corpus, tmp_path / "i", encoder(str(folder)))
+    weights = load_file(folder / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"] += 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="own is not what it was made with; index it again"):
+        open_dense(tmp_path / "i", device="cpu")
+
+
 def test_an_index_of_another_model_is_named(model, corpus, tmp_path):
     build_dense(corpus, tmp_path / "i", encoder(model))
     other = tmp_path / "other"
@@ -192,6 +269,7 @@ def test_an_index_of_another_model_is_named(model, corpus, tmp_path):
     BertModel(config).save_pretrained(other)
     manifest = json.loads((tmp_path / "i" / "manifest.json").read_text())
     manifest["encoder"]["model"] = str(other)
+    del manifest["encoder_version"]
     (tmp_path / "i" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="150 vectors of size 32, but .*other gives size 16"):
         open_dense(tmp_path / "i", device="cpu")

@@ -89,8 +89,7 @@ def build_bm25(
     words or range of postings (about 40 bytes each). On disk beside `out` while it works: 8 bytes a posting
     (a word of a document, counted once); in `out` at the end as much again.
 
-    Errors as in `read_corpus`; FileExistsError where `out` is there already; nothing is left of a failed
-    build."""
+    Errors as in `read_corpus` and `new_folder`; nothing is left of a failed build."""
     model = bm25s.BM25(method="lucene")
     with new_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         blocks = _Blocks(Path(scratch))

@@ -25,8 +25,11 @@ def index(
     model: Annotated[
         str, typer.Option(help="Dense: encoder, a hub name or a folder.")
     ] = "intfloat/e5-base-v2",
-    query_prefix: Annotated[str, typer.Option(help="Dense: what the encoder expects.")] = "query: ",
-    passage_prefix: Annotated[str, typer.Option(help="Dense: what the encoder expects.")] = "passage: ",
+    query_prefix: Annotated[
+        str | None,
+        typer.Option(help="Dense: what the encoder expects (default: its files' prompts or E5's)."),
+    ] = None,
+    passage_prefix: Annotated[str | None, typer.Option(help="Dense: as --query-prefix.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Dense: longer passages are cut.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Dense: passages encoded at once.")] = 64,
     device: Device = "auto",

@@ -1,16 +1,18 @@
 """What the folders of all retrieval indexes share: written whole or not at all, with a manifest, bound to a
 corpus."""
 
+import errno
 import hashlib
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from stppo.files import parse_json
 from stppo.retrieval.documents import CorpusFile
@@ -38,17 +40,34 @@ def fingerprint(path: str | Path) -> str:
 def new_folder(out: str | Path) -> Iterator[Path]:
     """A folder to fill beside `out`, moved to it at the end: whoever opens `out` finds all of it or nothing.
 
-    FileExistsError where `out` is there already; what an exception leaves is removed.
-    """
+    FileExistsError where `out` is there already or another process makes it; what an exception or an earlier,
+    killed process leaves is removed."""
     out = Path(out)
-    if out.exists():
-        raise FileExistsError(f"{out}: exists already; remove it or name another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        staged = Path(scratch, "index")
-        staged.mkdir()
+    scratch = out.with_name(f".{out.name}.building")
+    lock = FileLock(f"{scratch}.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise FileExistsError(
+            f"{out}: another process makes it; wait for it or name another folder"
+        ) from None
+    try:
+        if out.exists():
+            raise FileExistsError(f"{out}: exists already; remove it or name another folder")
+        shutil.rmtree(scratch, ignore_errors=True)
+        staged = scratch / "index"
+        staged.mkdir(parents=True)
         yield staged
         os.rename(staged, out)
+    except OSError as error:
+        if error.errno is None and "requested and" in str(error):  # what NumPy says of a full disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)) from error
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def write_manifest(folder: Path, corpus: str | Path, offsets: np.ndarray, **facts: Any) -> dict[str, Any]:
