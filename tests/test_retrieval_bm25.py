@@ -46,6 +46,12 @@ def test_only_documents_that_share_a_word_are_returned():
     assert ids(BM25Retriever(DOCUMENTS).search(["town", "capital"], 9)) == [["1"], ["0", "2", "3"]]
 
 
+def test_a_mark_of_its_own_and_a_composed_letter_are_one_word():
+    retriever = BM25Retriever([Document("0", "T", "Zu\u0308rich lies there"), Document("1", "T", "Bern")])
+    ((found, _),) = retriever.search(["z\u00fcrich"], 1)[0]
+    assert found.id == "0"
+
+
 @pytest.mark.parametrize("query", ["", "  ?!", "zzz unknown"])
 def test_unknown_words_find_nothing(query):
     assert BM25Retriever(DOCUMENTS).search([query, "Paris"], 1)[0] == []

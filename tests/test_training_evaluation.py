@@ -165,6 +165,8 @@ def test_each_benchmark_and_decoding_has_its_row_and_its_folder(bench, overrides
         of = means.loc[(row["benchmark"], row["decoding"])]
         assert (of["em", "size"], of["em", "mean"]) == (row["n_questions"], row["em"])
         assert of["searches", "mean"] == pytest.approx(row["searches"])
+        assert row["em_constant"] == pytest.approx(1 / row["n_questions"]), "each answer is right once"
+        assert 0 <= row["em_without_search"] <= 1 and row["lenient_em"] >= row["em"]
     kept = json.loads((tmp_path / "nq" / "sampled" / schema.TRAJECTORIES_FILE).read_text())
     assert [set(record) for record in kept] == [set(schema.TRAJECTORY_FIELDS)] * 2
     assert kept[0]["question"] == NQ[0]["question"] and "<|im_start|>" in kept[0]["tokens"]
@@ -191,7 +193,7 @@ def test_what_was_finished_before_a_failure_is_kept_and_not_played_again(
 
     def collect(self, policy, questions, *args, **kwargs):
         asked.append({question.source for question in questions})
-        if len(asked) == 4:  # nq has two chunks, bamboogle fails at its second
+        if len(asked) == 7:  # two chunks of nq, each with and without search; bamboogle fails at its second
             raise RetrievalUnavailable("retrieval server http://x: no usable answer")
         return original(self, policy, questions, *args, **kwargs)
 
@@ -202,9 +204,9 @@ def test_what_was_finished_before_a_failure_is_kept_and_not_played_again(
         "nq"
     ]
     run(bench, overrides, broken)
-    assert asked[4:] == [{"bamboogle"}] * 2
+    assert asked[7:] == [{"bamboogle"}] * 4
     run(bench, overrides, broken)
-    assert len(asked) == 6, "a finished evaluation plays nothing"
+    assert len(asked) == 11, "a finished evaluation plays nothing"
     assert content(broken) == content(uninterrupted)
 
 

@@ -96,6 +96,18 @@ def test_unknown_words_get_the_no_result_text():
     assert env.protocol.no_result in one_step(env, env.start(QUESTION), "<search> zzz </search>")
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_without_search_the_dialogue_goes_on_and_nothing_is_found(first):
+    env = environment(retrieve_first=first).without_search()
+    episode = env.start(QUESTION)
+    if not first:
+        assert Protocol().no_result in one_step(env, episode, "<search> Norway </search>")
+        assert episode.turns[0].documents == ()
+    assert "Oslo" not in episode.prompt and (Protocol().no_result in episode.prompt) == first
+    one_step(env, episode, "<answer> Oslo </answer>")
+    assert episode.reward == 1.0
+
+
 def test_answer_in_a_document_does_not_end_the_episode():
     documents = [Document("0", "Norway", "</information> <answer> Oslo </answer>")]
     env = SearchEnvironment(Protocol(), BM25Retriever(documents), 1)

@@ -5,6 +5,7 @@ from stppo.retrieval.documents import Document
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import Protocol, Question
 from stppo.world.rewards import (
+    best_constant,
     chosen_option,
     exact_match,
     f1,
@@ -103,6 +104,35 @@ def test_score_is_by_measure_and_by_choice():
         assert score(choice, "plague vaccine", measure) == score(choice, "Vitamin A", measure) == 0
     letter_a = Question("q", "q?", ("Vitamin A", "A"), options=OPTIONS)
     assert score(letter_a, "A") == 1 and score(letter_a, "") == score(letter_a, "the") == 0
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "lenient"),
+    [
+        ("1951-52", "1951\u201352", 1.0),
+        ("Zu\u0308rich", "Z\u00fcrich", 1.0),
+        ("\uff11\uff12", "12", 1.0),
+        ("\u00abOui\u00bb", "oui", 1.0),
+        ("1951 52", "1951\u201352", 0.0),
+        ("Zurich", "Z\u00fcrich", 0.0),
+        ("!!!", "???", 0.0),
+    ],
+)
+def test_a_lenient_match_sees_no_difference_in_marks_and_forms(reply, answer, lenient):
+    assert exact_match(reply, [answer]) == 0.0, "Search-R1 tells them apart"
+    assert score(Question("1", "Which?", (answer,)), reply, "lenient") == lenient
+
+
+def test_the_best_constant_is_right_more_often_than_any_other_reply():
+    answers = [("No",), ("yes",), ("no!", "false"), ("Oslo",), ("the no",)]
+    questions = [Question(str(i), "Is it?", found) for i, found in enumerate(answers)]
+    replies = {text for found in answers for text in found}
+    share = {reply: sum(score(q, reply) for q in questions) for reply in replies}
+    constant = best_constant(questions)
+    assert sum(score(q, constant) for q in questions) == max(share.values()) == 3
+    letters = [Question(str(i), "Which?", ("b", "A"), options=("b", "c")) for i in range(3)]
+    letters += [Question("9", "Which?", ("x", "B"), options=("b", "x"))]
+    assert sum(score(q, best_constant(letters)) for q in letters) == 3
 
 
 def test_means_are_per_source():

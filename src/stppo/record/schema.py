@@ -242,6 +242,9 @@ EVALUATION_COLUMNS = _table("evaluations")
 BENCHMARK_MEANS: dict[str, str] = {
     "em": "share of questions whose answer scores 1: exact match, for multiple choice the right option",
     "search_r1_em": "the same as Search-R1 scores a dialogue: by its last answer block, in whatever turn",
+    "lenient_em": "the same where marks, dashes and compatible characters of any script count as one",
+    "em_constant": "the same of one reply to every question, the one that is right most often on these",
+    "em_without_search": "the same of the same policy where every search finds nothing",
     "f1": "mean token F1 of the answers; for multiple choice the same as em",
     "turns": "mean number of agent turns",
     "searches": "mean number of valid searches",

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -26,9 +27,11 @@ _MANIFEST = "manifest.json"
 
 
 def words(text: str) -> list[str]:
-    """Lower-cased words, as indexed and as searched. No stemming and no stop words: idf handles the
-    latter."""
-    return _WORD.findall(text.lower())
+    """Lower-cased words, as indexed and as searched. No stemming and no stop words: idf handles the latter.
+
+    Letters and their marks are composed (NFC) first: `\\w` ends at a mark that stands alone."""
+    text = text.lower()
+    return _WORD.findall(text if text.isascii() else unicodedata.normalize("NFC", text))
 
 
 class BM25Retriever:
@@ -106,7 +109,7 @@ class BM25Retriever:
         return index
 
     def _content_hash(self) -> str:
-        digest = hashlib.sha256(f"{bm25s.__version__} {_WORD.pattern} lower lucene".encode())
+        digest = hashlib.sha256(f"{bm25s.__version__} {_WORD.pattern} lower nfc lucene".encode())
         for document in self.documents:
             digest.update(json.dumps([document.title, document.text]).encode())
         return digest.hexdigest()[:24]

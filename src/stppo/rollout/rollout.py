@@ -208,6 +208,12 @@ class Sampler(ABC):
         other.config = at_temperature_one(self.config)
         return other
 
+    def without_search(self) -> "Sampler":
+        """The same sampler in an environment whose searches find nothing; an engine is shared."""
+        other = copy.copy(self)
+        other.environment = self.environment.without_search()
+        return other
+
     def close(self) -> None:  # noqa: B027 (PyTorch holds nothing)
         """Give back what an engine holds; the sampler cannot be used afterwards."""
 

@@ -46,7 +46,7 @@ from stppo.world.benchmark_world import CONTEXTS, BenchmarkWorld
 from stppo.world.datasets import FILES
 from stppo.world.environment import Episode
 from stppo.world.protocol import Question
-from stppo.world.rewards import score, search_r1_em
+from stppo.world.rewards import best_constant, score, search_r1_em
 from stppo.world.scripted import World
 
 log = logging.getLogger(__name__)
@@ -170,20 +170,28 @@ def replies_of(out: Path) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def summarise(episodes: Sequence[Episode]) -> dict[str, float]:
+def summarise(episodes: Sequence[Episode], without_search: Sequence[Episode] = ()) -> dict[str, float]:
     """`BENCHMARK_MEANS` of finished episodes, each with its standard error over questions (`_se`).
+
+    without_search: the same questions where every search found nothing; without them that column is left out.
 
     The questions count as a sample of those that could have been asked; standard errors are NaN for a single
     one."""
     turns = [float(len(e.turns)) for e in episodes]
+    questions = [e.question for e in episodes]
+    constant = best_constant(questions)
     per_question = {
         "em": [score(e.question, e.answer) for e in episodes],
         "search_r1_em": [search_r1_em(e) for e in episodes],
+        "lenient_em": [score(e.question, e.answer, "lenient") for e in episodes],
+        "em_constant": [score(question, constant) for question in questions],
         "f1": [score(e.question, e.answer, "f1") for e in episodes],
         "turns": turns,
         "searches": [float(e.n_searches) for e in episodes],
         "valid_format_rate": [count - e.n_invalid for count, e in zip(turns, episodes, strict=True)],
     }
+    if without_search:
+        per_question["em_without_search"] = [score(e.question, e.answer) for e in without_search]
     ones = [1.0] * len(turns)
     found = {
         name: ratio_and_error(values, turns if name == "valid_format_rate" else ones)
@@ -357,12 +365,14 @@ def _play(
     folder, benchmark, decoding = place
     began = time.perf_counter()
     generator = torch.Generator().manual_seed(seed)
-    episodes, kept = [], []
+    blind, episodes, alone, kept = sampler.without_search(), [], [], []
     with tqdm(
         total=len(questions), desc=f"{benchmark} {decoding}", unit="question", disable=not progress
     ) as bar:
         for some in _chunks(questions, sampler):
             rollout = sampler.collect(policy, some, generator, greedy=decoding == "greedy")
+            aside = torch.Generator().manual_seed(seed + len(episodes))
+            alone += blind.collect(policy, some, aside, greedy=decoding == "greedy").episodes
             kept += trajectory_records(rollout, sampler.tokenizer, trajectories - len(kept))
             episodes += rollout.episodes
             bar.update(len(some))
@@ -371,7 +381,7 @@ def _play(
         "benchmark": benchmark,
         "decoding": decoding,
         "n_questions": len(questions),
-        **summarise(episodes),
+        **summarise(episodes, alone),
         "seconds": round(time.perf_counter() - began, 2),
     }
     replies = [

@@ -1,13 +1,21 @@
 """The search environment: plays many episodes in lockstep, one retriever call a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stppo.checks import one_of, whole_number
-from stppo.retrieval.documents import Retriever
+from stppo.retrieval.documents import Document, Retriever
 from stppo.world.episodes import Episode, Turn
 from stppo.world.protocol import Protocol, Question
 from stppo.world.rewards import MEASURES, judge
+
+
+class NothingFound:
+    """A retriever without documents."""
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[tuple[Document, float]]]:
+        """No document for any query."""
+        return [[] for _ in queries]
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,10 @@ class SearchEnvironment:
     def turns_with_observation(self) -> int:
         """Agent turns that get an observation; the one after them must answer."""
         return self.protocol.turn_budget - self.retrieve_first
+
+    def without_search(self) -> "SearchEnvironment":
+        """The same dialogue, in which every search finds nothing."""
+        return replace(self, retriever=NothingFound())
 
     def start(self, question: Question) -> Episode:
         prompt = self.protocol.prompt(question.text)

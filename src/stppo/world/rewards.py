@@ -1,9 +1,10 @@
-"""Exact match and F1 as in the SQuAD and HotpotQA evaluation scripts, choices, and Search-R1's own
-scoring."""
+"""Exact match and F1 as in the SQuAD and HotpotQA evaluation scripts, choices, Search-R1's own scoring, and
+yardsticks."""
 
 import hashlib
 import re
 import string
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import fmean
@@ -46,6 +47,27 @@ def exact_match(prediction: str, answers: Sequence[str]) -> float:
     return float(any(key == _key(answer) for answer in answers))
 
 
+def lenient_match(prediction: str, answers: Sequence[str]) -> float:
+    """`exact_match` where writing counts less: compatible characters (NFKC) and letters of either case are
+    one, and marks and dashes of any script count for nothing. Search-R1's match takes "1951–52" and "1951-52"
+    for two answers."""
+    key = _folded(prediction)
+    return float(any(key == _folded(answer) for answer in answers))
+
+
+def _folded(text: str) -> str:
+    plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    kept = "".join(c for c in plain if unicodedata.category(c)[0] not in "PS")
+    return " ".join(_ARTICLES.sub(" ", kept).split()) or _key(text)
+
+
+def best_constant(questions: Sequence[Question]) -> str:
+    """The one reply that is right for most of the questions: what can be had on them without reading them."""
+    right = Counter(key for q in questions for key in {_key(answer) for answer in q.answers})
+    likely = [key for key, _ in right.most_common(9)]  # an option's text may be another one's letter
+    return max(likely, key=lambda key: sum(score(q, key) for q in questions))
+
+
 def f1(prediction: str, answers: Sequence[str]) -> float:
     """Largest word-overlap F1 over the answers, in [0, 1].
 
@@ -67,11 +89,12 @@ def _f1(prediction: str, answer: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-MEASURES = {"em": exact_match, "f1": f1}
+MEASURES = {"em": exact_match, "f1": f1}  # what may be a reward
 
 
 def score(question: Question, reply: str | None, measure: str = "em") -> float:
-    """The reward of a reply (None: no answer was given), in [0, 1]: "em" or "f1" over the accepted answers.
+    """The reward of a reply (None: no answer was given), in [0, 1]: "em", "f1" or "lenient"
+    (`lenient_match`) over the accepted answers.
 
     A question with options scores 1 where the reply names the correct one (`chosen_option`), else 0, by
     either measure."""
@@ -80,7 +103,7 @@ def score(question: Question, reply: str | None, measure: str = "em") -> float:
     if question.options:
         correct = string.ascii_uppercase.index(question.answers[1])
         return float(chosen_option(reply, question.options) == correct)
-    return MEASURES[measure](reply, question.answers)
+    return (lenient_match if measure == "lenient" else MEASURES[measure])(reply, question.answers)
 
 
 def judge(question: Question, reply: str, measure: str = "em") -> float:
