@@ -137,6 +137,40 @@ def test_tokens_that_no_text_is_split_into_stay_whole(tmp_path, family):
     assert tokenizer.decode(ids, skip_special_tokens=True) == f"the {MARK}t"
 
 
+SPLIT = {  # as the models' own tokenizers split it
+    "smollm": ["It", "'s", "Ġ", "2", "0", "2", "3", ",", "ĠDON", "'", "T", ">", "Ċ", "x", "ĊĊ", "1", "."],
+    "llama-bpe": ["It", "'s", "Ġ", "202", "3", ",", "ĠDON", "'T", ">Ċ", "x", "ĊĊ", "1", "."],
+    "qwen2": ["It", "'s", "Ġ", "2", "0", "2", "3", ",", "ĠDON", "'T", ">Ċ", "x", "ĊĊ", "1", "."],
+    "gpt-2": ["It", "'s", "Ġ2023", ",", "ĠDON", "'", "T", ">", "Ċ", "x", "Ċ", "Ċ", "1", "."],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "pre"), [*(("llama", pre) for pre in SPLIT), ("qwen2", "qwen2"), ("gpt2", "gpt-2")]
+)
+def test_text_is_split_as_the_file_says(tmp_path, family, pre):
+    write_gguf(tmp_path / "tiny.gguf", family, pre=pre)
+    found = fetch(str(tmp_path / "tiny.gguf"))
+    tokenizer = load_tokenizer(found.folder)
+    parts = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("It's 2023, DON'T>\nx\n\n1.")
+    assert [text for text, _ in parts] == SPLIT[pre] and found.record["splitting"] == pre
+
+
+@pytest.mark.parametrize(("family", "pre"), [("llama", "tekken"), ("qwen2", "llama-bpe"), ("gpt2", "qwen2")])
+def test_a_file_that_splits_in_an_unknown_way_is_refused(tmp_path, family, pre):
+    write_gguf(tmp_path / "tiny.gguf", family, pre=pre)
+    with pytest.raises(ValueError, match=f"tiny.gguf splits text by tokenizer.ggml.pre={pre}; supported for"):
+        fetch(str(tmp_path / "tiny.gguf"))
+
+
+def test_what_was_converted_by_another_rule_is_converted_again(file):
+    first = fetch(str(file))
+    record = json.loads((first.folder / "fetched.json").read_text())
+    del record["splitting"]
+    (first.folder / "fetched.json").write_text(json.dumps(record))
+    assert fetch(str(file)).new and fetch(str(file)).record == first.record
+
+
 def test_a_question_holds_no_control_token_of_the_file(tmp_path, family):
     write_gguf(tmp_path / "tiny.gguf", family)
     encoder = DialogueEncoder(Protocol(), load_tokenizer(fetch(str(tmp_path / "tiny.gguf")).folder))

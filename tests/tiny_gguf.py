@@ -27,10 +27,11 @@ def write_gguf(
     without: str | None = None,
     scaling: str = "none",
     frequency_factor: float = 1.0,
+    pre: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Write the model; returns its weights by the names that GGUF has for them. In it <|im_end|> is the end token.
 
-    without: name of a tensor that is left out. scaling, frequency_factor: how rotary positions are scaled, by a named method or
+    without: name of a tensor that is left out. pre: how text is split (default: the architecture's own). scaling, frequency_factor: how rotary positions are scaled, by a named method or
     by a tensor."""
     rng = np.random.default_rng(seed)
     kinds = dict.fromkeys((PAD, START, END), gguf.TokenType.CONTROL)
@@ -50,7 +51,7 @@ def write_gguf(
         writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(len(kinds))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre({"qwen2": "qwen2", "gpt2": "gpt-2"}.get(architecture, "smollm"))
+    writer.add_tokenizer_pre(pre or {"qwen2": "qwen2", "gpt2": "gpt-2"}.get(architecture, "smollm"))
     writer.add_token_list(list(kinds))
     writer.add_token_types(list(kinds.values()))
     # Two at least: transformers takes a list of one for its member.

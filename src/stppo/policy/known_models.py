@@ -60,14 +60,16 @@ def models_folder() -> Path:
 
 
 def is_fetched(folder: Path) -> bool:
-    return (folder / RECORD_FILE).is_file()
+    """Whether a whole model lies there; one of a GGUF file without `splitting` was read by another rule."""
+    return already_here(folder) is not None
 
 
 def already_here(folder: Path) -> Fetched | None:
-    """What was fetched before; None where nothing was."""
-    if not is_fetched(folder):
+    """What was fetched before; None where nothing was, or what must be converted again."""
+    if not (folder / RECORD_FILE).is_file():
         return None
-    return Fetched(folder, False, parse_json((folder / RECORD_FILE).read_bytes()))
+    record = parse_json((folder / RECORD_FILE).read_bytes())
+    return Fetched(folder, False, record) if "splitting" in record or "sha256" not in record else None
 
 
 def is_hub_name(name: str | Path) -> bool:

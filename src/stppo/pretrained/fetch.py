@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex, pre_tokenizers
 from transformers import (
     AddedToken,
     AutoConfig,
@@ -49,6 +50,25 @@ from stppo.policy.policy import (
 )
 
 FAMILIES = ("llama", "qwen2", "gpt2")
+# How text is split before it is merged, by `tokenizer.ggml.pre` of a GGUF file, which transformers 5.10 does
+# not read. The patterns are those of the models' own tokenizers.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = (pre_tokenizers.ByteLevel(add_prefix_space=False),)
+_SPLITTINGS = {
+    "gpt-2": _GPT2,
+    "smollm": (pre_tokenizers.Digits(individual_digits=True), *_GPT2),
+    **{
+        name: (
+            pre_tokenizers.Split(Regex(_WORDS % digits), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        )
+        for name, digits in (("llama-bpe", "{1,3}"), ("qwen2", ""))
+    },
+}
+_OF_CLASS = {"qwen2": "qwen2", "gpt2": "gpt-2"}  # families whose tokenizer knows one splitting, its own
 _QUESTION, _ANSWER = "What is the capital of France?", "Paris is the answer"
 _HUB_FILES = [
     "*.json",
@@ -208,7 +228,8 @@ def _convert(
     there."""
     say("converting")
     if source.is_file():
-        model, tokenizer = _read_gguf(source)
+        model, tokenizer, splitting = _read_gguf(source)
+        origin |= {"splitting": splitting}
     else:
         _refuse_other_family(_shape(source), source)
         model, tokenizer = load_policy(source), load_tokenizer(source)
@@ -260,8 +281,9 @@ def _refuse_other_family(config: Any, source: Path) -> None:
         )
 
 
-def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A GGUF file dequantised to float32, and its tokenizer."""
+def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str | None]:
+    """A GGUF file dequantised to float32, its tokenizer, and by which rule that splits text (None:
+    SentencePiece)."""
     import gguf  # an extra, as transformers wants it too
 
     try:
@@ -278,6 +300,7 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             f"{file.name} is of the architecture {architecture}; what trains here is {', '.join(FAMILIES)}"
         )
     _refuse_scaled_positions(file, reader, architecture)
+    splitting = _splitting(file, fields, architecture)
     try:
         here = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
         shape = AutoConfig.from_pretrained(**here)
@@ -294,12 +317,31 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if made_up := {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}:
             raise ValueError(f"{min(made_up)} is missing or has another shape")
         tokenizer = AutoTokenizer.from_pretrained(**here)
+        if splitting and architecture not in _OF_CLASS:
+            backend = tokenizer.backend_tokenizer
+            backend.pre_tokenizer = pre_tokenizers.Sequence(list(_SPLITTINGS[splitting]))
+            backend.model.ignore_merges = splitting == "llama-bpe"
         _keep_whole(tokenizer, fields)
-        return model, tokenizer
+        return model, tokenizer, splitting
     except UNREADABLE as error:
         raise ValueError(
             f"{file} cannot be converted ({first_line(error)}); get it again, or take another file"
         ) from error
+
+
+def _splitting(file: Path, fields: dict[str, Any], architecture: str) -> str | None:
+    """By which of `_SPLITTINGS` a file's text is split, None for SentencePiece; ValueError for any other."""
+    if fields["tokenizer.ggml.model"].contents() != "gpt2":
+        return None
+    named = fields.get("tokenizer.ggml.pre")
+    splitting = named.contents() if named else _OF_CLASS.get(architecture)
+    allowed = [_OF_CLASS[architecture]] if architecture in _OF_CLASS else list(_SPLITTINGS)
+    if splitting not in allowed:
+        raise ValueError(
+            f"{file.name} splits text by tokenizer.ggml.pre={splitting}; supported for {architecture}: "
+            f"{', '.join(allowed)}; fetch the model's folder from the hub instead"
+        )
+    return splitting
 
 
 def _refuse_scaled_positions(file: Path, reader: Any, architecture: str) -> None:
