@@ -44,7 +44,7 @@ from stppo.config.composition import compose
 from stppo.config.planned import planned_runs, warm_start_overrides
 from stppo.policy.known_models import KNOWN
 from stppo.record.progress import follow
-from stppo.record.runs import missing_runs
+from stppo.record.runs import missing_runs, uncollected
 from stppo.config.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.derivations.interact import NBCONVERT_OPTIONS
 from stppo.record.ownership import announce_parent
@@ -269,6 +269,11 @@ rule train:
         " -r overrides {params.overrides} -r run_dir $(dirname {output.record})"
         " -r warm_start_dir $(dirname {input.start}) > {log} 2>&1"
 
+
+# A run that was brought here with its old time stamps is new to Snakemake, which compares times alone.
+if not RECORDED and workflow.is_main_process:
+    for stale in uncollected(Path(f"{RESULTS}/metrics"), [Path(f"{RESULTS}/runs/{run}") for run in RUNS]):
+        os.utime(stale)
 
 TABLES = ("iterations.parquet", "evaluations.parquet", "runs.json", "summary.csv")
 METRICS = multiext(f"{RESULTS}/metrics/", *TABLES)

@@ -1,5 +1,7 @@
 import json
+import os
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -7,8 +9,9 @@ import pytest
 
 from stppo.config.algorithms import look
 from stppo.config.composition import compose
-from stppo.record import runs, schema
-from stppo.record.runs import TABLE_MEANS, collect, load_metrics, make_command, read_run, repository_path
+from stppo.files import repository_path, write_atomically
+from stppo.record import schema
+from stppo.record.runs import TABLE_MEANS, collect, load_metrics, make_command, read_run, uncollected
 from tests.synthetic_runs import N_UPDATES, START, Dynamics, gather, make_run, make_study, simulate
 
 
@@ -331,6 +334,50 @@ def test_unfinished_run_is_refused(run):
         read_run(run)
 
 
+def test_a_mixture_of_two_collections_is_refused(run, tmp_path, monkeypatch):
+    out, swap, moved = tmp_path / "out", os.replace, []
+    collect([run], out)
+
+    def killed(source, target):
+        if Path(target).parent == out:
+            moved.append(target)
+            if len(moved) == 3:
+                raise KeyboardInterrupt
+        swap(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    other = make_run(tmp_path / "two", "gspo", iterations=6)
+    with pytest.raises(KeyboardInterrupt):
+        collect([run, other], out)
+    with pytest.raises(ValueError, match="is of other runs than runs.json; make both with: "):
+        load_metrics(out)
+    monkeypatch.undo()
+    collect([run, other], out)
+    assert len(load_metrics(out).runs) == 2 and len(list(out.iterdir())) == 4
+
+
+@pytest.mark.parametrize("start", [float("nan"), 1.5])
+def test_a_start_that_is_no_share_leaves_an_earlier_collection_untouched(run, tmp_path, start):
+    out = tmp_path / "out"
+    collect([run], out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    set_field(run, warm_start={"success_sampled": start, "success_greedy": 0.1, "n_sampled": 9})
+    with pytest.raises(ValueError, match="success_sampled"):
+        collect([run], out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_runs_that_say_something_else_than_was_collected_are_found(run, tmp_path):
+    """As where a run is brought home with its old time stamps."""
+    out = tmp_path / "out"
+    assert uncollected(out, [run]) == []
+    collect([run], out)
+    assert uncollected(out, [run, tmp_path / "nowhere"]) == []
+    set_field(run, updates=7)
+    os.utime(run / "run.json", (1, 1))
+    assert uncollected(out, [run]) == [run / "run.json"]
+
+
 def test_failed_write_leaves_the_old_file_and_no_debris(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("old")
@@ -340,5 +387,5 @@ def test_failed_write_leaves_the_old_file_and_no_debris(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError):
-        runs.write_atomically(file, fail)
+        write_atomically(file, fail)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"] and file.read_text() == "old"

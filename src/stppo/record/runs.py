@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
+import os
 import shlex
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,12 +21,13 @@ import pyarrow.parquet as pq
 import yaml
 
 from stppo.config.algorithms import Algorithm, in_order, look
-from stppo.files import parse_json, repository_path, write_atomically
+from stppo.files import PART, parse_json, repository_path
 from stppo.record import schema
 from stppo.record.outcomes import AFTER, Outcome, judge, with_zeros
 from stppo.record.tidy import KEYS, Runs, main_regime, stopped_at, tidy
 from stppo.stats import area_under_curve, final_mean
 
+_OF = b"stppo_runs"  # of a table: of which runs it is
 CROWD = 12  # algorithms beyond which a picture shows those with a file of their own alone
 INTEGERS = ("seed", "iteration", "n_questions")
 _MEASURED, _EVALUATED = ("gradient_norm", "clip_fraction"), ("temperature", "success")  # read of every run
@@ -112,12 +117,28 @@ def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
     return means.join(peaks.add_suffix("_max")).reset_index()
 
 
-def _write_table(frame: pd.DataFrame, path: Path) -> None:
-    """Compact and reproducible: float32, dictionary strings, zstd, no index."""
+def _write_table(frame: pd.DataFrame, path: Path, of: str) -> None:
+    """Compact and reproducible: float32, dictionary strings, zstd, no index. of: what `_told` says."""
     frame = frame.astype({c: "float32" for c in frame.select_dtypes("float").columns})
     frame = frame.astype({c: "int64" for c in INTEGERS if c in frame})
-    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
-    write_atomically(path, lambda p: pq.write_table(table, p, compression="zstd", compression_level=9))
+    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata({_OF: of})
+    pq.write_table(table, path, compression="zstd", compression_level=9)
+
+
+def _told(runs: list[dict[str, Any]]) -> str:
+    """What tells runs from others of the same names: hash of their keys, updates and seconds."""
+    told = [[run[name] for name in (*KEYS, "updates", "wall_seconds")] for run in runs]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def _refuse_mixture(metrics_dir: Path, runs: list[dict[str, Any]], remedy: str) -> None:
+    """ValueError where a table was collected from other runs than its neighbours; old ones do not say."""
+    for name in (schema.ITERATIONS_FILE, schema.COLLECTED_EVALUATIONS_FILE):
+        said = (pq.read_schema(metrics_dir / name).metadata or {}).get(_OF)
+        if said not in (None, _told(runs).encode()):
+            raise ValueError(
+                f"{metrics_dir / name} is of other runs than {schema.RUNS_FILE}; make both with: {remedy}"
+            )
 
 
 def _keyed(frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
@@ -128,19 +149,43 @@ def _keyed(frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
 def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
     """Gather finished runs into a metrics folder; the same runs give the same bytes, in any order.
 
-    Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`. Reads everything
-    before it writes anything, so a broken run leaves an earlier collection untouched. sources: as in
+    Writes iterations.parquet, evaluations.parquet, runs.json and summary.csv into `out_dir`, where they
+    appear when all of them are whole; a broken run leaves an earlier collection untouched. sources: as in
     `together`.
     """
     metrics, out_dir = together(sources), Path(out_dir).resolve()
-    _write_table(metrics.iterations, out_dir / schema.ITERATIONS_FILE)
-    _write_table(metrics.evaluations, out_dir / schema.COLLECTED_EVALUATIONS_FILE)
-    text = json.dumps(metrics.runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    write_atomically(out_dir / schema.RUNS_FILE, lambda p: p.write_text(text, encoding="utf-8"))
-    metrics = load_metrics(out_dir)  # the summary is that of the rounded numbers, whoever computes it
-    summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
-    write_atomically(out_dir / schema.SUMMARY_FILE, lambda p: p.write_text(summary, encoding="utf-8"))
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out_dir, prefix=PART) as scratch:
+        staged = Path(scratch)
+        text = json.dumps(metrics.runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        (staged / schema.RUNS_FILE).write_text(text, encoding="utf-8")
+        of = _told(metrics.runs)
+        _write_table(metrics.iterations, staged / schema.ITERATIONS_FILE, of)
+        _write_table(metrics.evaluations, staged / schema.COLLECTED_EVALUATIONS_FILE, of)
+        metrics = load_metrics(staged)  # the summary is that of the rounded numbers, whoever computes it
+        summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
+        (staged / schema.SUMMARY_FILE).write_text(summary, encoding="utf-8")
+        for file in sorted(staged.iterdir()):
+            os.replace(file, out_dir / file.name)
     return metrics
+
+
+def uncollected(metrics_dir: Path, run_dirs: Iterable[Path]) -> list[Path]:
+    """The run.json of run folders that say something else than was collected of them, whatever their time
+    stamps; none where nothing was collected."""
+    try:
+        collected = parse_json((metrics_dir / schema.RUNS_FILE).read_bytes())
+        known = {(r["regime"], r["algorithm"].partition(" (")[0], r["seed"]): r for r in collected}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+    found = []
+    for file in (folder / schema.RUN_FILE for folder in run_dirs):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            record = parse_json(file.read_bytes())
+            entry = known.get(tuple(record[name] for name in KEYS), {})
+            if any(entry.get(name) != value for name, value in record.items() if name != "algorithm"):
+                found.append(file)
+    return found
 
 
 def together(sources: Sequence[str | Path]) -> Metrics:
@@ -240,13 +285,15 @@ def load_metrics(metrics_dir: str | Path) -> Metrics:
     for number, record in enumerate(runs, start=1):
         schema.check_record(record, f"{file}, run {number}", remedy)
     rows = [*KEYS, "iteration"]
-    return Metrics(
+    found = Metrics(
         runs=runs,
         iterations=_read_parquet(metrics_dir / schema.ITERATIONS_FILE, [*rows, *_MEASURED], remedy),
         evaluations=_read_parquet(
             metrics_dir / schema.COLLECTED_EVALUATIONS_FILE, [*rows, *_EVALUATED], remedy
         ),
     )
+    _refuse_mixture(metrics_dir, runs, remedy)
+    return found
 
 
 @dataclass(frozen=True)

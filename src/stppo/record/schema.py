@@ -58,8 +58,8 @@ class Recorded(BaseModel):
 class WarmStart(Recorded):
     """What the supervised start scores, from at least 2,048 sampled trajectories on full presets."""
 
-    success_sampled: float
-    success_greedy: float
+    success_sampled: float = Field(ge=0, le=1)
+    success_greedy: float = Field(ge=0, le=1)
     n_sampled: int = 0
 
 
@@ -80,7 +80,7 @@ class RunRecord(Recorded):
     status: str = _said(f"{COMPLETED}, {NON_FINITE} (stopped by a non-finite loss or gradient) or {RUNNING}")
     regime: str = _said(KEY_COLUMNS["regime"])
     algorithm: str = _said(KEY_COLUMNS["algorithm"])
-    seed: int = _said(KEY_COLUMNS["seed"])
+    seed: int = _said(KEY_COLUMNS["seed"], lt=2**63)
     label: str | None = _said(
         "what figures call the algorithm, where its config says so; else null", default=None
     )
