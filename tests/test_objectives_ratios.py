@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from stppo.objectives import Ratio, RatioRule, kl_behaviour_to_policy, kl_policy_to_behaviour
+from stppo.objectives.ratios import kl_to_reference
 from stppo.trajectories import Trajectories
 from tests.objectives_cases import batch_from_turns, mixed_batch, normal, sentences_of
 
@@ -157,3 +158,27 @@ def test_kl_estimators_have_the_named_expectation_and_gradient():
         (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
         assert (estimator(normal(torch.empty(100), 1)) >= 0).all()
+
+
+def test_the_reference_penalty_follows_the_kl_that_it_says():
+    """Expected gradients by enumeration of five actions, sampled by an older policy."""
+    g = torch.Generator().manual_seed(0)
+    logits, old, reference = (torch.randn(5, generator=g, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    old, reference = old.log_softmax(0), reference.log_softmax(0)
+    new = logits.log_softmax(0)
+
+    def kl(p, q):
+        return (p.exp() * (p - q)).sum()
+
+    def gradient(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    to_reference, from_reference = gradient(kl(new, reference)), gradient(kl(reference, new))
+    fresh = gradient((new.detach().exp() * kl_to_reference(new, reference)).sum())
+    assert fresh == pytest.approx(from_reference) and fresh != pytest.approx(to_reference, rel=0.1)
+    older = gradient((old.exp() * kl_to_reference(new, reference)).sum())
+    assert older != pytest.approx(from_reference, rel=0.1)
+    weighted = kl_to_reference(new, reference, old)
+    assert gradient((old.exp() * weighted).sum()) == pytest.approx(to_reference)
+    assert float((old.exp() * weighted).sum().detach()) == pytest.approx(float(kl(new, reference).detach()))

@@ -118,6 +118,13 @@ def one_step(name, batch, budget, *overrides):
     return row, torch.cat(found)
 
 
+def test_the_weighted_penalty_is_that_of_the_ratios(batch):
+    _, without = one_step("token_ppo", batch, None, "training.kl_coefficient=0")
+    _, plain = one_step("token_ppo", batch, None)
+    _, weighted = one_step("token_ppo", batch, None, "+training.kl_weighted=true")
+    assert (plain - without).norm() > 1e-4 and (weighted - plain).norm() > 1e-4
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_micro_batches_give_the_gradient_and_the_bias_norm_of_one_batch(name, batch):
     row, gradient = one_step(name, batch, None)

@@ -129,7 +129,10 @@ class DivisorsConfig(Section):
 
 
 class TrainingConfig(Section):
-    """One regime: how off-policy, how long, with which steps, and the controls of a study."""
+    """One regime: how off-policy, how long, with which steps, and the controls of a study.
+
+    kl_weighted: the penalty's tokens by their ratios (`objectives.ratios.kl_to_reference`); not in the
+    configs of earlier runs."""
 
     regime: str
     iterations: int = Field(gt=0)
@@ -148,6 +151,7 @@ class TrainingConfig(Section):
     clip_order: Literal["before_divisor", "after_divisor"]
     entropy_coefficient: float = Field(ge=0)
     kl_coefficient: float = Field(ge=0)
+    kl_weighted: bool = False
     critic_learning_rate: float = Field(gt=0, lt=_MOST)
     critic_epochs: int = Field(gt=0)
     value_clip: float | None = Field(gt=0)

@@ -120,3 +120,16 @@ def kl_behaviour_to_policy(log_ratio: Tensor) -> Tensor:
 def kl_policy_to_behaviour(log_ratio: Tensor) -> Tensor:
     """r l - r + 1: on samples of pi_old, an unbiased estimate of KL(pi_theta || pi_old), never negative."""
     return log_ratio.exp() * log_ratio - torch.expm1(log_ratio)
+
+
+def kl_to_reference(logprobs: Tensor, reference: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
+    """Penalty that keeps a policy near a reference, nats, for each token of any shape: k3 = r - 1 - log r
+    with r = pi_ref / pi_theta (Schulman 2020), as GRPO and Search-R1 have it.
+
+    Its value estimates KL(pi_theta || pi_ref) on samples of pi_theta, but its gradient there is in
+    expectation that of KL(pi_ref || pi_theta); on samples of an older policy it is that of neither.
+    old_logprobs: of the policy that sampled. With them k3 is weighed by pi_theta / pi_old, and value and
+    gradient are those of KL(pi_theta || pi_ref), at the states that the older policy reached."""
+    log_ratio = reference - logprobs
+    k3 = log_ratio.exp() - 1 - log_ratio
+    return k3 if old_logprobs is None else (logprobs - old_logprobs).exp() * k3

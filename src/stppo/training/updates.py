@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from stppo.config.files import ConfigError
 from stppo.config.settings import TrainingConfig
 from stppo.objectives import Objective, Surrogate, estimated_bias_norms
+from stppo.objectives.ratios import kl_to_reference
 from stppo.policy.compute import last_block
 from stppo.policy.critic import Critic
 from stppo.policy.policy import Scores
@@ -129,12 +130,15 @@ class PolicyUpdates:
         mask, training = batch.agent_mask, self.training
         kl_reference = torch.tensor(math.nan)
         if reference is not None:
-            log_ratio = (reference - scores.logprobs)[mask]
-            kl_reference = (log_ratio.exp() - 1 - log_ratio).mean()
+            kl_reference = kl_to_reference(scores.logprobs[mask], reference[mask]).mean()
         entropy = scores.entropy[mask].mean()
         row |= {"kl_reference": float(kl_reference.detach()), "entropy": float(entropy.detach())}
         loss = surrogate.loss
         if training.kl_coefficient:
+            if training.kl_weighted:
+                kl_reference = kl_to_reference(
+                    scores.logprobs[mask], reference[mask], batch.behaviour_logprobs[mask]
+                ).mean()
             loss = loss + training.kl_coefficient * kl_reference
         if training.entropy_coefficient:
             loss = loss - training.entropy_coefficient * entropy
