@@ -82,6 +82,15 @@ def test_interval_misses_as_often_as_it_says(draw, truth, n, level):
     assert level > 0.95 or missed / 600 > 0.3 * (1 - level), "wider than it says"
 
 
+@pytest.mark.parametrize(("n", "covered"), [(6, 0.74), (10, 0.88), (16, 0.96)])
+def test_a_loss_in_a_fifth_of_worlds_is_covered_as_the_page_says(n, covered):
+    rng, hits = np.random.default_rng(0), 0
+    for _ in range(1000):
+        low, high = mean(worlds(np.where(rng.random(n) < 0.8, 0.8, 0.1)), n_draws=800).interval(0.95)
+        hits += low <= 0.66 <= high
+    assert hits / 1000 == pytest.approx(covered, abs=0.04)
+
+
 @pytest.mark.parametrize("risk", [0.1, 0.5, 0.8])
 def test_interval_of_a_share_covers(risk):
     rng = np.random.default_rng(5)

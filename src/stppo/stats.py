@@ -12,7 +12,9 @@ that all of them have, world by world.
   quantile with n - 1 degrees of freedom over the normal one, since that spread is itself known only from n
   worlds. Simulated success that is .8 in some worlds and .1 in the others is then covered as often as said
   (12 worlds: 96 % at 95 %, 99.4 % at 99.6 %). What no interval can know of is a loss that happened in none of
-  the worlds: one that strikes 15 % of worlds leaves 12 of them alone in 14 % of studies.
+  the worlds: one that strikes 15 % of worlds leaves 12 of them alone in 14 % of studies. With success .8 in
+  four worlds of five and .1 in the rest, a 95 % interval covers the mean 74 times in 100 from 6 worlds, 88
+  from 10, 96 from 16.
 - **Too few.** `fewest_worlds(level)`: fewer carry no verdict. It is the n at which the most extreme outcome
   of a sign test, every world on one side, has a probability of 1 - level: 6 worlds at 95 %, 10 at 99.6 %. No
   interval makes up for that.
