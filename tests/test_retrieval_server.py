@@ -347,5 +347,6 @@ def test_web_pages_may_not_ask():
         ):
             reply = requests.post(f"{base}/retrieve", headers=headers, **asked)
             assert reply.status_code == 403 and next(iter(headers)) in reply.json()["detail"]
+        assert requests.post(f"{base}/retrieve", headers={"Host": "["}, **asked).status_code == 400
         for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
             assert requests.post(f"{base}/retrieve", headers={"Host": host}, **asked).status_code == 200

@@ -351,6 +351,16 @@ def test_runs_that_have_not_ended_are_told_apart(tmp_path):
     assert benchmark.ended(folders) == (folders[:2], folders[2:3])
 
 
+def test_runs_of_another_code_are_told_apart(tmp_path):
+    folders = []
+    for i, (method, code) in enumerate([("a", "old"), ("a", "new"), ("b", "old"), ("a", "new")]):
+        folders.append(tmp_path / str(i))
+        folders[-1].mkdir()
+        record = {"algorithm": method, "code_hash": code, "started": f"2026-11-2{i}T00:00:00+00:00"}
+        (folders[-1] / "run.json").write_text(json.dumps(record))
+    assert benchmark.of_one_code(folders) == (folders[1:], folders[:1])
+
+
 def test_a_name_that_is_not_the_files_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     (tmp_path / "algorithm").mkdir()

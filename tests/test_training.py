@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
@@ -295,6 +296,19 @@ def test_a_run_that_ended_non_finite_is_not_repeated(checkpoint, tmp_path, tiny,
     rows, evaluations = tables(tmp_path)
     assert len(again.update_rows) == len(rows) >= 1 and len(again.evaluation_rows) == len(evaluations) >= 1
     assert run(tiny(), tmp_path, barely_trained, resume="never")["status"] == "completed"
+
+
+def test_a_run_that_ended_non_finite_is_made_anew_from_another_start(tmp_path, tiny, barely_trained):
+    def overflow(trainer):
+        raise FloatingPointError("a loss is not finite")
+
+    start = shutil.copytree(barely_trained, tmp_path / "start")
+    folder = tmp_path / "run"
+    Run(load(tiny()), folder, start, on_iteration=overflow, progress=False).train()
+    (weights,) = start.rglob("*.safetensors")
+    tensors = load_file(weights)
+    save_file({name: 0.99 * tensor for name, tensor in tensors.items()}, weights, {"format": "pt"})
+    assert run(tiny(), folder, start)["status"] == "completed"
 
 
 def test_non_finite_critic_stops_the_run(tmp_path, tiny, barely_trained):

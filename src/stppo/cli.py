@@ -314,6 +314,10 @@ def bench(
     if begun:
         names = ", ".join("/".join(folder.parts[-2:]) for folder in begun)
         typer.echo(f"left out because they have not ended: {names} (`stppo bench METHOD` goes on)")
+    made, older = benchmark.of_one_code(made)
+    if older:
+        names = ", ".join("/".join(folder.parts[-2:]) for folder in older)
+        typer.echo(f"left out, of another code: {names} (delete them and they are made again)")
     metrics = collect_runs([*kept, *made], out / "metrics")
     for plot in pictures(metrics):
         typer.echo(f"{plot.title}\n{plot.save(out)[1]}")

@@ -171,7 +171,8 @@ class OfflineHTMLExporter(HTMLExporter):
     """nbconvert's page with MathML for formulas and no script: `jupyter nbconvert --to` this class's dotted
     name.
 
-    ValueError names the notebook and the first formula that cannot be converted.
+    ValueError names the notebook and the first formula that cannot be converted, or the first cell that was
+    not executed in an executed notebook: papermill takes a cell that calls `sys.exit(0)` for the end of one.
     """
 
     export_from_notebook = None  # no entry of its own in JupyterLab's menu
@@ -181,6 +182,11 @@ class OfflineHTMLExporter(HTMLExporter):
         self, nb: Any, resources: Any = None, **options: Any
     ) -> tuple[str, dict[str, Any]]:
         try:
+            code = [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
+            if any(cell.execution_count for cell in code):
+                for number, cell in enumerate(code, start=1):
+                    if not cell.execution_count:
+                        raise ValueError(f"it ended before its code cell {number}: that was not executed")
             return super().from_notebook_node(nb, resources, **options)
         except ValueError as error:
             name = (resources or {}).get("metadata", {}).get("name", "notebook")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pandas as pd
 
+from stppo.files import write_atomically
 from stppo.plugins import require_host
 from stppo.retrieval.client import RetrievalClient
 from stppo.world.datasets import read_records
@@ -100,5 +101,5 @@ def write_dataset(benchmark: str, records: Path, out: Path) -> int:
         }
         for index, question in enumerate(questions)
     ]
-    pd.DataFrame(rows).to_parquet(out)
+    write_atomically(out, pd.DataFrame(rows).to_parquet)
     return len(rows)

@@ -161,7 +161,10 @@ def create_app(
             await worker
 
     async def comes_from_no_page(request: Request) -> None:
-        name = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        try:
+            name = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        except ValueError as error:
+            raise HTTPException(400, f"Host: {error}") from None
         if hosts is not None and name not in hosts:
             raise HTTPException(403, f"Host: asked as {name}, allowed are {', '.join(sorted(hosts))}")
         if "origin" in request.headers:

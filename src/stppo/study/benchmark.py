@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,7 +24,7 @@ from stppo.config.algorithms import in_order, look
 from stppo.config.files import NO_KNOB, ConfigError, Prior, lineage, options
 from stppo.config.files import value as stated
 from stppo.config.planned import PlannedRun
-from stppo.files import repository_path
+from stppo.files import parse_json, repository_path
 from stppo.record.runs import Metrics, load_metrics
 from stppo.record.schema import COMPLETED, NON_FINITE, RUN_FILE
 from stppo.record.tidy import BASELINE
@@ -394,6 +395,19 @@ def not_in(committed: Path, folders: Iterable[Path]) -> list[Path]:
     if committed.is_dir():
         known = {(r["regime"], r["algorithm"], f"seed{r['seed']}") for r in load_metrics(committed).runs}
     return [folder for folder in folders if tuple(folder.parts[-3:]) not in known]
+
+
+def of_one_code(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """Those of some ended run folders whose runs share the code of their method's latest run, and the others:
+    two codes make no points of one method."""
+    records = {folder: parse_json((folder / RUN_FILE).read_bytes()) for folder in folders}
+    latest: dict[str, dict[str, Any]] = {}
+    for record in sorted(records.values(), key=lambda record: record["started"]):
+        latest[record["algorithm"]] = record
+    parts: tuple[list[Path], list[Path]] = ([], [])
+    for folder, record in records.items():
+        parts[record["code_hash"] != latest[record["algorithm"]]["code_hash"]].append(folder)
+    return parts
 
 
 def ended(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:

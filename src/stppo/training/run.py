@@ -273,6 +273,9 @@ class Run:
             record = parse_json((self.folder / RUN_FILE).read_bytes())
             if not isinstance(record, dict) or not mine.items() <= record.items():
                 return None
+            start = self.trainer.start_weights
+            if record.get("warm_start_weights", start) != start:  # of no start in records of old versions
+                return None
             rows = read_tables(self.folder)
         except (OSError, ValueError):  # none yet, or damaged: the checkpoint decides, and all is written anew
             return None
