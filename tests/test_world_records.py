@@ -1,9 +1,14 @@
 """Records of every benchmark as questions: their schemas, then all real records, field by field."""
 
 import json
+import math
+import os
 from collections import Counter
+from contextlib import suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stppo.world.datasets import read_records
 from stppo.world.protocol import Question
@@ -312,3 +317,79 @@ def test_flags_in_a_text_are_read():
     assert question_from(MUSIQUE | {"paragraphs": written}, "musique", 1).gold_paragraphs == (("B", "b"),)
     with pytest.raises(ValueError, match="question m1: .*a flag must be true or false, got 'perhaps'"):
         question_from(MUSIQUE | {"answerable": "perhaps"}, "musique", 1)
+
+
+# ---- any JSON in any field ------------------------------------------------------------------------
+FUZZ = int(os.environ.get("STPPO_FUZZ", 0))  # so many of each kind, other ones at each run
+FLASHRAG = {"id": "f1", "question": "q?", "golden_answers": ["a"], "metadata": {}}
+RECORDS = [
+    *(("nq", record) for record in (FLASHRAG, {"question": "q", "answer": ["a"]})),
+    ("triviaqa", TRIVIA),
+    ("popqa", {"id": 0, "question": "q?", "possible_answers": '["a", "b"]'}),
+    ("hotpotqa", HOTPOT),
+    ("musique", MUSIQUE),
+    ("bamboogle", {"Question": "q?", "Answer": "George VI"}),
+    ("medqa", MEDQA),
+    ("nq_hotpotqa", FLASHRAG | {"data_source": "nq"}),
+]
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(10**20), 10**20), st.floats(), st.text(max_size=8)
+)
+WRITTEN = st.lists(st.one_of(st.integers(), st.text(max_size=5)), max_size=3).map(json.dumps)
+JSON = st.recursive(
+    SCALARS | WRITTEN,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value, path=()):
+    """The path of each part of a record."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def with_value(record, path, value):
+    if not path:
+        return value
+    copied = record.copy()
+    copied[path[0]] = with_value(record[path[0]], path[1:], value)
+    return copied
+
+
+def leaves(value):
+    """Each text or number of a record as an answer may write it, also of lists that a text writes down."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+    elif isinstance(value, str):
+        yield value.strip()
+        with suppress(ValueError):
+            yield from leaves(inner) if isinstance(inner := json.loads(value), list) else ()
+    elif not isinstance(value, bool) and value is not None:
+        yield (
+            str(int(value))
+            if value == value and abs(value) < math.inf and value == int(value)
+            else str(value)
+        )
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "record"), RECORDS, ids=lambda value: value if type(value) is str else ""
+)
+@settings(max_examples=FUZZ or 150, derandomize=not FUZZ, deadline=None, database=None)
+@given(data=st.data())
+def test_any_json_gives_a_question_or_an_error_that_names_the_record(benchmark, record, data):
+    path = data.draw(st.sampled_from([path for path in places(record) if path]))
+    changed = with_value(record, path, data.draw(JSON))
+    try:
+        found = question_from(changed, benchmark, 7)
+    except ValueError as error:
+        text = str(error)
+        assert text.startswith("question ") or text.startswith(f"not a {benchmark} record: it has the fields")
+        return
+    known = {*leaves(changed), *(changed.get("options") or ())} if isinstance(changed, dict) else set()
+    assert found.answers and all(answer in known for answer in found.answers)
+    assert all(type(text) is str for text in (found.id, found.text, *found.answers, *found.options))
