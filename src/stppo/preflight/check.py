@@ -67,6 +67,7 @@ def preflight(
         *requirements.software(run, gpu_gib is not None),
         *requirements.model(run),
         *requirements.data(loaded.world, run.world),
+        *requirements.prompts(loaded.world, run),
         requirements.writable(folder),
     ]
     kind, there = ("GPU", free) if gpu else ("host", host_memory())
