@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from stppo.files import content_hash, parse_json
+from stppo.files import content_hash, parse_json, printable, read_yaml
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,34 @@ def test_strings_are_clean_wherever_they_stand():
 def test_whatever_is_no_json_is_a_decode_error(text):
     with pytest.raises(json.JSONDecodeError):
         parse_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: &x [1]\nb: *x\n", "it has aliases"),
+        ("a: [1\n", "no YAML"),
+        ("a: '" + "x" * (1 << 20) + "'\n", "longer than 1048576 bytes"),
+        ("[" * 5000, "no YAML"),
+        ("a: \x00", "no YAML"),
+    ],
+)
+def test_a_config_without_end_is_refused(tmp_path, text, said):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_yaml(file)
+
+
+def test_a_config_is_read(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: {b: [1, 2.5, null]}\n")
+    assert read_yaml(tmp_path / "config.yaml") == {"a": {"b": [1, 2.5, None]}}
+
+
+def test_what_is_printed_steers_no_terminal_and_ends():
+    assert printable("a\x1b[2J\nb\u202ec\td") == "a\ufffd[2J b\ufffdc d"
+    assert printable("Zürich 中") == "Zürich 中"
+    assert printable("x" * 5000 + "y", 100) == f"{'x' * 50} ... {'x' * 49}y"
 
 
 def test_bytes_that_are_no_text_are_refused():

@@ -32,7 +32,17 @@ ALLOWED = {
     "study": {"figures", "record", "config", "files", "stats"},
     "derivations": {"figures", "record", "config", "oracle", "objectives", "trajectories"},
     "plugins": {
-        *("config", "rollout", "policy", "objectives", "world", "retrieval", "trajectories", "checks"),
+        *(
+            "config",
+            "rollout",
+            "policy",
+            "objectives",
+            "world",
+            "retrieval",
+            "trajectories",
+            "checks",
+            "files",
+        ),
     },
     "preloaded": set(),
     "preloaded_kernel": {"preloaded"},

@@ -233,7 +233,8 @@ def train_planned_command(
         failed = train_planned(preset, runs, jobs, _progress())
     if failed:
         raise ValueError(
-            f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: {failed[0].error}"
+            f"{len(failed)} of {len(runs)} runs and their warm starts failed, the first: {failed[0].name}: "
+            f"{failed[0].error}"
         )
 
 
@@ -304,7 +305,7 @@ def bench(
             f"; for a changed method delete {folders[0].parent} or give it another name" if changed else ""
         )
         raise ValueError(
-            f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0].name}: "
+            f"{len(failed)} of {len(runs)} runs and their warm starts failed, the first: {failed[0].name}: "
             f"{failed[0].error}{remedy}"
         )
     made = sorted(
@@ -838,6 +839,7 @@ def _told(error: Exception) -> str:
     return f"{place}{error.strerror}{remedy}"
 
 
+_MOST_OF_AN_ERROR = 2000  # characters
 _MAY_BE_EMPTY = {"--query-prefix", "--passage-prefix"}  # of encoders that were trained without
 _EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
 _UNFORESEEN = (RecursionError, NotImplementedError)  # though Python counts them as RuntimeErrors
@@ -857,7 +859,9 @@ def main() -> None:
         if os.environ.get("STPPO_DEBUG"):
             traceback.print_exc()
         message = _missing(error) if isinstance(error, ModuleNotFoundError) else _told(error)
-        message = " ".join(message.split()) or type(error).__name__
+        from stppo.files import printable
+
+        message = printable(message, _MOST_OF_AN_ERROR) or type(error).__name__
         if not isinstance(error, _EXPECTED) or isinstance(error, _UNFORESEEN):
             kind, file = type(error).__name__, _report_file(error)
             message = f"unexpected {kind}: {message[:300]}; please report it with {file}"

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 PART = ".part-"  # begins the name of a file that is not whole yet; one that stays is of a killed process
 
 
@@ -116,6 +118,31 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
     except ValueError as error:  # Python reads no more than some thousand digits
         raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+_MOST_YAML = 1 << 20  # bytes; a run's config has three thousand
+
+
+def read_yaml(path: Path) -> Any:
+    """What a file of somebody's run folder holds. ValueError where it is no YAML, longer than a megabyte, or
+    has aliases, with which a short file can stand for an endless one."""
+    with path.open("rb") as file:
+        text = file.read(_MOST_YAML + 1)
+    if len(text) > _MOST_YAML:
+        raise ValueError(f"longer than {_MOST_YAML} bytes")
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ValueError("it has aliases")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"no YAML ({' '.join(str(error).split())[:200]})") from error
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """The text on one line without characters that steer a terminal; of one longer than `most` its ends."""
+    line = " ".join(text.split())
+    shown = "".join(c if c.isprintable() else "\ufffd" for c in line)
+    return shown if most is None or len(shown) <= most else f"{shown[: most // 2]} ... {shown[-most // 2 :]}"
 
 
 def _clean(value: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from stppo.files import parse_json
+from stppo.files import parse_json, printable
 from stppo.record import schema
 from stppo.record.runs import together, told_apart
 from stppo.record.tidy import KEYS
@@ -88,6 +88,8 @@ def _is_unfinished(folder: Path) -> bool:
 def text(table: pd.DataFrame) -> str:
     """The table for a terminal: mean, and where there are several seeds their range, in each cell."""
     shown = table[["regime", "algorithm", "variant", "seeds"]].copy()
+    for name in ("regime", "algorithm", "variant"):
+        shown[name] = shown[name].map(printable)
     if not shown["variant"].any():
         del shown["variant"]
     for kind in KINDS:

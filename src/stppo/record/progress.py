@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
-from stppo.files import parse_json
+from stppo.files import parse_json, printable, read_yaml
 from stppo.record.ownership import in_use
 from stppo.record.schema import COMPLETED, CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, RUNNING, is_set_aside
 
@@ -67,14 +66,14 @@ def read_progress(record: Path, folder: Path) -> Progress | None:
     """The run whose `run.json` this is; None where its files are not (yet) readable."""
     try:
         content: dict[str, Any] = parse_json(record.read_bytes())
-        config = yaml.safe_load((record.parent / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = read_yaml(record.parent / CONFIG_FILE)
         evaluations = pd.read_parquet(record.parent / EVALUATIONS_FILE)
         sampled = evaluations[evaluations["temperature"] > 0]["success"]
         done, iterations = content["iterations"], config["training"]["iterations"]
         if not (isinstance(content["status"], str) and 0 <= done <= iterations and iterations > 0):
             return None
         return Progress(
-            name=str(record.parent.relative_to(folder)),
+            name=printable(str(record.parent.relative_to(folder))),
             algorithm=content["algorithm"],
             seed=content["seed"],
             status=content["status"],
@@ -92,7 +91,6 @@ def read_progress(record: Path, folder: Path) -> Progress | None:
         TypeError,
         AttributeError,
         ArithmeticError,
-        yaml.YAMLError,
         RecursionError,
     ):
         return None

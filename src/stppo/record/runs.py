@@ -18,10 +18,9 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
 from stppo.config.algorithms import Algorithm, in_order, look
-from stppo.files import PART, parse_json, repository_path
+from stppo.files import PART, parse_json, read_yaml, repository_path
 from stppo.record import schema
 from stppo.record.outcomes import AFTER, Outcome, judge, with_zeros
 from stppo.record.tidy import KEYS, Runs, main_regime, stopped_at, tidy
@@ -219,7 +218,7 @@ def together(sources: Sequence[str | Path]) -> Metrics:
 def told_apart(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """(algorithm, variant) of each run: of its recorded overrides those that not all runs of its regime
     share."""
-    given = [shlex.split(record.get("variant") or "") for record in records]
+    given = [_overrides(record) for record in records]
     shared: dict[str, set[str]] = {}
     for record, overrides in zip(records, given, strict=True):
         shared[record["regime"]] = shared.get(record["regime"], set(overrides)) & set(overrides)
@@ -231,6 +230,14 @@ def told_apart(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         )
         for record, overrides in zip(records, given, strict=True)
     ]
+
+
+def _overrides(record: dict[str, Any]) -> list[str]:
+    try:
+        return shlex.split(record.get("variant") or "")
+    except ValueError as error:
+        name = "/".join(str(record[key]) for key in KEYS)
+        raise ValueError(f"run {name}: variant is no list of overrides ({error}); train it again") from None
 
 
 def recorded(source: Path) -> Iterator[tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]]:
@@ -251,9 +258,9 @@ def _config_of(run_dir: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        config = read_yaml(file)
         return {"objective": config["algorithm"]["objective"], "training": config["training"]}
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
         remedy = make_command(run_dir / schema.RUN_FILE)
         raise ValueError(

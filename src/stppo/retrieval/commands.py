@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from stppo.files import printable
+
 app = typer.Typer(no_args_is_help=True, help="Indexes of a corpus, and the server of them.")
 
 Corpus = Annotated[Path | None, typer.Option(help="Where the index's corpus is now, if it moved.")]
@@ -127,5 +129,7 @@ def query(
     for question, ranking in zip(questions, retriever.search(questions, topk), strict=True):
         typer.echo(f"{question}: {'nothing found' if not ranking else ''}".rstrip())
         for rank, (document, score) in enumerate(ranking, start=1):
-            text = " ".join(document.text.split())
-            typer.echo(f"  {rank}. {score:.3f} [{document.id}] {document.title}: {text[:200]}")
+            text = printable(document.text)[:200]
+            typer.echo(
+                f"  {rank}. {score:.3f} [{printable(document.id)}] {printable(document.title)}: {text}"
+            )

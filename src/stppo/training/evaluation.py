@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-import yaml
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +22,7 @@ from stppo.config.files import Config
 from stppo.config.identity import data_section, fingerprint, world_section
 from stppo.config.loading import load
 from stppo.config.provenance import environment
-from stppo.files import parse_json, write_atomically, write_json
+from stppo.files import parse_json, read_yaml, write_atomically, write_json
 from stppo.policy.compiled import choose_kernels
 from stppo.policy.compute import place, resolve_device
 from stppo.policy.policy import check_vocabulary, load_policy, load_tokenizer
@@ -262,9 +261,9 @@ def _config_of(checkpoint: str | Path) -> Config:
     """The config of a run folder, {} of any other; ValueError where it is none."""
     file = Path(checkpoint) / CONFIG_FILE
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read ({type(error).__name__})") from None
+        found = read_yaml(file) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read ({error})") from None
     if not isinstance(found, dict) or not isinstance(found.get("world", {}), dict):
         raise ValueError(f"{file} is no config of a run: its world is no mapping")
     return found
