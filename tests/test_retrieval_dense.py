@@ -197,7 +197,7 @@ def stating(model, folder, pooling, prompts, modules=("Transformer", "Pooling", 
 
 @pytest.mark.parametrize(
     "pooling",
-    [  # as versions 6 and 2 of sentence-transformers write it
+    [  # as versions since 5.4 and before write it
         {"embedding_dimension": 32, "pooling_mode": "cls", "include_prompt": True},
         {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "pooling_mode_max_tokens": False},
     ],

@@ -31,7 +31,7 @@ _SORTED_TOGETHER = 64  # batches whose texts are sorted by length, so that littl
 _POOLINGS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
-}  # before sentence-transformers 6
+}  # before sentence-transformers 5.4
 
 
 @dataclass(frozen=True, eq=False)
