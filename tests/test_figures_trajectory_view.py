@@ -124,6 +124,23 @@ def test_wrong_length_names_record_and_field(name):
         show_trajectories([MEASURED, broken])
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("answers", None),
+        ("reward", "much"),
+        ("tokens", 5),
+        ("tokens", [None] * 6),
+        ("agent_mask", None),
+        ("turn_ids", [[1]] * 6),
+        ("logprobs", ["-1"] * 6),
+    ],
+)
+def test_a_field_of_another_kind_is_named_with_its_record(field, value):
+    with pytest.raises(ValueError, match=f"^trajectory 1: {field}.* = "):
+        show_trajectories([PLAIN, PLAIN | {field: value}])
+
+
 def test_colour_that_cannot_be_drawn():
     with pytest.raises(ValueError, match="color='reward': must be one of turn, token_ratio"):
         show_trajectories([PLAIN], "reward")

@@ -168,7 +168,7 @@ def test_each_benchmark_and_decoding_has_its_row_and_its_folder(bench, overrides
         assert row["em_constant"] == pytest.approx(1 / row["n_questions"]), "each answer is right once"
         assert 0 <= row["em_without_search"] <= 1 and row["lenient_em"] >= row["em"]
     kept = json.loads((tmp_path / "nq" / "sampled" / schema.TRAJECTORIES_FILE).read_text())
-    assert [set(record) for record in kept] == [set(schema.TRAJECTORY_FIELDS)] * 2
+    assert [set(record) for record in kept] == [set(schema.TrajectoryRecord.model_fields)] * 2
     assert kept[0]["question"] == NQ[0]["question"] and "<|im_start|>" in kept[0]["tokens"]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from pydantic import ValidationError
 
 from stppo.figures.style import style
 from stppo.files import parse_json
@@ -20,7 +21,7 @@ from stppo.record import schema
 
 Record = Mapping[str, Any]
 
-# What a record may hold beyond `schema.TRAJECTORY_FIELDS`: one entry a token, ignored at environment tokens.
+# What a record may hold beyond `schema.TrajectoryRecord`: one entry a token, ignored at environment tokens.
 MEASURES: dict[str, str] = {
     "token_ratio": "importance ratio of the token",
     "turn_ratio": "importance ratio of its turn",
@@ -93,7 +94,16 @@ def show_trajectories(source: str | Path | Sequence[Record], color: str = "turn"
 
 
 def _check(record: Record, number: int, needed: Sequence[str] = ()) -> None:
-    for name in (*schema.TRAJECTORY_FIELDS, *needed):
+    try:
+        schema.TrajectoryRecord.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise ValueError(f"trajectory {number} lacks {field}") from None
+        given = str(first["input"])[:100]
+        raise ValueError(f"trajectory {number}: {field or 'record'} = {given}: {first['msg']}") from None
+    for name in needed:
         if name not in record:
             raise ValueError(f"trajectory {number} lacks {name}")
     tokens = record["tokens"]

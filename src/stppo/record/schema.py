@@ -324,16 +324,20 @@ SUMMARY_COLUMNS: dict[str, str] = {
     "wall_seconds": RUN_FIELDS["wall_seconds"],
 }
 
-# Keys of each record of trajectories.json.
-TRAJECTORY_FIELDS: dict[str, str] = {
-    "question": "text of the question",
-    "answers": "accepted answers",
-    "reward": "reward of the trajectory",
-    "tokens": "tokens as text, padding removed",
-    "agent_mask": "1 where the policy emitted the token, 0 where the environment did",
-    "turn_ids": "turn of each agent token from 0, -1 elsewhere",
-    "logprobs": "log-probability of each token under the policy that sampled it, 0 off the mask",
-}
+
+class TrajectoryRecord(Recorded):
+    """A record of trajectories.json."""
+
+    question: str = _said("text of the question")
+    answers: list[str] = _said("accepted answers")
+    reward: float = _said("reward of the trajectory")
+    tokens: list[str] = _said("tokens as text, padding removed")
+    agent_mask: list[int | bool] = _said("1 where the policy emitted the token, 0 where the environment did")
+    turn_ids: list[int] = _said("turn of each agent token from 0, -1 elsewhere")
+    logprobs: list[float] = _said(
+        "log-probability of each token under the policy that sampled it, 0 off the mask"
+    )
+
 
 GLOSSARY: dict[str, dict[str, str]] = {
     "Per update (`updates.parquet`; means per iteration in `iterations.parquet`)": UPDATE_COLUMNS,

@@ -105,7 +105,7 @@ def read_tables(run_dir: Path) -> tuple[list[dict], list[dict]]:
 
 def trajectory_records(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, n: int) -> list[dict[str, Any]]:
     """The first n trajectories of a roll-out, token by token, as the viewer reads them
-    (`TRAJECTORY_FIELDS`)."""
+    (`schema.TrajectoryRecord`)."""
     batch, records = rollout.trajectories, []
     for row, episode in enumerate(rollout.episodes[:n]):
         length = int(batch.lengths[row])
