@@ -23,7 +23,7 @@ import yaml
 from scipy.stats import spearmanr, t
 
 from stppo.files import repository_path, write_atomically
-from stppo.record.runs import Metrics, load_metrics
+from stppo.record.runs import Metrics, load_metrics, together
 from stppo.record.tidy import clips
 from stppo.stats import by_world, difference, mean
 from stppo.study import benchmark, pages
@@ -273,6 +273,25 @@ def bench(folder: Path) -> dict[str, Any]:
     return found
 
 
+def divisor(folder: Path) -> dict[str, Any]:
+    """The divisor's trial: its first part, at the benchmark's points with one epsilon, and runs of all
+    parts."""
+    parts = {part.name: part / "metrics" for part in sorted(folder.glob("part*"))}
+    found: dict[str, Any] = {"runs": {name: len(load_metrics(part).runs) for name, part in parts.items()}}
+    metrics = together([folder.parent / "benchmark/metrics", parts["part1"]])
+    for name, one, other in (("b1_s", "s_ppo", "token_ppo_fixed"), ("b1_st", "st_ppo", "turn_ppo_fixed")):
+        runs = metrics.arm(benchmark.REGIME, other)
+        if len(runs) == len(benchmark.points()):  # the question waits for every point
+            row = benchmark.difference(metrics, one, other, looks=2)
+            ends = {end: row[f"mean_{end}"] for end in ("low", "high")}
+            joint = {f"joint_{end}": row[f"joint_{end}"] for end in ("low", "high")}
+            found[name] = {"value": row["mean"], **ends, **joint}
+            for arm in (one, other):
+                ended = metrics.arm(benchmark.REGIME, arm)
+                found[arm] = {"final": ended["final"].mean(), "greedy": ended["greedy_final"].mean()}
+    return found
+
+
 def _least_correlation(n: int) -> float:
     """The rank correlation of n points that is clear at the 5 % level."""
     quantile = t.ppf(0.975, n - 2)
@@ -492,6 +511,7 @@ def first_study(folder: Path) -> dict[str, Any]:
 PARTS = {
     "study": study,
     "benchmark": bench,
+    "divisor": divisor,
     "mechanism": mechanism,
     "search": search,
     "mild": mild,
