@@ -22,6 +22,7 @@ exclude_patterns = [
     "reference/generated/mechanism.md",
     "reference/generated/search.md",
     "reference/generated/milder-setting.md",
+    "reference/generated/unbiased.md",
     "reference/generated/language-model.md",
     "reference/generated/speed.md",
 ]

@@ -30,7 +30,7 @@ ALLOWED = {
     "preflight": {"training.optimizers", "config", "policy", "world", "retrieval", "checks", "files"},
     "figures": {"record", "config", "files", "stats"},
     "study": {"figures", "record", "config", "files", "stats"},
-    "derivations": {"figures", "record", "config", "oracle", "objectives", "trajectories"},
+    "derivations": {"figures", "record", "config", "oracle", "objectives", "trajectories", "files"},
     "plugins": {
         *(
             "config",

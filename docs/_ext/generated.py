@@ -234,6 +234,7 @@ RECORDED = {
     "mechanism": "mechanism",
     "search": "search",
     "mild": "milder-setting",
+    "oracle": "unbiased",
     "smollm": "language-model",
 }
 

@@ -27,7 +27,8 @@ def bias_variance_table(
     and off-policy.
 
     Columns: algorithm, label, data (`fresh`: theta is the behaviour policy; `off-policy`: theta is `MOVED`
-    from it in a random direction), bias, noise, efficiency, sampled (see `stppo.oracle.comparison.Quality`).
+    from it in a random direction), bias, scale, noise, efficiency, sampled (see
+    `stppo.oracle.comparison.Quality`).
     World: 1,334 trajectories with turns of 1 to 3 tokens, a tabular policy, an exact critic; batches of
     `BATCH` trajectories, of which `BATCHES` are sampled for methods that look at a batch. About 15 CPU
     seconds for all shipped algorithms. Raises ConfigError for an unknown algorithm, ValueError for a credit

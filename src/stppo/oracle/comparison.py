@@ -31,6 +31,8 @@ class Quality:
 
     bias        |a E[g] - grad J| / |grad J| at the best scale a: the sine of the angle between the two; 1
                 where E[g] points away from grad J
+    scale       <E[g], grad J> / |grad J|^2: 1 where the expected gradient is the true one and not only
+                parallel to it
     noise       sqrt(trace Cov[g]) / |E[g]|, of one batch
     efficiency  E<g, grad J> / sqrt(E|g|^2 |grad J|^2) = cosine(E[g], grad J) / sqrt(1 + noise^2): how well
                 one batch's gradient points uphill, 1 at best
@@ -38,6 +40,7 @@ class Quality:
     """
 
     bias: float
+    scale: float
     noise: float
     efficiency: float
     sampled: bool
@@ -69,10 +72,11 @@ def gradient_quality(
         if estimator.kl_gradients.shape[1]:
             raise ValueError("CtnKL outside: its batches are not drawn here; use formula='inside'")
         mean, variance = estimator.mean, estimator.variance / batch_size
-    cosine = float(cosine_similarity(mean, oracle.policy_gradient(theta), dim=0))
+    truth = oracle.policy_gradient(theta)
+    cosine, scale = float(cosine_similarity(mean, truth, dim=0)), float(mean @ truth / truth.square().sum())
     noise = variance**0.5 / float(mean.norm())
     bias = (1 - min(1.0, cosine**2)) ** 0.5 if cosine > 0 else 1.0
-    return Quality(bias, noise, cosine / (1 + noise**2) ** 0.5, sampled)
+    return Quality(bias, scale, noise, cosine / (1 + noise**2) ** 0.5, sampled)
 
 
 def limiting_advantages(oracle: Oracle, rule: CreditRule) -> Tensor:

@@ -318,6 +318,34 @@ def mechanism(folder: Path) -> dict[str, Any]:
     return found
 
 
+def oracle(folder: Path) -> dict[str, Any]:
+    """Expected gradients against the true one: group baselines, aggregations, every algorithm."""
+    table = pd.read_csv(folder / "group_baselines.csv")
+    wide = table.pivot_table(
+        index=["baseline", "aggregation"], columns=["turns", "tree"], values=["cosine", "scale"]
+    )
+    found: dict[str, Any] = {}
+    for (baseline, aggregation), row in wide.iterrows():
+        found[key(f"{baseline} {aggregation}")] = {
+            turns: {
+                "least": row["cosine", turns].min(),
+                "most": row["cosine", turns].max(),
+                "scale": row["scale", turns].mean(),
+            }
+            for turns in ("chosen", "fixed")
+        }
+    rows = pd.read_csv(folder / "algorithms.csv").set_index(["algorithm", "data"])
+    for name in rows.index.unique("algorithm"):
+        fresh, old = rows.loc[(name, "fresh")], rows.loc[(name, "off-policy")]
+        found[key(name)] = {
+            "fresh": fresh["bias"],
+            "old": old["bias"],
+            "scale": fresh["scale"],
+            "old_scale": old["scale"],
+        }
+    return found
+
+
 def search(folder: Path) -> dict[str, Any]:
     """Where token PPO learns and then collapses, and what the chosen setting depends on."""
     metrics = load_metrics(folder / "metrics")
@@ -515,6 +543,7 @@ PARTS = {
     "mechanism": mechanism,
     "search": search,
     "mild": mild,
+    "oracle": oracle,
     "smollm": smollm,
     "speed": speed,
     "first_study": first_study,
