@@ -1,5 +1,6 @@
 """Composition, validation, sweeps, planned runs and fingerprints of the configs."""
 
+import random
 import re
 
 import pytest
@@ -298,6 +299,13 @@ def test_laptop_plans_the_algorithms_three_nulls_and_the_leader_in_three_worlds(
 
 def test_smoke_plans_every_algorithm_once():
     assert names("smoke") and set(names("smoke")) == {f"OFF_POLICY/{a}/seed0" for a in NINE}
+
+
+@pytest.mark.parametrize("preset", ["divisor", "study", "laptop"])
+def test_planned_configs_are_those_of_their_overrides(preset):
+    runs = planned_runs(preset)
+    for run in [*random.Random(0).sample(runs, 6), runs[-1]]:
+        assert run.config == compose(list(run.overrides)), run.name
 
 
 def test_planned_runs_are_what_their_names_say():

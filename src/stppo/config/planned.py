@@ -71,6 +71,11 @@ class PlannedRun:
     algorithm: str  # or the name of an arm
     seed: int
     overrides: tuple[str, ...]
+    next_seed: int = 0
+    pattern: tuple[str, ...] = ()  # the overrides with `SEEDS` in place of its seeds; (): of this run alone
+    composed: dict[tuple[str, ...], Config] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )  # by pattern, shared by the runs that are planned together
 
     @property
     def name(self) -> str:
@@ -78,7 +83,27 @@ class PlannedRun:
 
     @functools.cached_property
     def config(self) -> Config:
-        return compose(list(self.overrides))
+        if (made := self.pattern or self.overrides) not in self.composed:
+            self.composed[made] = compose(list(made))
+        return _with_seeds(self.composed[made], dict(zip(SEEDS, (self.seed, self.next_seed), strict=True)))
+
+
+# Composing takes a quarter of a second, so an arm is composed once, with these in place of a run's seed and
+# the next.
+SEEDS = (2_718_281_828, 3_141_592_653)
+
+
+def _with_seeds(node: Any, seeds: dict[int, int]) -> Any:
+    """A copy of a composed config, or of a part of it, with a run's own seeds."""
+    if isinstance(node, dict):
+        return {key: _with_seeds(value, seeds) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_with_seeds(value, seeds) for value in node]
+    if isinstance(node, str):
+        for stands, seed in seeds.items():
+            node = node.replace(str(stands), str(seed))
+        return node
+    return seeds.get(node, node) if type(node) is int else node
 
 
 def _regimes(pipeline: Config) -> Iterable[tuple[str, Config]]:
@@ -131,6 +156,7 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
     shared = [override for override in overrides or [] if not override.lstrip("+~").startswith("pipeline.")]
     arms, replicates = arms_of(base), pipeline.get("replicates") or {}
     runs: dict[str, PlannedRun] = {}
+    composed: dict[tuple[str, ...], Config] = {}
     for entry, plan in _regimes(pipeline):
         regime, seeds = plan.get("regime", entry), plan["seeds"]
         for (place, seed), algorithm in itertools.product(enumerate(seeds), plan["algorithms"]):
@@ -144,16 +170,18 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
                     if arm is None
                     else [*arm.overrides, f"algorithm.name={algorithm}"]
                 ),
-                f"seed={seed}",
+                "seed={seed}",
                 *(plan.get("overrides") or []),
                 *(replicates.get(seed) or replicates.get(str(seed)) or []),
                 *shared,
             ]
-            named = {"{seed}": str(seed), "{next_seed}": str(seeds[(place + 1) % len(seeds)])}
-            named["{regime}"] = regime
-            for name, value in named.items():
-                chosen = [override.replace(name, value) for override in chosen]
-            run = PlannedRun(regime, algorithm, seed, tuple(chosen))
+            chosen = [override.replace("{regime}", regime) for override in chosen]
+            following = seeds[(place + 1) % len(seeds)]
+            own, pattern = (
+                tuple(o.replace("{seed}", str(of[0])).replace("{next_seed}", str(of[1])) for o in chosen)
+                for of in ((seed, following), SEEDS)
+            )
+            run = PlannedRun(regime, algorithm, seed, own, following, pattern, composed)
             if run.name in runs:
                 raise ConfigError(f"pipeline.regimes.{entry}: the run {run.name} is planned twice")
             runs[run.name] = run
