@@ -131,61 +131,101 @@ def _rivals() -> str:
     return "\n".join(lines) + "\n"
 
 
-# An algorithm's loss aggregation and credit in a plug-in's host.
-IN_HOST = {
-    "verl": {
-        "trajectory_mean": "`loss_agg_mode=seq-mean-token-mean`",
-        "token_mean": "`loss_agg_mode=token-mean`",
-        "turn_mean": "`loss_agg_mode=seq-mean-token-mean`; its turns weigh alike (`turn_mean`)",
-        "GroupNormalised": "`algorithm.adv_estimator=grpo`",
-        "GroupCentred": "`algorithm.adv_estimator=grpo`, `norm_adv_by_std_in_grpo=false`",
-        "BatchBaseline": "`algorithm.adv_estimator=batch_mean`, ours",
-        "TokenGAE": "`algorithm.adv_estimator=gae`",
-    },
-    "trl": {
-        "trajectory_mean": '`loss_type="grpo"`',
-        "token_mean": '`loss_type="bnpo"`, or `"dapo"` where gradients are accumulated',
-        "GroupNormalised": "TRL's own",
-        "GroupCentred": '`scale_rewards="none"`',
-        "BatchBaseline": "`scale_rewards=\"none\"`: from the group's mean, where the YAML has the batch's",
-    },
-}
-
-
 def _plug_in(host: str) -> str:
-    """What a plug-in offers by name, the host's options with which it is the YAML's, and what it does not offer."""
+    """What a plug-in offers by name, the host's options with which any algorithm is its YAML's, and what no options make."""
     from stppo.config.algorithms import PAPER, RIVALS, aliases, look
     from stppo.plugins import methods
 
-    shown = ["name", "method", "terms averaged as in the YAML", "clip range", "advantages", "its knobs"]
-    lines = [f"| {' | '.join(shown)} |", "| --- " * len(shown) + "|"]
+    lines = ["| name | method | options that make it its YAML | remark | its knobs |", "| --- " * 5 + "|"]
     for name in methods.OFFERED[host]:
-        rule, said = methods.objective(name), IN_HOST[host]
-        clip = "–"
-        if methods.clips_as_host(name) and math.isfinite(rule.clip.epsilon_high):
-            low, high = (
-                ("clip_ratio_low", "clip_ratio_high") if host == "verl" else ("epsilon", "epsilon_high")
-            )
-            clip = f"`{low}={rule.clip.epsilon_low:g}`, `{high}={rule.clip.epsilon_high:g}`"
-        credit = said[type(rule.credit).__name__]
-        if type(rule.credit).__name__ == "TokenGAE" and not rule.credit.whiten:
-            credit += ", which whitens them; ours does not"
+        line, but = methods.options(host, name)
         knobs = methods.knobs_of(name).items()
         values = [f"`{part}.{key}` {value:g}" for part, keys in knobs for key, value in keys.items()]
-        label = look(name).label
-        if any(getattr(part, "sees_batch", False) for part in (rule.ratio, rule.clip, rule.surrogate)):
-            label += " (looks at the micro-batch)"
-        cells = [f"`{name}`", label, said[rule.loss_aggregation], clip, credit, ", ".join(values) or "–"]
+        cells = [f"`{name}`", look(name).label, f"`{line}`", but or "–", ", ".join(values) or "–"]
         lines.append(f"| {' | '.join(cells)} |")
+    names = [name for name in (*PAPER, *aliases(), *RIVALS) if methods.why_not(host, name)]
+    shown = {"verl": "verl", "trl": "TRL"}[host]
+    lines += ["", f"Not offered by name in {shown}, because options make them:", ""]
+    lines += ["| algorithm | options that make it its YAML | remark |", "| --- " * 3 + "|"]
+    for name in names:
+        if found := methods.options(host, name):
+            lines.append(f"| `{name}` | `{found.line}` | {found.but or '–'} |")
+    lines += ["", f"Not in {shown} at all:", "", "| algorithm | why |", "| --- | --- |"]
     lines += [
-        "",
-        f"Not offered by name in {'verl' if host == 'verl' else 'TRL'}:",
-        "",
-        "| algorithm | why |",
-        "| --- | --- |",
+        f"| `{name}` | {methods.why_not(host, name)} |" for name in names if not methods.options(host, name)
     ]
-    why = {name: methods.why_not(host, name) for name in (*PAPER, *aliases(), *RIVALS)}
-    lines += [f"| `{name}` | {reason} |" for name, reason in why.items() if reason]
+    return "\n".join(lines) + "\n"
+
+
+HOSTS = {
+    **{"verl": "verl", "trl": "TRL", "torchrl": "TorchRL", "openrlhf": "OpenRLHF", "agilerl": "AgileRL"},
+    **{"areal": "AReaL", "art": "ART", "skyrl": "SkyRL"},
+}
+
+
+def _hosts() -> str:
+    """What other libraries compute at their defaults, from the files that `benchmarks/hosts.py` wrote."""
+    folder = DOCS.parent / "results/reference/hosts"
+    found = {
+        host: json.loads((folder / f"{host}.json").read_text(encoding="utf-8"))
+        for host in HOSTS
+        if (folder / f"{host}.json").is_file()
+    }
+    names = dict.fromkeys(name for host in found.values() for name in host["cells"])
+
+    def cosine(row: dict) -> str:
+        return "=" if row["distance"] < 1e-3 else f"{row['cosine']:.2f}"
+
+    def factor(row: dict) -> str:
+        return f"{row['norm_ratio']:.3g}"
+
+    def line(text: str) -> str:
+        return f"`{text.replace('actor_rollout_ref.actor.', '')}`"
+
+    lines = [
+        f"| algorithm | {' | '.join(HOSTS[host] for host in found)} |",
+        "| --- " * (1 + len(found)) + "|",
+    ]
+    for name in names:
+        rows = [host["cells"].get(name) for host in found.values()]
+        cells = [
+            "–" if row is None else cosine(row) + "*" * (row["note"].startswith("our loss")) for row in rows
+        ]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    for host, record in found.items():
+        versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
+        lines += ["", f"## {HOSTS[host]}", "", f"Made with {versions}.", ""]
+        heads = (
+            "algorithm",
+            "at the defaults",
+            "cosine",
+            "size",
+            "cut into micro-batches",
+            "what makes it equal",
+            "note",
+        )
+        lines += [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+        for name, row in record["cells"].items():
+            cut = row["cut"]
+            changes = "the same"
+            if cut is None:
+                changes = "not run"
+            elif cut["distance"] > 1e-6:
+                changes = f"cosine {cut['cosine']:.2f}, size × {factor(cut)}"
+            equal = row["equal"]
+            makes = "–" if equal is None else line(equal["line"])
+            if equal is not None and equal["distance"] > 1e-6:
+                makes += f" ({equal['distance']:.1g} apart)"
+            cells = [
+                look(name).label,
+                line(row["line"]),
+                cosine(row),
+                factor(row),
+                changes,
+                makes,
+                row["note"] or "–",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -373,6 +413,7 @@ def _api() -> dict[str, str]:
 TABLES = {
     "explanation/names.md": _algorithms,
     "explanation/rivals.md": _rivals,
+    "explanation/one-name.md": _hosts,
     "howto/verl.md": lambda: _plug_in("verl"),
     "howto/trl.md": lambda: _plug_in("trl"),
 }

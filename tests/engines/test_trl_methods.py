@@ -39,6 +39,7 @@ KNOBS = {
     "bapo_ratio": {"clip": {"high_most": 1.3}},
     "grpo_guard": {"ratio": {"floor": 0.5}},
     "llds": {"stabilizer": {"coefficient": 1.5}},
+    "tis": {"clip": {"epsilon_high": 0.3}},
     "icepop": {"clip": {"epsilon_high": 0.3}},
     "dppo": {"surrogate": {"delta": 0.05}},
 }
@@ -220,7 +221,7 @@ def test_completions_that_trl_masks_out_count_as_nothing(trainer, name, monkeypa
     [
         (dict(objective="topo"), "objective='topo': must be one of topr, minirl"),
         (dict(objective="vcpo"), "objective='vcpo': not offered, since it divides the learning rate"),
-        (dict(objective="st_ppo"), "objective='st_ppo': not offered, since its credit needs a critic"),
+        (dict(objective="st_ppo"), "objective='st_ppo': not offered, since it is TurnGRPOConfig(stabilizer="),
         (dict(loss_type="vespo"), "loss_type='vespo' is an objective too, beside objective='topr': use one of grpo"),
         (dict(loss_type="luspo"), "loss_type='luspo' is an objective too"),
         (dict(importance_sampling_level="token"), "importance_sampling_level='token' would do nothing, since objec"),

@@ -207,7 +207,7 @@ def test_holes_are_refused_where_turns_matter(name):
     ("options", "message"),
     [
         ({"loss_mode": "vcpo"}, "TurnPolicyLossConfig.loss_mode='vcpo': not offered, since it divides the learn"),
-        ({"loss_mode": "tis"}, "loss_mode='tis': not offered, since verl has it: loss_mode=bypass_mode"),
+        ({"loss_mode": "tis"}, "loss_mode='tis': not offered, since it is actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"),
         ({"knobs": {"clip": {"mots": 2}}}, "TurnPolicyLossConfig.knobs.clip.mots: .* allowed: clip.most"),
         ({"knobs": {"surrogate": {"tau": 2}}}, "knobs.surrogate.tau: no knob of topr; allowed: clip.most"),
         ({"knobs": {"clip": 2}}, "TurnPolicyLossConfig.knobs.clip=2: must be a mapping"),

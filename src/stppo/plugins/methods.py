@@ -8,9 +8,10 @@ clip. The rest of the YAML is the method. Its constants are knobs, nested and na
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stppo.config.files import lineage
 
@@ -25,7 +26,7 @@ OFFERED = {
     ),
     "trl": (
         *("topr", "minirl", "m2po", "bapo", "bapo_ratio", "grpo_guard"),
-        *("llds", "icepop", "dppo", "reinforce"),
+        *("llds", "tis", "icepop", "dppo", "reinforce"),
     ),
 }
 
@@ -40,93 +41,194 @@ _MORE_THAN_A_LOSS = {
     "kl_stop": "it ends the updates on a batch, which a loss cannot",
 }
 _NULL = "it is a null of the studies: minirl's mask without minirl's weight"
-_BYPASS = (
-    "verl has it: loss_mode=bypass_mode with rollout_correction.loss_type=reinforce, "
-    "rollout_is=token, rollout_is_threshold="
-)
-_CRITIC = "its credit needs a critic, which TRL does not have; on TRL's advantages its loss is "
-_OUR_LEVEL = "it is importance_sampling_level="
-_ELSEWHERE = {
+_LAST_BLOCK = "it needs the last block's gradient; {} has the cheap divisor that a loss can have"
+_CREDIT = "its credit differs: {}"
+_CRITIC = _CREDIT.format("TRL has no critic, so advantages are its groups'")
+
+
+class Options(NamedTuple):
+    """What makes a host compute an algorithm: `line`, whole and to be copied (launch options of verl, a
+    config of TRL), and `but`, what to know besides: in what it differs from the YAML even so."""
+
+    line: str
+    but: str = ""
+
+
+_ACTOR = "actor_rollout_ref.actor."
+VERL_CONFIG = f"{_ACTOR}policy_loss._target_=stppo.plugins.verl.TurnPolicyLossConfig"
+
+
+def verl_line(mode: str, mean: str, *more: str, clip: tuple[float, float] | None = None, credit: str) -> str:
+    """Launch options: `mode` and `mean` of the loss, more options of the actor (from + on added to verl's
+    config) or of `algorithm`, the clip's range, and the advantage estimator."""
+    options = [f"policy_loss.loss_mode={mode}", f"loss_agg_mode={mean}"]
+    if clip is not None:
+        options += [f"clip_ratio_low={clip[0]:g}", f"clip_ratio_high={clip[1]:g}"]
+    line = [_ACTOR + option for option in options]
+    for option in more:
+        ours, rest = "+" * option.startswith("+"), option.removeprefix("+")
+        line.append(option if rest.startswith(("algorithm.", "actor_")) else f"{ours}{_ACTOR}{rest}")
+    return " ".join([*line, f"algorithm.adv_estimator={credit}"])
+
+
+_MEAN, _TOKENS, _PPO, _SINGLE = "seq-mean-token-mean", "token-mean", (0.2, 0.2), "clip_ratio_c=1e9"
+_vanilla_ppo = verl_line("vanilla", _MEAN, _SINGLE, clip=_PPO, credit="gae")
+
+
+def _corrected(threshold: str) -> Options:
+    """verl's own importance weights. Its default trainer does not hand `algorithm.rollout_correction` to the
+    loss, so the line does."""
+    rules = {"bypass_mode": "true", "loss_type": "reinforce", "rollout_is": "token"}
+    rules |= {"rollout_is_threshold": threshold}
+    given = [f"algorithm.rollout_correction.{key}={value}" for key, value in rules.items()]
+    wired = f"'+{_ACTOR}policy_loss.rollout_correction=${{algorithm.rollout_correction}}'"
+    sampled = "actor_rollout_ref.rollout.calculate_log_probs=true"
+    return Options(f"{verl_line('bypass_mode', _MEAN, sampled, *given, credit='grpo')} {wired}")
+
+
+GROUPS_MEAN = _CREDIT.format("TRL measures returns from the group's mean, the YAML from the batch's")
+_SO_GRPO = 'TurnGRPOConfig(stabilizer="clipping_bias_norm", bias_norm_estimator="exact")'
+_SO_GRPO_CTN = 'TurnGRPOConfig(ratio_aggregation="arithmetic", stabilizer="ctn_kl", loss_type="turn_mean")'
+_READING_B = (VERL_CONFIG, "+policy_loss.reading=B")
+_ELSEWHERE: dict[str, dict[str, str | Options]] = {
     "verl": {
-        "token_ppo": "verl has it: loss_mode=vanilla",
-        "token_ppo_fixed": "verl has it: loss_mode=vanilla",
-        "turn_ppo_fixed": "it is loss_mode=turn_ppo",
-        "dual_clip": "verl has it: loss_mode=vanilla, clip_ratio_c",
-        "grad_clip": "verl has it: loss_mode=vanilla, grad_clip",
-        "grpo": "verl has it: loss_mode=vanilla, algorithm.adv_estimator=grpo",
-        "dr_grpo": (
-            "verl has it: as grpo, algorithm.norm_adv_by_std_in_grpo=false, "
-            "loss_agg_mode=seq-mean-token-sum-norm"
+        "token_ppo": Options(_vanilla_ppo),
+        "token_ppo_fixed": Options(_vanilla_ppo),
+        "turn_ppo_fixed": Options(verl_line("turn_ppo", _MEAN, clip=_PPO, credit="gae")),
+        "dual_clip": Options(verl_line("vanilla", _MEAN, "clip_ratio_c=3.0", clip=_PPO, credit="gae")),
+        "grad_clip": Options(f"{_vanilla_ppo} {_ACTOR}grad_clip=1.0"),
+        "grpo": Options(verl_line("vanilla", _MEAN, _SINGLE, clip=_PPO, credit="grpo")),
+        "dr_grpo": Options(
+            verl_line("vanilla", _TOKENS, _SINGLE, clip=_PPO, credit="grpo")
+            + " algorithm.norm_adv_by_std_in_grpo=false"
         ),
-        "dapo": "verl has it: as grpo, clip_ratio_high=0.28",
-        "gspo": "verl has it: loss_mode=gspo",
-        "cispo": "verl has it: loss_mode=cispo",
-        "sapo": "verl has it: loss_mode=sapo",
-        "gmpo": "verl has it: loss_mode=geo_mean",
-        "dppo": "verl has it: loss_mode=dppo_tv",
-        "tis": f"{_BYPASS}2.0",
-        "icepop": f"{_BYPASS}0.5_5.0",
-        "reinforce": "verl has it: loss_mode=gpg",
-        "reinforce_whitened": "verl has it: loss_mode=gpg, algorithm.adv_estimator=reinforce_plus_plus",
-        "rloo": "verl has it: loss_mode=gpg, algorithm.adv_estimator=rloo",
-        "successes_only": "it is loss_mode=topr with policy_loss.knobs={clip: {most: 0}}",
+        "dapo": Options(verl_line("vanilla", _TOKENS, _SINGLE, clip=(0.2, 0.28), credit="grpo")),
+        "gspo": Options(verl_line("gspo", _MEAN, clip=(3e-4, 4e-4), credit="grpo")),
+        "cispo": Options(verl_line("cispo", _TOKENS, clip=(1, 4), credit="grpo")),
+        "sapo": Options(verl_line("sapo", _MEAN, credit="grpo")),
+        "gmpo": Options(
+            verl_line("geo_mean", _MEAN, clip=(0.4, 0.4), credit="grpo"),
+            "with one micro-batch a minibatch: n of them make the gradient n times as large",
+        ),
+        "dppo": Options(verl_line("dppo_tv", _TOKENS, "clip_ratio_c=20", clip=_PPO, credit="grpo")),
+        "tis": _corrected("2.0"),
+        "icepop": _corrected("0.5_5.0"),
+        "reinforce": Options(verl_line("gpg", _MEAN, credit="batch_mean")),
+        "reinforce_whitened": Options(verl_line("gpg", _MEAN, credit="reinforce_plus_plus")),
+        "rloo": Options(verl_line("gpg", _MEAN, credit="rloo")),
+        "successes_only": Options(
+            verl_line("topr", _TOKENS, VERL_CONFIG, "+policy_loss.knobs.clip.most=0", credit="batch_mean")
+        ),
         "weight_one": _NULL,
-        "so_ppo_ctn": "it is loss_mode=so_ppo, reading=B",
-        "so_grpo_ctn": "it is loss_mode=so_grpo, reading=B",
-        "s_ppo_cheap": (
-            "it needs the last block's gradient; loss_mode=s_ppo has the cheap divisor that a loss can have"
+        "so_ppo_ctn": Options(
+            verl_line("so_ppo", _MEAN, *_READING_B, clip=_PPO, credit="gae"),
+            _CREDIT.format("verl's estimators get no values to make turns' advantages of"),
         ),
-        "st_ppo_cheap": (
-            "it needs the last block's gradient; loss_mode=st_ppo has the cheap divisor that a loss can have"
+        "so_grpo_ctn": Options(
+            verl_line("so_grpo", _MEAN, *_READING_B, clip=_PPO, credit="grpo_turn_return")
         ),
+        "s_ppo_cheap": _LAST_BLOCK.format("loss_mode=s_ppo"),
+        "st_ppo_cheap": _LAST_BLOCK.format("loss_mode=st_ppo"),
     },
     "trl": {
-        "token_ppo": f"{_CRITIC}grpo's",
-        "turn_ppo": f"{_CRITIC}that of importance_sampling_level='turn'",
-        "token_ppo_fixed": f"{_CRITIC}grpo's",
-        "turn_ppo_fixed": f"{_CRITIC}that of importance_sampling_level='turn'",
-        "s_ppo": f"{_CRITIC}that of stabilizer='clipping_bias_norm', importance_sampling_level='token'",
-        "s_ppo_cheap": f"{_CRITIC}s_ppo's, with bias_norm_estimator='logprob'",
-        "st_ppo": f"{_CRITIC}so_grpo's",
-        "st_ppo_cheap": f"{_CRITIC}so_grpo's, with bias_norm_estimator='logprob'",
-        "so_ppo": f"{_CRITIC}so_grpo's",
-        "so_ppo_ctn": f"{_CRITIC}so_grpo_ctn's",
-        "so_ppo_ctn_c": f"{_CRITIC}that of importance_sampling_level='turn', normalised already",
-        "dual_clip": f"{_CRITIC}that of delta=3.0, importance_sampling_level='token'",
-        "grad_clip": f"{_CRITIC}grpo's, with max_grad_norm",
-        "agilerl_turn": f"{_CRITIC}that of ratio_aggregation='product', loss_type='turn_mean'",
-        "grpo": f"{_OUR_LEVEL}'token'",
-        "gspo": f"{_OUR_LEVEL}'sequence'",
-        "so_grpo": f"{_OUR_LEVEL}'turn' with stabilizer='clipping_bias_norm'",
-        "so_grpo_ctn": (
-            f"{_OUR_LEVEL}'turn' with ratio_aggregation='arithmetic', stabilizer='ctn_kl', "
-            "loss_type='turn_mean'"
+        "token_ppo": Options('GRPOConfig(loss_type="grpo")', _CRITIC),
+        "turn_ppo": Options("TurnGRPOConfig()", _CRITIC),
+        "token_ppo_fixed": Options('GRPOConfig(loss_type="grpo")', _CRITIC),
+        "turn_ppo_fixed": Options("TurnGRPOConfig()", _CRITIC),
+        "s_ppo": Options(
+            'TurnGRPOConfig(importance_sampling_level="token", stabilizer="clipping_bias_norm", '
+            'bias_norm_estimator="exact")',
+            _CRITIC,
         ),
-        "dr_grpo": f"{_OUR_LEVEL}'token' with loss_type='dr_grpo', scale_rewards='none'",
-        "dapo": f"{_OUR_LEVEL}'token' with loss_type='dapo', epsilon_high=0.28",
-        "cispo": f"{_OUR_LEVEL}'token' with loss_type='cispo', epsilon_high=5.0",
-        "tis": (
-            f"{_OUR_LEVEL}'token' with loss_type='cispo', epsilon_high=2.0, but for the mean "
-            "over each trajectory"
+        "s_ppo_cheap": _LAST_BLOCK.format("bias_norm_estimator='logprob'"),
+        "st_ppo_cheap": _LAST_BLOCK.format("bias_norm_estimator='logprob'"),
+        **dict.fromkeys(("st_ppo", "so_ppo"), Options(_SO_GRPO, _CRITIC)),
+        "so_ppo_ctn": Options(_SO_GRPO_CTN, _CRITIC),
+        "so_ppo_ctn_c": "it normalises advantages by what is clipped, and TRL's are normalised already",
+        "dual_clip": Options('GRPOConfig(loss_type="grpo", delta=3.0)', _CRITIC),
+        "grad_clip": Options('GRPOConfig(loss_type="grpo", max_grad_norm=1.0)', _CRITIC),
+        "agilerl_turn": Options(
+            'TurnGRPOConfig(ratio_aggregation="product", loss_type="turn_mean")', _CRITIC
         ),
-        "sapo": f"{_OUR_LEVEL}'token' with loss_type='sapo'",
-        "vespo": f"{_OUR_LEVEL}'token' with loss_type='vespo'",
-        "sequence_mask": f"{_OUR_LEVEL}'token' with off_policy_mask_threshold=0.5",
-        "successes_only": "it is objective='topr' with knobs={'clip': {'most': 0}}",
+        "grpo": Options('GRPOConfig(loss_type="grpo")'),
+        "gspo": Options(
+            'GRPOConfig(importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, '
+            "epsilon_high=4e-4)"
+        ),
+        "so_grpo": Options(_SO_GRPO),
+        "so_grpo_ctn": Options(_SO_GRPO_CTN),
+        "dr_grpo": Options('GRPOConfig(loss_type="dapo", scale_rewards="none")'),
+        "dapo": Options('GRPOConfig(loss_type="dapo", epsilon_high=0.28)'),
+        "cispo": Options('GRPOConfig(loss_type="cispo", epsilon_high=5.0)'),
+        "sapo": Options('GRPOConfig(loss_type="sapo")'),
+        "vespo": Options('GRPOConfig(loss_type="vespo")'),
+        "sequence_mask": Options('GRPOConfig(loss_type="grpo", off_policy_mask_threshold=0.5)'),
+        "successes_only": Options(
+            'TurnGRPOConfig(objective="topr", knobs={"clip": {"most": 0.0}}, loss_type="dapo", '
+            'scale_rewards="none")',
+            GROUPS_MEAN,
+        ),
         "weight_one": _NULL,
-        "gmpo": "TRL has a trainer for it: trl.experimental.gmpo",
-        "rloo": "it is objective='reinforce' with scale_rewards='none', but for a constant factor",
-        "reinforce_whitened": (
-            "it is objective='reinforce' with scale_rewards='batch', but for the group's mean"
+        "gmpo": Options("GMPOConfig()", "from trl.experimental.gmpo, with its GMPOTrainer"),
+        "rloo": Options(
+            'TurnGRPOConfig(objective="reinforce", loss_type="grpo", scale_rewards="none")',
+            "a constant factor differs: (n - 1) / n in groups of n",
+        ),
+        "reinforce_whitened": Options(
+            'TurnGRPOConfig(objective="reinforce", loss_type="grpo", scale_rewards="batch")', GROUPS_MEAN
         ),
     },
 }
 
 
+def options(host: str, name: str) -> Options | None:
+    """The options of `host` with which it computes the algorithm `name` as its YAML has it, by a loss of its
+    own or by one of ours that the plug-in offers; None where a host's loss cannot."""
+    if name in OFFERED[host]:
+        return _offered(host, name)
+    found = _ELSEWHERE[host].get(name)
+    return found if isinstance(found, Options) else None
+
+
+def _offered(host: str, name: str) -> Options:
+    from stppo.objectives import TokenPenalty
+
+    rule = objective(name)
+    credit, mean = type(rule.credit).__name__, rule.loss_aggregation
+    clip = (rule.clip.epsilon_low, rule.clip.epsilon_high) if clips_as_host(name) else None
+    clip = None if clip is None or clip[1] == math.inf else clip
+    parts = rule.ratio, rule.clip, rule.surrogate
+    but = "it looks at the micro-batch" * any(getattr(part, "sees_batch", False) for part in parts)
+    if host == "verl":
+        estimator = {"GroupNormalised": "grpo", "BatchBaseline": "batch_mean", "TokenGAE": "gae"}
+        line = verl_line(
+            name,
+            _TOKENS if mean == "token_mean" else _MEAN,
+            *["algorithm.norm_adv_by_std_in_grpo=false"] * (credit == "GroupCentred"),
+            clip=clip,
+            credit=estimator.get(credit, "grpo"),
+        )
+        plain = credit == "TokenGAE" and not rule.credit.whiten
+        whitened = "advantages are whitened even where little is clipped" * plain
+        return Options(line, "; ".join(filter(None, (but, whitened))))
+    given = {"objective": name, "loss_type": "dapo" if mean == "token_mean" else "grpo"}
+    if clip is not None:
+        given |= {"epsilon": clip[0], "epsilon_high": clip[1]}
+    if credit != "GroupNormalised":
+        given["scale_rewards"] = "none"
+    line = ", ".join(f"{key}={json.dumps(value)}" for key, value in given.items())
+    groups = GROUPS_MEAN * (credit == "BatchBaseline")
+    penalty = "its penalty is a mean over the micro-batch" * isinstance(rule.stabilizer, TokenPenalty)
+    return Options(f"TurnGRPOConfig({line})", "; ".join(filter(None, (but, groups, penalty))))
+
+
 def why_not(host: str, name: str) -> str | None:
     """Why `host` is not offered the algorithm `name`; None where it is, and for names that are none of
     ours."""
-    return _MORE_THAN_A_LOSS.get(name) or _ELSEWHERE[host].get(name)
+    found = _MORE_THAN_A_LOSS.get(name) or _ELSEWHERE[host].get(name)
+    if isinstance(found, Options):
+        return f"it is {found.line}" + f" ({found.but})" * bool(found.but)
+    return found
 
 
 def knobs_of(name: str) -> dict[str, dict[str, float]]:

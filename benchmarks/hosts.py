@@ -1,0 +1,427 @@
+"""What other libraries' losses compute, against our YAML files, on one fixed batch.
+
+`python benchmarks/hosts.py HOST` in an environment that has the library (and this project) writes
+`results/reference/hosts/HOST.json`; `make docs` makes the page "One name, many algorithms" from these files. `tests/engines`
+repeats verl's and TRL's. A gradient here is that of the loss by the agent tokens' log-probs, (B, T) in float64, from rewards
+on: the library's own advantages, its own loss, its own options.
+
+The batch: two questions of eight trajectories, two turns each of one to seven tokens, an observation between them, reward 0 or 1
+on the last token. Log-ratios have a standard deviation of about 0.6, and some are as large as a token that was hardly ever
+sampled has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import shlex
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stppo.objectives import GroupNormalised
+from stppo.plugins import methods
+from stppo.trajectories import Layout, Trajectories
+
+FOLDER = Path(__file__).parents[1] / "results/reference/hosts"
+GROUP = 8  # trajectories of a question, as the YAML files have it
+STD_EPS = {"verl": 1e-6, "trl": 1e-4}  # what a host adds to the standard deviation of a group's rewards
+
+
+@dataclass(frozen=True)
+class Batch:
+    """(B, T) each: the agent's tokens (bool), log-probs when sampled and now, rewards, a critic's values; (B,) questions."""
+
+    mask: Tensor
+    old: Tensor
+    new: Tensor
+    rewards: Tensor
+    values: Tensor
+    questions: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each response, observations included."""
+        return (self.mask.shape[1] - self.mask.flip(1).int().argmax(1)).tolist()
+
+
+@cache
+def fixed_batch() -> Batch:
+    generator = torch.Generator().manual_seed(49)
+
+    def whole(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rows, width = 2 * GROUP, 17
+    mask, rewards = torch.zeros(rows, width, dtype=torch.bool), torch.zeros(rows, width, dtype=torch.float64)
+    for i in range(rows):
+        first, gap, second = whole(1, 7), whole(2, 4), whole(1, 6)
+        mask[i, :first] = mask[i, first + gap : first + gap + second] = True
+        rewards[i, first + gap + second - 1] = float(
+            i in (0, 3, 5, 8, 9, 10, 12, 13, 15)
+        )  # 3 of 8, and 6 of 8
+    old = -normal(rows, width).abs() - 0.05
+    log_ratio = 0.3 * normal(rows, 1) + 0.5 * normal(rows, width)
+    agent = mask.nonzero()
+    for place, value in zip(
+        agent[:: len(agent) // 8], (3.2, 1.3, 1.8, 1.4, -1.5, 1.7, 1.2, 2.1), strict=False
+    ):
+        log_ratio[tuple(place)] = value
+    old = torch.minimum(old, -log_ratio - 0.02)  # a probability now is at most 1
+    values = 0.5 + 0.2 * normal(rows, width)
+    return Batch(mask, old, old + log_ratio, rewards, values, torch.arange(rows) // GROUP)
+
+
+# ---- ours ---------------------------------------------------------------------------------------
+
+
+def trajectories(batch: Batch) -> Trajectories:
+    """The batch in our terms, with one column in front that stands for the prompt."""
+    pad = torch.nn.functional.pad
+    mask = pad(batch.mask, (1, 0))
+    return Trajectories(
+        tokens=torch.zeros(mask.shape, dtype=torch.int64),
+        lengths=torch.full((len(mask),), mask.shape[1]),
+        agent_mask=mask,
+        behaviour_logprobs=pad(batch.old, (1, 0)) * mask,
+        rewards=pad(batch.rewards, (1, 0)),
+        group_ids=batch.questions,
+        policy_updates=torch.zeros(len(mask), dtype=torch.int64),
+    )
+
+
+def ours(name: str, batch: Batch, advantages: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """The gradient of `configs/algorithm/NAME.yaml`: its credit, or the (B, T) advantages given; `eps` in place of the 1e-6
+    that GRPO's credit adds to a standard deviation."""
+    rule = methods.objective(name)
+    if advantages is None:
+        credit = rule.credit
+        if eps is not None and isinstance(credit, GroupNormalised):
+            credit = replace(credit, eps=eps)
+        values = torch.nn.functional.pad(batch.values, (1, 0))
+        advantages = credit(trajectories(batch), values).advantages[:, 1:]
+    logprobs, layout = batch.new.clone().requires_grad_(), Layout.of(batch.mask)
+    log_ratio, behaviour = layout.gather(logprobs - batch.old), layout.gather(batch.old)
+    found = rule.evaluate(log_ratio, layout.gather(advantages), layout, behaviour_logprobs=behaviour)
+    return torch.autograd.grad(found.loss, logprobs)[0]
+
+
+def compared(got: Tensor, wanted: Tensor) -> dict[str, float]:
+    """Cosine of two gradients, |got| / |wanted|, and |got - wanted| / |wanted|."""
+    sizes = got.norm(), wanted.norm()
+    return {
+        "cosine": float((got * wanted).sum() / sizes[0] / sizes[1]) if sizes[0] > 0 else float("nan"),
+        "norm_ratio": float(sizes[0] / sizes[1]),
+        "distance": float((got - wanted).norm() / sizes[1]),
+    }
+
+
+# ---- verl ---------------------------------------------------------------------------------------
+
+
+def verl(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """(gradient, advantages) of verl's default trainer under the launch options `line`, in micro-batches of `size`
+    trajectories: `compute_advantage` and `ppo_loss` on its own config."""
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+    from verl.utils import tensordict_utils
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.utils.losses import ppo_loss
+
+    import stppo.plugins.verl  # noqa: F401
+
+    size = size or len(batch.mask)
+    needed = [
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size}",
+        f"actor_rollout_ref.rollout.n={GROUP}",
+    ]
+    with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
+        config = compose("ppo_trainer", overrides=[*needed, *shlex.split(line)])
+    OmegaConf.resolve(config)
+    mask = batch.mask.double()
+    given = {"token_level_rewards": batch.rewards, "response_mask": mask, "values": batch.values}
+    questions = {"uid": np.array(batch.questions.tolist(), dtype=object)}
+    options = config.algorithm
+    advantages = compute_advantage(
+        DataProto.from_dict({name: value.clone() for name, value in given.items()}, questions),
+        adv_estimator=options.adv_estimator,
+        gamma=options.gamma,
+        lam=options.lam,
+        num_repeat=GROUP,
+        norm_adv_by_std_in_grpo=options.norm_adv_by_std_in_grpo,
+        config=options,
+    ).batch["advantages"]
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    logprobs = batch.new.clone().requires_grad_()
+    gradient, lengths = torch.zeros_like(logprobs), batch.lengths
+
+    def ragged(rows: Tensor, value: Tensor, before: int = 0, after: int = 0) -> Tensor:
+        pad = torch.nn.functional.pad
+        parts = [pad(value[i, : lengths[i]], (before, after)) for i in rows.tolist()]
+        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+    for rows in torch.arange(len(mask)).split(size):
+        columns = {"response_mask": mask.long(), "old_log_probs": batch.old, "advantages": advantages}
+        columns |= {"responses": mask.long()}
+        data = TensorDict(
+            {name: ragged(rows, value) for name, value in columns.items()}, batch_size=len(rows)
+        )
+        data["prompts"] = torch.nested.as_nested_tensor(
+            [torch.zeros(2, dtype=torch.long) for _ in rows], layout=torch.jagged
+        )
+        counts = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
+        tensordict_utils.assign_non_tensor(data, **counts)
+        # A model's log-probs stand one place before the token that they are of.
+        loss, _ = ppo_loss(actor, {"log_probs": ragged(rows, logprobs, 1, 1)}, data)
+        gradient += torch.autograd.grad(loss, logprobs)[0]
+    return gradient, advantages
+
+
+# ---- TRL ----------------------------------------------------------------------------------------
+
+
+def trl(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """(gradient, advantages) of TRL's trainer, or ours on top of it, under the config that `line` is, in micro-batches of
+    `size` trajectories whose gradients are accumulated. The trajectories come from a `rollout_func`, so that advantages, masks
+    and counts are TRL's."""
+    from trl import GRPOTrainer, RLOOTrainer
+
+    kind, given = _called(line)
+    size, rows = size or len(batch.mask), len(batch.mask)
+    fixed = dict(
+        per_device_train_batch_size=size, gradient_accumulation_steps=rows // size, num_generations=GROUP
+    )
+    quiet = dict(report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False)
+    with _quietly(), tempfile.TemporaryDirectory() as folder:
+        trainer = _trl_trainer(
+            kind, batch, dict(output_dir=folder, num_iterations=2, **fixed, **quiet) | given
+        )
+        trainer.model.train()
+        prompts = [{"prompt": "Who"} for _ in range(rows)]
+        inputs = trainer._generate_and_score_completions(prompts)
+        inputs["advantages"] = inputs["advantages"].double()
+        inputs["old_per_token_logps"] = batch.old
+        inputs["old_logps"] = (batch.old * inputs["completion_mask"]).sum(1)  # RLOO's
+        logprobs = batch.new.clone().requires_grad_()
+        gradient = torch.zeros_like(logprobs)
+        trainer.current_gradient_accumulation_steps = rows // size
+        for part in torch.arange(rows).split(size):
+            scores = (logprobs[part], torch.ones_like(logprobs[part]), None)
+            cut = {name: value[part] if value.dim() else value for name, value in inputs.items()}
+            base = RLOOTrainer if kind == "RLOOConfig" else GRPOTrainer
+            with _swapped(base, "_get_per_token_logps_and_entropies", lambda *_, s=scores, **__: s):
+                loss = trainer._compute_loss(trainer.model, cut)
+            # Of RLOO's, transformers' trainer takes the mean over what is accumulated.
+            scale = size / rows if kind == "RLOOConfig" else 1.0
+            gradient += scale * torch.autograd.grad(loss, logprobs)[0]
+    return gradient, inputs["advantages"][:, None].expand(batch.mask.shape)
+
+
+def _called(line: str) -> tuple[str, dict[str, Any]]:
+    """Name and keyword arguments of a call in Python."""
+    call = ast.parse(line, mode="eval").body
+    return call.func.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+
+
+def _trl_trainer(kind: str, batch: Batch, options: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer
+
+    kinds = {
+        "RLOOConfig": (RLOOConfig, RLOOTrainer),
+        "GRPOConfig": (GRPOConfig, GRPOTrainer),
+        "GMPOConfig": (GMPOConfig, GMPOTrainer),
+        "TurnGRPOConfig": (TurnGRPOConfig, TurnGRPOTrainer),
+    }
+    lengths, mask = batch.lengths, batch.mask.long()
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, list]:
+        return {
+            "prompt_ids": [[1] for _ in prompts],
+            "completion_ids": [[1] * length for length in lengths],
+            "logprobs": [row[:length].tolist() for row, length in zip(batch.old, lengths, strict=True)],
+            "env_mask": [row[:length].tolist() for row, length in zip(mask, lengths, strict=True)],
+        }
+
+    def reward(completions: list, **_: Any) -> list[float]:
+        return batch.rewards.sum(1).tolist()
+
+    config, trainer = kinds[kind]
+    model, tokenizer = _tiny_policy()
+    given = dict(model=model, args=config(**options), processing_class=tokenizer, reward_funcs=reward)
+    given["train_dataset"] = Dataset.from_list([{"prompt": "Who"}] * len(mask))
+    if kind != "RLOOConfig":
+        return trainer(**given, rollout_func=rollout)
+    made = trainer(**given)  # no roll-out function and no mask of tools: what it generates is all the agent's
+    made._generate_single_turn = lambda *_: [[1] * length for length in lengths]
+    return made
+
+
+@cache
+def _tiny_policy() -> tuple[Any, Any]:
+    from stppo.policy.policy import PolicyConfig, build_policy
+    from stppo.world import SyntheticWorld
+
+    small = dict(n_entities=12, n_relations=2, facts_per_document=2, n_name_parts=6, hop_shares=(1.0,))
+    split = dict(n_train=16, n_validation=4, n_test=4, held_out=0.34, turn_budget=2, max_turn_tokens=8)
+    tokenizer = SyntheticWorld(**small, **split, think_probability=0.0).tokenizer
+    size = dict(hidden_size=16, intermediate_size=16, layers=1, heads=1, kv_heads=1, max_positions=64)
+    return build_policy(PolicyConfig(name="tiny", **size), tokenizer), tokenizer
+
+
+# ---- cells --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A library's way to an algorithm: the line with nothing but its name, the line that is our YAML (None: unknown or none),
+    a note."""
+
+    line: str
+    equal: str | None = None
+    note: str = ""
+
+
+_ACTOR, _GROUPS = "actor_rollout_ref.actor.", "algorithm.adv_estimator=grpo"
+
+
+def _verl_loss(mode: str, credit: str = "grpo") -> str:
+    return f"{_ACTOR}policy_loss.loss_mode={mode} algorithm.adv_estimator={credit}"
+
+
+def _verl_corrected(threshold: str) -> str:
+    rules = (
+        "bypass_mode=true",
+        "loss_type=reinforce",
+        "rollout_is=token",
+        f"rollout_is_threshold={threshold}",
+    )
+    return " ".join([_verl_loss("bypass_mode"), *(f"algorithm.rollout_correction.{rule}" for rule in rules)])
+
+
+_OURS = "our loss"
+_UNWIRED = "the options under rollout_correction do not reach the loss, which is PPO's clip"
+DEFAULTS: dict[str, dict[str, Cell]] = {
+    "verl": {
+        "token_ppo": Cell("algorithm.adv_estimator=gae"),
+        "grpo": Cell(_GROUPS),
+        "gspo": Cell(_verl_loss("gspo")),
+        "dapo": Cell(f"{_GROUPS} {_ACTOR}clip_ratio_high=0.28"),
+        "dr_grpo": Cell(
+            f"{_GROUPS} algorithm.norm_adv_by_std_in_grpo=false {_ACTOR}loss_agg_mode=seq-mean-token-sum-norm",
+            note="without loss_scale_factor the constant is the longest response of each micro-batch",
+        ),
+        "rloo": Cell("algorithm.adv_estimator=rloo", note="with PPO's clip; loss_mode=gpg has none"),
+        "reinforce": Cell(_verl_loss("gpg", "reinforce_plus_plus"), note="returns are whitened over tokens"),
+        "cispo": Cell(_verl_loss("cispo"), note="the weight is held between 0.8 and 1.2"),
+        "gmpo": Cell(_verl_loss("geo_mean"), note="no loss_agg_mode: micro-batches add up without a mean"),
+        "sapo": Cell(_verl_loss("sapo")),
+        "dppo": Cell(_verl_loss("dppo_tv"), note="the cap is the actor's clip_ratio_c, 3"),
+        "vespo": Cell(_verl_loss("vespo"), note=_OURS),
+        "tis": Cell(_verl_corrected("2.0"), note=_UNWIRED),
+        "icepop": Cell(_verl_corrected("0.5_5.0"), note=_UNWIRED),
+        "so_grpo": Cell(
+            _verl_loss("turn_ppo"),
+            methods.verl_line("turn_ppo", "seq-mean-token-mean", clip=(0.2, 0.2), credit="grpo"),
+            f"{_OURS}, without its divisor",
+        ),
+    },
+    "trl": {
+        "grpo": Cell("GRPOConfig()", note='loss_type="dapo", a mean over tokens'),
+        "gspo": Cell('GRPOConfig(importance_sampling_level="sequence")'),
+        "dapo": Cell('GRPOConfig(loss_type="dapo")', note="epsilon_high is epsilon"),
+        "dr_grpo": Cell(
+            'GRPOConfig(loss_type="dr_grpo")', note="advantages are divided by the standard deviation"
+        ),
+        "rloo": Cell(
+            "RLOOConfig(beta=0.0)",
+            note="the clip's ratio is of the whole completion, observations too, and so is the gradient",
+        ),
+        "reinforce": Cell('TurnGRPOConfig(objective="reinforce")', note=_OURS),
+        "cispo": Cell('GRPOConfig(loss_type="cispo")', note="the weight is held at 0.2"),
+        "gmpo": Cell("GMPOConfig()"),
+        "sapo": Cell('GRPOConfig(loss_type="sapo")'),
+        "dppo": Cell('TurnGRPOConfig(objective="dppo")', note=_OURS),
+        "vespo": Cell('GRPOConfig(loss_type="vespo")'),
+        "tis": Cell('TurnGRPOConfig(objective="tis")', note=_OURS),
+        "icepop": Cell('TurnGRPOConfig(objective="icepop")', note=_OURS),
+        "so_grpo": Cell("TurnGRPOConfig()", note=_OURS),
+    },
+}
+HOSTS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[str, ...]]] = {  # function, packages
+    "verl": (verl, ("verl", "torch")),
+    "trl": (trl, ("trl", "transformers", "torch")),
+}
+
+
+def measured(host: str, name: str) -> dict[str, Any]:
+    """One cell: the gradient at the host's defaults against the YAML's; cut into micro-batches of one trajectory against
+    uncut; and with the options that make it equal."""
+    cell, run, batch = DEFAULTS[host][name], HOSTS[host][0], fixed_batch()
+    wanted, gradient = ours(name, batch), run(cell.line, batch)[0]
+    equal = cell.equal
+    if host in methods.OFFERED and (found := methods.options(host, name)):
+        equal = found.line
+    row = {"line": cell.line, "note": cell.note, **compared(gradient, wanted)}
+    row["cut"] = compared(run(cell.line, batch, 1)[0], gradient)
+    row["equal"] = None if equal is None else {"line": equal, **compared(run(equal, batch)[0], wanted)}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("host", choices=list(HOSTS))
+    host = parser.parse_args().host
+    cells = {name: measured(host, name) for name in DEFAULTS[host]}
+    versions = {package: version(package).split("+")[0] for package in HOSTS[host][1]}
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"versions": versions, "cells": cells}, indent=1)
+    (FOLDER / f"{host}.json").write_text(text + "\n", encoding="utf-8")
+    for name, row in cells.items():
+        equal = row["equal"] and row["equal"]["distance"]
+        print(
+            f"{name:10} {row['cosine']:7.4f} x{row['norm_ratio']:8.4f} cut {row['cut']['distance']:.2g} equal {equal}"
+        )
+
+
+@contextmanager
+def _swapped(owner: type, name: str, value: Any) -> Any:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def _quietly() -> Any:
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+if __name__ == "__main__":
+    main()
