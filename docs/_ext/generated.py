@@ -217,7 +217,7 @@ def _hosts() -> str:
             if equal is not None and equal["distance"] > 1e-6:
                 makes += f" ({equal['distance']:.1g} apart)"
             cells = [
-                look(name).label,
+                f"`{name}`",
                 line(row["line"]),
                 cosine(row),
                 factor(row),
