@@ -14,18 +14,24 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
 import os
 import shlex
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -204,7 +210,7 @@ def trl(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tenso
     and counts are TRL's."""
     from trl import GRPOTrainer, RLOOTrainer
 
-    kind, given = _called(line)
+    ((kind, given),) = _calls(line)
     size, rows = size or len(batch.mask), len(batch.mask)
     fixed = dict(
         per_device_train_batch_size=size, gradient_accumulation_steps=rows // size, num_generations=GROUP
@@ -233,12 +239,6 @@ def trl(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tenso
             scale = size / rows if kind == "RLOOConfig" else 1.0
             gradient += scale * torch.autograd.grad(loss, logprobs)[0]
     return gradient, inputs["advantages"][:, None].expand(batch.mask.shape)
-
-
-def _called(line: str) -> tuple[str, dict[str, Any]]:
-    """Name and keyword arguments of a call in Python."""
-    call = ast.parse(line, mode="eval").body
-    return call.func.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
 def _trl_trainer(kind: str, batch: Batch, options: dict[str, Any]) -> Any:
@@ -288,6 +288,255 @@ def _tiny_policy() -> tuple[Any, Any]:
     tokenizer = SyntheticWorld(**small, **split, think_probability=0.0).tokenizer
     size = dict(hidden_size=16, intermediate_size=16, layers=1, heads=1, kv_heads=1, max_positions=64)
     return build_policy(PolicyConfig(name="tiny", **size), tokenizer), tokenizer
+
+
+# ---- TorchRL, OpenRLHF, AReaL, ART --------------------------------------------------------------
+# Their losses and advantages are called as their trainers call them; the line is one or two calls in Python.
+
+
+def _calls(line: str) -> list[tuple[str, dict[str, Any]]]:
+    """Name and keyword arguments of each call in a line of Python."""
+    calls = [statement.value for statement in ast.parse(line).body]
+    return [
+        (c.func.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in c.keywords}) for c in calls
+    ]
+
+
+def _parts(batch: Batch, size: int | None) -> tuple[Tensor, ...]:
+    return torch.arange(len(batch.mask)).split(size or len(batch.mask))
+
+
+def torchrl(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """MCAdvantage on trajectories of two steps, the turns, and a loss with the mask of the agent's tokens; the mean over
+    micro-batches, as its examples accumulate. The entropy bonus, which the losses return apart, is left out."""
+    from tensordict import TensorDict
+    from torchrl.objectives import llm
+
+    (_, credit), (kind, options) = _calls(line)
+    engine = llm.MCAdvantage(grpo_size=GROUP, **credit)
+    layout, n = Layout.of(batch.mask), len(batch.mask)
+    rewards = layout.turn_sum(layout.gather(batch.rewards)).view(n, 2, 1)
+    done = torch.tensor([[False], [True]])
+    by_turn = []
+    for i in range(n):
+        steps = {"query": batch.questions[i].expand(2, 1), "next": {"reward": rewards[i], "done": done}}
+        found = engine.inv(TensorDict(steps, [2]))
+        if found is not None:
+            by_turn += found["advantage"].flatten().tolist()
+    advantages = layout.scatter(torch.tensor(by_turn, dtype=torch.float64)[layout.turns])
+
+    class Policy(torch.nn.Module):
+        in_keys = ()
+
+        def __init__(self, logprobs: Tensor, mask: Tensor) -> None:
+            super().__init__()
+            self.logprobs, self.mask = logprobs, mask
+
+        def get_dist(self, *_: Any, **__: Any) -> Policy:
+            return self
+
+        def log_prob(self, action: Tensor) -> Tensor:
+            return self.logprobs
+
+    logprobs = batch.new.clone().requires_grad_()
+    gradient, parts = torch.zeros_like(logprobs), _parts(batch, size)
+    for rows in parts:
+        loss = getattr(llm, kind)(Policy(logprobs[rows], batch.mask[rows]), entropy_bonus=False, **options)
+        data = {"tokens": {"full": batch.mask[rows].long()}, "log_probs": {"full": batch.old[rows]}}
+        data["advantage"] = advantages[rows][..., None]
+        found = loss(TensorDict(data, [len(rows)])).loss_objective
+        gradient += torch.autograd.grad(found.sum(), logprobs)[0] / len(parts)
+    return gradient, advantages
+
+
+def openrlhf(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Launch options on its defaults: `compute_advantages_and_returns` and `PolicyLoss` with the counts of the whole batch."""
+    _StandIns("flash_attn", "deepspeed", "vllm", "aiohttp", "ray", "pylatexenc")
+    from openrlhf.models.loss import PolicyLoss
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+    given = dict(option.removeprefix("--").split("=") for option in shlex.split(line))
+    advantage = dict(estimator="gae", gamma=1.0, lambd=1.0, no_std_norm=False)
+    advantage["estimator"] = given.pop("algo.advantage.estimator", "gae")
+    args = SimpleNamespace(
+        algo=SimpleNamespace(advantage=SimpleNamespace(**advantage)),
+        rollout=SimpleNamespace(n_samples_per_prompt=GROUP),
+        reward=SimpleNamespace(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
+    )
+    mask = batch.mask.double()
+    experience = Experience(action_mask=mask, values=batch.values.clone(), rewards=batch.rewards.sum(1))
+    experience.index, experience.kl, experience.info = list(range(len(mask))), torch.zeros_like(mask), {}
+    maker = SimpleNamespace(
+        strategy=SimpleNamespace(args=args),
+        advantage_estimator=advantage["estimator"],
+        kl_ctl=SimpleNamespace(value=0.01),
+        get_advantages_and_returns=lambda *a: RemoteExperienceMaker.get_advantages_and_returns(None, *a),
+        get_cumulative_returns=lambda *a: RemoteExperienceMaker.get_cumulative_returns(None, *a),
+    )
+    (experience,) = RemoteExperienceMaker.compute_advantages_and_returns(maker, [experience])
+    low, high = (float(x) for x in given.pop("actor.eps_clip_low_high", "0.2 0.2").split())
+    loss = PolicyLoss(
+        clip_eps_low=low,
+        clip_eps_high=high,
+        token_level_loss=given.pop("actor.loss_agg_mode", "token-mean") == "token-mean",
+        policy_loss_type=given.pop("actor.policy_loss_type", "ppo"),
+        **({"dual_clip": float(given.pop("actor.dual_clip"))} if "actor.dual_clip" in given else {}),
+    )
+    assert not given, given
+    counts = {"batch_num_tokens": mask.sum(), "global_batch_size": len(mask)}
+    logprobs = batch.new.clone().requires_grad_()
+    gradient = torch.zeros_like(logprobs)
+    for rows in _parts(batch, size):
+        found = loss(
+            logprobs[rows], batch.old[rows], experience.advantages[rows].double(), mask[rows], **counts
+        )[0]
+        gradient += torch.autograd.grad(found, logprobs)[0]
+    return gradient, experience.advantages
+
+
+def areal(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """`PPOActor.compute_advantages` and `grpo_loss_fn` under a PPOActorConfig; micro-batches weigh by their tokens, as its
+    engines weigh them. Without a reference engine, so that its log-probs are 0, as by default."""
+    from areal.api.cli_args import NormConfig, PPOActorConfig
+    from areal.trainer.ppo.actor import PPOActor, grpo_loss_fn
+
+    ((_, options),) = _calls(line)
+    for name in ("reward_norm", "adv_norm"):
+        if name in options:
+            options[name] = NormConfig(**options[name])
+    config = PPOActorConfig(**options)
+    pad = torch.nn.functional.pad
+    mask = pad(batch.mask.long(), (1, 0))
+    lengths = torch.tensor(batch.lengths)[:, None] + 1
+    data = {
+        "input_ids": torch.zeros_like(mask),
+        "attention_mask": (torch.arange(mask.shape[1]) < lengths).long(),
+        "loss_mask": mask,
+        "logprobs": pad(batch.old, (1, 0)),
+        "rewards": batch.rewards.sum(1),
+    }
+    if "reward_norm" not in options:  # a critic in place of a group
+        data["values"] = pad(batch.values, (0, 1))
+    data = {name: value.float() if value.is_floating_point() else value for name, value in data.items()}
+    data = PPOActor(config, None)._compute_advantages(data)
+    logprobs = batch.new.clone().requires_grad_()
+    gradient = torch.zeros_like(logprobs)
+    for rows in _parts(batch, size):
+        cut = {name: value[rows] for name, value in data.items()}
+        found = grpo_loss_fn(
+            pad(logprobs[rows], (0, 1)).float(),  # its statistics want single precision
+            torch.zeros(len(rows), mask.shape[1]),
+            cut,
+            eps_clip=config.eps_clip,
+            eps_clip_higher=config.eps_clip_higher,
+            c_clip=config.c_clip,
+            importance_sampling_level=config.importance_sampling_level,
+            use_sapo_loss=config.use_sapo_loss,
+            sapo_tau_pos=config.sapo_tau_pos,
+            sapo_tau_neg=config.sapo_tau_neg,
+        )
+        share = cut["loss_mask"].sum() / data["loss_mask"].sum()
+        gradient += share * torch.autograd.grad(found, logprobs)[0]
+    return gradient, data["advantages"][:, :-1].double()
+
+
+def art(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """`packed_tensors_from_tokenized_results` and `loss_fn` under a dev.TrainConfig; a group's advantage as its tokeniser of
+    trajectories has it, which wants a chat. The mean over micro-batches, which are steps of their own there."""
+    from art.loss import loss_fn
+    from art.preprocessing.pack import packed_tensors_from_tokenized_results
+    from art.preprocessing.tokenize import TokenizedResult
+
+    ((_, options),) = _calls(line)
+    returns, lengths, rows = batch.rewards.sum(1), batch.lengths, []
+    for i, length in enumerate(lengths):
+        group = returns[batch.questions == batch.questions[i]]
+        spread = group.std(correction=0) + 1e-6 if options.get("scale_rewards", True) else 1.0
+        row = TokenizedResult(
+            advantage=float((returns[i] - group.mean()) / spread),
+            chat="",
+            token_ids=[i] * (length + 1),
+            input_pos=list(range(length + 1)),
+            assistant_mask=[0, *batch.mask[i, :length].long().tolist()],
+            logprobs=[float("nan"), *batch.old[i, :length].where(batch.mask[i, :length], torch.nan).tolist()],
+            pixel_values=None,
+            image_grid_thw=None,
+            trajectory=None,
+            choice_offsets=[],
+            extra_logprobs={},
+            _tokenizer=None,
+        )
+        row.weight, row.prompt_id = 1 / (sum(row.assistant_mask) + 1e-6), i
+        rows.append(row)
+    width = batch.mask.shape[1] + 1
+    packed = packed_tensors_from_tokenized_results(
+        rows, width, pad_token_id=0, pack_results=False, verbosity=0
+    )
+    packed.pop("pixel_values"), packed.pop("image_grid_thw")
+    packed = {name: value[packed["tokens"][:, 0].argsort()] for name, value in packed.items()}  # it shuffles
+    packed["logprobs"] = torch.nn.functional.pad(
+        batch.old.where(batch.mask, torch.nan), (1, 0), value=torch.nan
+    )
+    packed = {name: value.double() if value.is_floating_point() else value for name, value in packed.items()}
+    logprobs = batch.new.clone().requires_grad_()
+    gradient, parts = torch.zeros_like(logprobs), _parts(batch, size)
+    for part in parts:
+        cut = {name: value[part].clone() for name, value in packed.items()}
+        found = loss_fn(cut, torch.nn.functional.pad(logprobs[part], (0, 1)), None, None, options)
+        gradient += torch.autograd.grad(found.policy_loss, logprobs)[0] / len(parts)
+    return gradient, packed["advantages"][:, 1:]
+
+
+def agilerl(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Its GRPO's advantages and loss, made without a model: the defaults of its constructor and the options of the line. All
+    rows have log-probs of the roll-out, which are the old ones, and the reference is the policy (no KL)."""
+    from agilerl.algorithms.grpo import GRPO
+
+    ((_, options),) = _calls(line)
+    defaults = inspect.signature(GRPO.__init__).parameters
+    given = {name: found.default for name, found in defaults.items() if name != "self"} | options
+    made = object.__new__(GRPO)
+    for name in ("beta", "off_policy_token_mask_bounds", "off_policy_sequence_mask_threshold", "kl_clamp"):
+        setattr(made, name, given[name])
+    made.use_bias_correction_kl, made.use_liger_loss = given["use_bias_correction_kl"], False
+    made.device, made.loss_norm, made._segment_accumulation_steps = "cpu", given["loss_norm"], None
+    made.clip_coef, made.clip_coef_min, made.clip_coef_max = made._resolve_clip_coef(given["clip_coef"])
+    names = ("adv_norm", "group_size", "advantage_granularity", "whiten_advantages", "adv_clip_range")
+    names += ("filter_zero_adv", "adv_filter_eps", "turn_advantage_trajectory_fallback")
+    made._setup_advantage_options(*(given[name] for name in names))
+    made._setup_objective(
+        given["loss_type"], given["importance_sampling_level"], given["use_kl_advantage_shaping"]
+    )
+    layout, mask = Layout.of(batch.mask), batch.mask
+    turn_ids = layout.scatter(layout.turns % 2 + 1) - 1  # two turns in each row
+    advantages, _ = made._calculate_advantages(batch.rewards.sum(1), mask.long(), mask, turn_ids)
+    made._window_action_tokens, parts = mask.sum(), _parts(batch, size)
+    made.gradient_accumulation_steps = len(parts)
+    logprobs = batch.new.clone().requires_grad_()
+    gradient = torch.zeros_like(logprobs)
+    for rows in parts:
+        new, old = logprobs[rows], batch.old[rows]
+        found = made._loss_fn(mask[rows], new, old, new.detach(), advantages[rows], turn_ids[rows])[0]
+        gradient += torch.autograd.grad(found, logprobs)[0] / len(parts)
+    return gradient, advantages.expand(mask.shape)
+
+
+class _StandIns:
+    """Empty modules for what a library imports, is not installed and a loss does not need."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = {name for name in names if find_spec(name) is None}
+        sys.meta_path.append(self)
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in self.names else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock(__spec__=spec, __path__=[])
+
+    def exec_module(self, module: Any) -> None:
+        pass
 
 
 # ---- cells --------------------------------------------------------------------------------------
@@ -368,10 +617,123 @@ DEFAULTS: dict[str, dict[str, Cell]] = {
         "icepop": Cell('TurnGRPOConfig(objective="icepop")', note=_OURS),
         "so_grpo": Cell("TurnGRPOConfig()", note=_OURS),
     },
+    "torchrl": {
+        "grpo": Cell(
+            "MCAdvantage(); GRPOLoss()",
+            "MCAdvantage(trajectory_return='sum'); GRPOLoss(aggregation='prompt_mean')",
+            "each step's own reward is normalised, so the first turn of every trajectory has the same advantage",
+        ),
+        "dapo": Cell(
+            "MCAdvantage(); DAPO()",
+            "MCAdvantage(trajectory_return='sum'); DAPO(clip_epsilon=(0.2, 0.28))",
+            "DAPO() is GRPOLoss()",
+        ),
+        "cispo": Cell(
+            "MCAdvantage(); CISPOLoss()",
+            note="the ratio is clipped without log pi, so a token outside the bounds has no gradient",
+        ),
+    },
+    "openrlhf": {
+        "token_ppo": Cell("--algo.advantage.estimator=gae", "--actor.loss_agg_mode=seq-mean-token-mean"),
+        "grpo": Cell(
+            "--algo.advantage.estimator=group_norm",
+            "--algo.advantage.estimator=group_norm --actor.loss_agg_mode=seq-mean-token-mean",
+        ),
+        "gspo": Cell(
+            "--algo.advantage.estimator=group_norm --actor.policy_loss_type=gspo",
+            "--algo.advantage.estimator=group_norm --actor.policy_loss_type=gspo --actor.eps_clip_low_high='0.0003 0.0004'",
+        ),
+        "dapo": Cell(
+            "--algo.advantage.estimator=group_norm --actor.eps_clip_low_high='0.2 0.28'",
+            "--algo.advantage.estimator=group_norm --actor.eps_clip_low_high='0.2 0.28'",
+        ),
+        "dr_grpo": Cell("--algo.advantage.estimator=dr_grpo", "--algo.advantage.estimator=dr_grpo"),
+        "rloo": Cell("--algo.advantage.estimator=rloo", note="with PPO's clip"),
+        "reinforce": Cell(
+            "--algo.advantage.estimator=reinforce", note="with PPO's clip; returns are whitened"
+        ),
+    },
+    "agilerl": {
+        "grpo": Cell(
+            "GRPO()",
+            "GRPO(adv_norm='mean_std', loss_norm='micro_batch', off_policy_token_mask_bounds=None, "
+            "off_policy_sequence_mask_threshold=None)",
+            "no division by the standard deviation; tokens and failures that are far off-policy are masked",
+        ),
+        "gspo": Cell(
+            "GRPO(loss_type='gspo')",
+            "GRPO(loss_type='gspo', adv_norm='mean_std', loss_norm='micro_batch', clip_coef=(0.9997, 1.0004), "
+            "off_policy_token_mask_bounds=None, off_policy_sequence_mask_threshold=None)",
+            "as grpo",
+        ),
+        "dr_grpo": Cell(
+            "GRPO()",
+            "GRPO(off_policy_token_mask_bounds=None, off_policy_sequence_mask_threshold=None)",
+            "its GRPO is this one",
+        ),
+        "cispo": Cell(
+            "GRPO(loss_type='cispo')",
+            "GRPO(loss_type='cispo', adv_norm='mean_std', clip_coef=(0.0, 5.0), off_policy_token_mask_bounds=None, "
+            "off_policy_sequence_mask_threshold=None)",
+            "the weight is held at 1.2; as grpo",
+        ),
+        "so_grpo": Cell(
+            "GRPO(importance_sampling_level='turn')",
+            "GRPO(importance_sampling_level='turn', adv_norm='mean_std', loss_norm='micro_batch', "
+            "off_policy_token_mask_bounds=None, off_policy_sequence_mask_threshold=None)",
+            "as grpo",
+        ),
+    },
+    "areal": {
+        "token_ppo": Cell(
+            "PPOActorConfig()",
+            note="-0.1 log pi of each token is a reward where there is no reference engine",
+        ),
+        "grpo": Cell(
+            "PPOActorConfig(reward_norm={'mean_level': 'group', 'std_level': 'group', 'group_size': 8})",
+            note="-0.1 log pi of each token is a reward where there is no reference engine; a mean over tokens",
+        ),
+        "gspo": Cell(
+            "PPOActorConfig(reward_norm={'mean_level': 'group', 'std_level': 'group', 'group_size': 8}, "
+            "importance_sampling_level='sequence')",
+            note="a mean over tokens",
+        ),
+        "sapo": Cell(
+            "PPOActorConfig(reward_norm={'mean_level': 'group', 'std_level': 'group', 'group_size': 8}, use_sapo_loss=True)",
+            note="a mean over tokens",
+        ),
+        "dapo": Cell(
+            "PPOActorConfig(reward_norm={'mean_level': 'group', 'std_level': 'group', 'group_size': 8}, eps_clip_higher=0.28)",
+            "PPOActorConfig(reward_norm={'mean_level': 'group', 'std_level': 'group', 'group_size': 8, 'eps': 1e-6}, "
+            "eps_clip_higher=0.28, kl_ctl=0.0)",
+        ),
+    },
+    "art": {
+        "grpo": Cell(
+            "TrainConfig()",
+            "TrainConfig(ppo=True)",
+            "its default is CISPO; advantages are divided by their mean size",
+        ),
+        "gspo": Cell(
+            "TrainConfig(ppo=True, importance_sampling_level='sequence')",
+            "TrainConfig(ppo=True, importance_sampling_level='sequence', epsilon=3e-4, epsilon_high=4e-4)",
+            "advantages are divided by their mean size",
+        ),
+        "cispo": Cell("TrainConfig()", note="every trajectory weighs the same"),
+        "tis": Cell(
+            "TrainConfig(truncated_importance_sampling=2.0)",
+            note="beside CISPO's weight, so by the ratio squared, where log-probs are not precalculated",
+        ),
+    },
 }
 HOSTS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[str, ...]]] = {  # function, packages
     "verl": (verl, ("verl", "torch")),
     "trl": (trl, ("trl", "transformers", "torch")),
+    "torchrl": (torchrl, ("torchrl", "tensordict", "torch")),
+    "openrlhf": (openrlhf, ("openrlhf", "torch")),
+    "agilerl": (agilerl, ("agilerl", "torch")),
+    "areal": (areal, ("areal", "torch")),
+    "art": (art, ("openpipe-art", "torch")),
 }
 
 

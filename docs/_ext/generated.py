@@ -195,37 +195,18 @@ def _hosts() -> str:
     for host, record in found.items():
         versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
         lines += ["", f"## {HOSTS[host]}", "", f"Made with {versions}.", ""]
-        heads = (
-            "algorithm",
-            "at the defaults",
-            "cosine",
-            "size",
-            "cut into micro-batches",
-            "what makes it equal",
-            "note",
-        )
+        heads = ("algorithm", "cosine", "size", "cut", "at the defaults", "what makes it equal", "note")
         lines += [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
         for name, row in record["cells"].items():
-            cut = row["cut"]
-            changes = "the same"
-            if cut is None:
-                changes = "not run"
-            elif cut["distance"] > 1e-6:
-                changes = f"cosine {cut['cosine']:.2f}, size × {factor(cut)}"
-            equal = row["equal"]
-            makes = "–" if equal is None else line(equal["line"])
-            if equal is not None and equal["distance"] > 1e-6:
-                makes += f" ({equal['distance']:.1g} apart)"
-            cells = [
-                f"`{name}`",
-                line(row["line"]),
-                cosine(row),
-                factor(row),
-                changes,
-                makes,
-                row["note"] or "–",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+            cut, equal, makes = row["cut"], row["equal"], "–"
+            changes = "same" if cut["distance"] < 1e-6 else f"{cut['cosine']:.2f}, × {factor(cut)}"
+            if equal is not None:
+                makes = f"[its line](../howto/{host}.md)" if host in ("verl", "trl") else line(equal["line"])
+                if equal["distance"] > 1e-5:
+                    parallel = equal["cosine"] > 1 - 1e-6 and equal["distance"] > 1e-2
+                    makes += f", size × {factor(equal)}" if parallel else f", {equal['distance']:.1g} apart"
+            cells = [cosine(row), factor(row), changes, line(row["line"]), makes, row["note"] or "–"]
+            lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

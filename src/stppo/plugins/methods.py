@@ -43,7 +43,7 @@ _MORE_THAN_A_LOSS = {
 _NULL = "it is a null of the studies: minirl's mask without minirl's weight"
 _LAST_BLOCK = "it needs the last block's gradient; {} has the cheap divisor that a loss can have"
 _CREDIT = "its credit differs: {}"
-_CRITIC = _CREDIT.format("TRL has no critic, so advantages are its groups'")
+_CRITIC = _CREDIT.format("TRL has no critic")
 
 
 class Options(NamedTuple):
@@ -86,7 +86,7 @@ def _corrected(threshold: str) -> Options:
     return Options(f"{verl_line('bypass_mode', _MEAN, sampled, *given, credit='grpo')} {wired}")
 
 
-GROUPS_MEAN = _CREDIT.format("TRL measures returns from the group's mean, the YAML from the batch's")
+GROUPS_MEAN = _CREDIT.format("the group's mean, not the batch's, is the baseline")
 _SO_GRPO = 'TurnGRPOConfig(stabilizer="clipping_bias_norm", bias_norm_estimator="exact")'
 _SO_GRPO_CTN = 'TurnGRPOConfig(ratio_aggregation="arithmetic", stabilizer="ctn_kl", loss_type="turn_mean")'
 _READING_B = (VERL_CONFIG, "+policy_loss.reading=B")
@@ -122,7 +122,7 @@ _ELSEWHERE: dict[str, dict[str, str | Options]] = {
         "weight_one": _NULL,
         "so_ppo_ctn": Options(
             verl_line("so_ppo", _MEAN, *_READING_B, clip=_PPO, credit="gae"),
-            _CREDIT.format("verl's estimators get no values to make turns' advantages of"),
+            _CREDIT.format("verl's estimators get no values for turns"),
         ),
         "so_grpo_ctn": Options(
             verl_line("so_grpo", _MEAN, *_READING_B, clip=_PPO, credit="grpo_turn_return")
