@@ -930,3 +930,129 @@ def test_in_the_world_of_2000_entities_trl_makes_the_updates_that_our_objective_
     assert [row["stabilizer/divisor"] for row in rows] == pytest.approx(divisors, rel=1e-3)
     assert max(divisors) > 1.05
     assert gap < 1e-4 < apart / 10 and way > 1e-3
+
+
+# ---- where TRL's settings would undo the method -------------------------------------------------
+
+
+def changed_rollout(world, change):
+    """`search_rollout` whose result goes through `change`."""
+    rollout = search_rollout(world)
+
+    def play_and_change(prompts, trainer):
+        found = rollout(prompts, trainer)
+        change(found)
+        return found
+
+    return play_and_change
+
+
+def make_stale(found):
+    found["logprobs"] = [[1.5 * x - 0.1 for x in row] for row in found["logprobs"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(loss_type="cispo"), "loss_type='cispo' holds the weight at epsilon_high itself, here 0.2"),
+        (dict(loss_type="cispo", epsilon_high=0.28), "here 0.28, so every token has about that weight"),
+        (dict(old_logprobs="vllm"), "old_logprobs='vllm': must be one of trainer, rollout"),
+        (dict(old_logprobs="rollout", use_vllm=True), "vllm_importance_sampling_correction=True corrects"),
+    ],
+)
+def test_settings_that_undo_the_method_are_named(tmp_path, changes, message):
+    level = {"importance_sampling_level": "token"} if "loss_type" in changes else {}
+    with pytest.raises(ValueError) as error:
+        TurnGRPOConfig(**options(tmp_path, **changes, **level))
+    text = str(error.value)
+    assert message in text and text.startswith("TurnGRPOConfig.") and "\n" not in text
+
+
+def test_the_rollouts_log_probs_are_the_old_ones_where_asked_for(world, tmp_path):
+    """Stale completions: TRL's update is the same whatever their log-probs are; ours follows them. Equal ones change
+    nothing."""
+    start = warmed_up(world, 0)
+
+    def after(old_logprobs, change=lambda found: None):
+        seen = []
+
+        class Recording(TurnGRPOTrainer):
+            def _compute_loss(self, model, inputs):
+                seen.append(inputs)
+                return super()._compute_loss(model, inputs)
+
+        given = dict(old_logprobs=old_logprobs, optim="sgd", learning_rate=0.1, max_grad_norm=0.0)
+        config = TurnGRPOConfig(**options(tmp_path, **given, per_device_train_batch_size=16))
+        made = trainer_of(
+            Recording, config, world, copy.deepcopy(start), rollout_func=changed_rollout(world, change)
+        )
+        made.train()
+        return torch.cat([p.detach().flatten() for p in made.model.parameters()]), seen[0]
+
+    before = torch.cat([p.detach().flatten() for p in start.parameters()])
+    (theirs, _), (theirs_stale, _) = after("trainer"), after("trainer", make_stale)
+    (ours, fresh), (ours_stale, stale) = after("rollout"), after("rollout", make_stale)
+    moved = (theirs - before).norm()
+    assert moved > 1e-3 and torch.equal(theirs, theirs_stale)
+    assert (ours - theirs).norm() < 1e-3 * moved < 0.05 * moved < (ours_stale - theirs).norm()
+    agent = (fresh["completion_mask"] * fresh["tool_mask"]).bool()
+    assert torch.equal(agent, (stale["completion_mask"] * stale["tool_mask"]).bool()), "the same roll-outs"
+    expected = 1.5 * fresh["old_per_token_logps"][agent] - 0.1
+    torch.testing.assert_close(stale["old_per_token_logps"][agent], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda found: found["completion_ids"].__setitem__(1, []),
+            r"completion_ids\[1\] is empty; a completion",
+        ),
+        (lambda found: found["logprobs"][2].__setitem__(0, None), r"logprobs\[\d\]\[0\]=nan: old_logprobs"),
+        (lambda found: found["logprobs"][2].__setitem__(0, 0.7), r"logprobs\[\d\]\[0\]=0.\d+: old_logprobs"),
+        (lambda found: found.__setitem__("logprobs", None), "the roll-out gave no logprobs; return them"),
+    ],
+)
+def test_a_rollout_that_lacks_what_is_asked_for_is_named(world, tmp_path, change, message):
+    config = TurnGRPOConfig(**options(tmp_path, old_logprobs="rollout"))
+    made = trainer_of(TurnGRPOTrainer, config, world, rollout_func=changed_rollout(world, change))
+    with pytest.raises(ValueError, match=message):
+        made.train()
+
+
+def test_log_probs_of_a_rollout_need_a_rollout(world, tmp_path):
+    config = TurnGRPOConfig(**options(tmp_path, old_logprobs="rollout"))
+    with pytest.raises(ValueError, match="old_logprobs='rollout' needs log-probs of a roll-out"):
+        trainer_of(TurnGRPOTrainer, config, world, rollout_func=None)
+
+
+def test_a_reference_that_is_not_the_model_is_refused(world, tmp_path):
+    """TRL loads it from where the config says that the model came from."""
+    from transformers import AutoModelForCausalLM
+
+    config = TurnGRPOConfig(**options(tmp_path, beta=0.1))
+    with pytest.raises(ValueError, match="those are not the model's: save the model and load it from that"):
+        trainer_of(TurnGRPOTrainer, config, world, policy(world))
+    policy(world).save_pretrained(tmp_path / "saved")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert trainer_of(TurnGRPOTrainer, config, world, model).ref_model is not None
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.05)
+    with pytest.raises(ValueError, match=r"or set beta=0.0 \(.* differs\)"):
+        trainer_of(TurnGRPOTrainer, config, world, model)
+
+
+@pytest.mark.parametrize("disable", [True, False])
+def test_old_log_probs_are_scored_without_dropout(world, tmp_path, disable):
+    """Before any update every ratio is 1; with dropout on, as TRL's default leaves it, none is."""
+    model = warmed_up(world, 0)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+        layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj, torch.nn.Dropout(0.3))
+    given = {} if disable else {"disable_dropout": False}
+    config = TurnGRPOConfig(**options(tmp_path, num_iterations=2, **given))
+    made = trainer_of(TurnGRPOTrainer, config, world, model)
+    made.train()
+    (row,) = (row for row in made.state.log_history if "importance_ratio/min" in row)
+    spread = row["importance_ratio/max"] - row["importance_ratio/min"]
+    assert spread < 1e-4 if disable else spread > 0.1

@@ -797,3 +797,31 @@ def test_a_ray_worker_computes_st_ppo_through_verls_own_loss(monkeypatch):
     assert metrics["actor/clipping_bias_norm_logprob"] == pytest.approx(norm, rel=1e-12)
     undivided = expected[1].numpy() * expected[4] / 2
     np.testing.assert_allclose(gradient, undivided / max(1, norm / 0.01), rtol=0, atol=1e-12)
+
+
+def test_a_scale_that_moves_with_the_cut_is_warned_of_once(caplog):
+    """Turn-PPO at two cuts: the gradients differ with a null loss_scale_factor, and agree with one."""
+    from stppo.plugins import verl
+
+    verl._warn_of_moving_scale.cache_clear()
+    batch, mode, n_rows = a_batch(), "seq-mean-token-sum-norm", 8
+
+    def gradient(size, **info):
+        config = actor(mode, {}, "turn_ppo", global_batch_size=n_rows, dp_size=1, **info)
+        parts = []
+        for rows in torch.arange(n_rows).split(size):
+            longest = (
+                int(batch["response_mask"][rows].nonzero()[:, 1].max()) + 1
+            )  # as verl trims a micro-batch
+            cut = {name: tensor[rows, :longest] for name, tensor in batch.items()}
+            part = plugged("turn_ppo", cut, config)[1]
+            parts.append(torch.nn.functional.pad(part, (0, 24 - longest)))
+        return torch.cat(parts)
+
+    assert not torch.allclose(gradient(1), gradient(n_rows), rtol=0.2)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "set loss_scale_factor" in record.message
+    verl._warn_of_moving_scale.cache_clear()
+    caplog.clear()
+    torch.testing.assert_close(gradient(1, loss_scale_factor=24), gradient(n_rows, loss_scale_factor=24))
+    assert not caplog.records

@@ -69,9 +69,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,6 +115,7 @@ MEANS = (
     "turn_mean",
 )  # loss types that are a way to average and nothing else
 LEVELS = ("token", "turn", "sequence")
+OLD_LOGPROBS = ("trainer", "rollout")
 _STABILIZERS = ("none", "clipping_bias_norm", "ctn_kl")
 
 
@@ -136,6 +138,12 @@ class TurnGRPOConfig(GRPOConfig):
     objective: name of a related method (`stppo.plugins.methods.OFFERED`), which has ratio, clip, surrogate
         and penalty of its own; importance_sampling_level is then not read.
     knobs: its constants, {section: {key: value}} as in its YAML.
+    old_logprobs: trainer, as in TRL (the weights when a batch is generated score it), or rollout: the
+        log-probs that a `rollout_func` (or vLLM) returns, at the trainer's temperature. Completions from
+        older weights are corrected for by rollout alone.
+    disable_dropout: True here. Else old log-probs are scored with dropout on, and ratios differ from 1 before
+        any update.
+    epsilon_high: with loss_type="cispo" the cap of the weight itself, above 1.
 
     Raises ValueError naming the option, also for combinations that cannot work.
     """
@@ -169,6 +177,12 @@ class TurnGRPOConfig(GRPOConfig):
     )
     knobs: dict[str, Any] | None = field(
         default=None, metadata={"help": "Constants of `objective`: {section: {key: value}} as in its YAML."}
+    )
+    old_logprobs: str = field(
+        default="trainer", metadata={"help": "Where old log-probs come from: trainer or rollout."}
+    )
+    disable_dropout: bool = field(
+        default=True, metadata={"help": "No dropout, neither scoring nor training."}
     )
 
     def __post_init__(self):
@@ -223,6 +237,20 @@ class TurnGRPOConfig(GRPOConfig):
         if level not in LEVELS:  # Ratio's fourth, sentences, needs marks that TRL's batches do not have
             raise ValueError(
                 f"TurnGRPOConfig.importance_sampling_level={level!r}: must be one of {', '.join(LEVELS)}"
+            )
+        if self.old_logprobs not in OLD_LOGPROBS:
+            raise ValueError(
+                f"TurnGRPOConfig.old_logprobs={self.old_logprobs!r}: must be one of {', '.join(OLD_LOGPROBS)}"
+            )
+        if self.old_logprobs == "rollout" and self.use_vllm and self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "TurnGRPOConfig.vllm_importance_sampling_correction=True corrects for the roll-out's "
+                "log-probs beside the ratio, old_logprobs='rollout' in it: set one of them otherwise"
+            )
+        if loss == "cispo" and (cap := self.epsilon if self.epsilon_high is None else self.epsilon_high) <= 1:
+            raise ValueError(
+                f"TurnGRPOConfig.loss_type='cispo' holds the weight at epsilon_high itself, here {cap}, so "
+                "every token has about that weight: set epsilon_high to a cap above 1, such as 5.0"
             )
         if self.objective is not None:
             self._refuse_beside_objective()
@@ -339,13 +367,32 @@ class TurnGRPOTrainer(GRPOTrainer):
     tokens.
 
     Raises ValueError for another kind of `args`, a divisor under DeepSpeed, an exact one in several
-    processes, and, while training, for masks that leave a completion without a turn."""
+    processes, a reference (beta > 0) that is not the model, and, while training, for empty completions, masks
+    that leave a completion without a turn, and log-probs that `old_logprobs` wants and a roll-out lacks."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
-        super().__init__(*positional, **named)
+        try:
+            super().__init__(*positional, **named)
+        except OSError as error:
+            given = named.get("args") or next((p for p in positional if isinstance(p, GRPOConfig)), None)
+            if given is None or not given.beta:
+                raise
+            raise ValueError(f"TurnGRPOTrainer: {_NO_REFERENCE} ({error})") from error
         if not isinstance(self.args, TurnGRPOConfig):
             raise ValueError(
                 f"TurnGRPOTrainer: args must be a TurnGRPOConfig, got {type(self.args).__name__}"
+            )
+        self._refuse_another_reference()
+        if self.args.disable_dropout:
+            for module in self.model.modules():  # attention holds it as a number, which TRL does not find
+                if getattr(module, "attention_dropout", None):
+                    module.attention_dropout = 0.0
+        if self.rollout_func is not None:
+            self.rollout_func = partial(_checked_rollout, self.rollout_func)
+        elif self.args.old_logprobs == "rollout" and not self.use_vllm:
+            raise ValueError(
+                "TurnGRPOConfig.old_logprobs='rollout' needs log-probs of a roll-out: give a rollout_func, "
+                "or set it to 'trainer'"
             )
         self.ratio, self.clip = self.args.ratio, self.args.clip
         self.objective = self.args.build_objective()
@@ -369,8 +416,34 @@ class TurnGRPOTrainer(GRPOTrainer):
             self.add_callback(_DivideGradient(self))
         self._reset_bias()
 
+    def _refuse_another_reference(self) -> None:
+        """TRL loads the KL's reference anew from where the config says that the model came from."""
+        if (
+            self.ref_model is None or self.is_deepspeed_enabled or self.is_fsdp_enabled
+        ):  # sharded: not to be seen
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        reference = dict(self.accelerator.unwrap_model(self.ref_model).named_parameters())
+        for name, weights in model.named_parameters():
+            there = reference.get(name)
+            if (
+                there is None
+                or there.shape != weights.shape
+                # The two may differ by rounding to half precision.
+                or not torch.allclose(weights.float(), there.to(weights.device).float(), rtol=1e-2, atol=1e-3)
+            ):
+                raise ValueError(f"TurnGRPOTrainer: {_NO_REFERENCE} ({name} differs)")
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.args.old_logprobs == "rollout":
+            output["old_per_token_logps"] = _rollouts_logprobs(output)
+        return output
+
     def _warn_if_on_policy(self) -> None:
         args = self.args
+        if args.old_logprobs == "rollout":
+            return
         if args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0:
             logging.getLogger(__name__).warning(
                 "num_iterations=%d with steps_per_generation=%d and gradient_accumulation_steps=%d makes "
@@ -561,6 +634,47 @@ class _DivideGradient(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer._divide_gradient()
+
+
+_NO_REFERENCE = (
+    "beta > 0 measures the KL from weights that TRL loads from model.config._name_or_path, and those are not "
+    "the model's: save the model and load it from that folder, or set beta=0.0"
+)
+
+
+def _checked_rollout(rollout: Callable, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
+    """What the roll-out gave; ValueError for an empty completion."""
+    found = rollout(prompts, trainer)
+    for i, completion in enumerate(found.get("completion_ids", ())):
+        if len(completion) == 0:
+            raise ValueError(
+                f"rollout_func: completion_ids[{i}] is empty; a completion needs at least one token of the "
+                "policy, such as its end token"
+            )
+    return found
+
+
+def _rollouts_logprobs(output: dict[str, Any]) -> Tensor:
+    """(B, T) log-probs as sampled, 0 off the agent's tokens; ValueError where one is missing."""
+    logprobs = output.get("sampling_per_token_logps")
+    if logprobs is None:
+        raise ValueError(
+            "old_logprobs='rollout': the roll-out gave no logprobs; return them, or use 'trainer'"
+        )
+    agent = _agent_mask(output)
+    if logprobs.shape != agent.shape:
+        raise ValueError(
+            f"rollout_func: logprobs must be as long as completion_ids, got {tuple(logprobs.shape)} for "
+            f"{tuple(agent.shape)}"
+        )
+    wrong = agent & ~(logprobs <= 0)
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"rollout_func: logprobs[{row}][{column}]={logprobs[row, column].item()}: old_logprobs='rollout' "
+            "needs the log-prob, at most 0, of each token that the policy sampled"
+        )
+    return logprobs.masked_fill(~agent, 0.0)
 
 
 def _agent_mask(inputs: dict[str, Any]) -> Tensor:

@@ -269,6 +269,8 @@ def policy_loss(
         factor = factor * layout.gather(by_turn) / layout.gather(by_token)
 
     info = dict(config.get("global_batch_info") or {})
+    if loss_agg_mode == "seq-mean-token-sum-norm" and info.get("loss_scale_factor") is None:
+        _warn_of_moving_scale()
     weights = layout.gather(_weights(mask, loss_agg_mode, info, log_prob.dtype)) * factor
     behaviour = layout.gather(old_log_prob)
     log_ratio = layout.gather(log_prob) - behaviour
@@ -303,6 +305,16 @@ def _warn_of_default_c0(name: str) -> None:
         "run with turn_ppo, and set actor_rollout_ref.actor.policy_loss.c0 (with _target_=stppo.plugins.verl."
         "TurnPolicyLossConfig) to a fifth of the median of actor/clipping_bias_norm_logprob",
         name,
+    )
+
+
+@lru_cache
+def _warn_of_moving_scale() -> None:
+    """Once a process."""
+    logging.getLogger(__name__).warning(
+        "loss_agg_mode=seq-mean-token-sum-norm without actor_rollout_ref.actor.loss_scale_factor divides by "
+        "the longest response of each micro-batch, so the gradient depends on the cut: set "
+        "loss_scale_factor, for example to data.max_response_length"
     )
 
 
