@@ -565,7 +565,23 @@ def check_command(**environment):
     )
 
 
+@pytest.mark.parametrize("brought", [True, False])
+def test_check_names_a_default_trainer_that_cannot_be_imported(tmp_path, brought):
+    """verl's trainer wants `transfer_queue`, which verl without its extra does not bring."""
+    trainer = "types.ModuleType('verl.trainer.ppo.v1')" if brought else "None"
+    code = f"import sys, types\nsys.modules['verl.trainer.ppo.v1'] = {trainer}\n"
+    (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = check_command(PYTHONPATH=path)
+    assert done.returncode == (not brought)
+    if not brought:
+        last = done.stderr.strip().splitlines()[-1]
+        assert "verl 0.9.1: the losses are registered, but verl's default trainer cannot be imported" in last
+        assert "pip install 'verl[verl-core]==0.9.1'" in last
+
+
 def test_check_says_that_the_losses_are_registered():
+    pytest.importorskip("transfer_queue")
     done = check_command()
     assert (
         done.returncode == 0 and "registers turn_ppo, s_ppo, st_ppo, so_ppo, so_grpo, topr, " in done.stdout

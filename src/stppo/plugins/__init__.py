@@ -40,16 +40,20 @@ def check(host: str) -> str:
     """One line about a plug-in that works in this process, found the way that its host finds it.
 
     verl loads plug-ins by entry point and swallows what goes wrong there, so the losses are looked for in its
-    registry first, and only then is the plug-in imported directly to see its error. TRL loads nothing by
-    itself. Raises HostError, or what the import raised as the cause of one."""
+    registry first, and only then is the plug-in imported directly to see its error. verl's default trainer
+    must be there too. TRL loads nothing by itself. Raises HostError, or what the import raised as the cause
+    of one."""
     if host not in SUPPORTED:
         raise ValueError(f"{host}: unknown host; allowed: {', '.join(SUPPORTED)}")
     installed = require_host(host)
     name = f"stppo.plugins.{host}"
     try:
         if host == "verl" and _registered():
+            _require_trainer(installed)
             return f"verl {installed}: `import verl` registers {', '.join(VERL_LOSSES)}"
         importlib.import_module(name)
+    except HostError:
+        raise
     except Exception as error:  # whatever the host swallowed
         raise HostError(f"{host} {installed}: {name} fails with {type(error).__name__}: {error}") from error
     if host == "verl":
@@ -59,6 +63,17 @@ def check(host: str) -> str:
             f"actor_rollout_ref.model.external_lib={name}"
         )
     return f"{host} {installed}: {name} can be imported"
+
+
+def _require_trainer(installed: str) -> None:
+    """verl alone does not bring what its default trainer imports."""
+    try:
+        importlib.import_module("verl.trainer.ppo.v1")
+    except ImportError as error:
+        raise HostError(
+            f"verl {installed}: the losses are registered, but verl's default trainer cannot be imported "
+            f"({error}); pip install 'verl[verl-core]=={installed}'"
+        ) from error
 
 
 def _registered() -> bool:
