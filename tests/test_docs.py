@@ -32,22 +32,22 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
 
 
+def write_examples(page: str, folder: Path) -> None:
+    """The page's examples where their first lines say, below a folder of configs."""
+    code = "\n".join(block for block in blocks(page, "python") if "metrics: Metrics" not in block)
+    for text in [*blocks(page, "yaml"), *([code] if code else [])]:
+        if place := re.match(r"(?:# @package _global_\n)?# my_configs/([\w/.]+)", text):
+            file = folder / place[1]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """files(page) writes the page's examples where their first lines say, as a folder of configs that is in use."""
+    """files(page) writes the page's examples into a folder of configs that is in use."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv(config_files.VARIABLE, str(tmp_path))
-
-    def files(page: str) -> None:
-        code = "\n".join(block for block in blocks(page, "python") if "metrics: Metrics" not in block)
-        named = [*blocks(page, "yaml"), *([code] if code else [])]
-        for text in named:
-            if place := re.match(r"(?:# @package _global_\n)?# my_configs/([\w/.]+)", text):
-                file = tmp_path / place[1]
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text)
-
-    yield files
+    yield lambda page: write_examples(page, tmp_path)
     for module in ("my_rules", "my_world"):
         sys.modules.pop(module, None)
 
@@ -65,6 +65,21 @@ def test_example_of_an_algorithm_gives_advantages_and_a_gradient(folder, name):
     assert objective.stabilizer.divisor(0.25) == (4 if name == "few_effective" else 1)
     assert advantages[batch.agent_mask].std() > 0
     assert logprobs.grad[batch.agent_mask].abs().sum() > 0 and not logprobs.grad[~batch.agent_mask].any()
+
+
+def test_the_notebook_of_related_methods_takes_the_examples_along(folder, tmp_path, monkeypatch):
+    """No check of it fails over an algorithm that does not ship."""
+    folder("howto/add-an-algorithm.md")
+    monkeypatch.chdir(DOCS.parent)
+    cells = json.loads(Path("notebooks/06-relatives.ipynb").read_text(encoding="utf-8"))["cells"]
+    names = {"display": lambda shown: None}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            code = "".join(cell["source"]).replace("import Markdown, display", "import Markdown")
+            exec(code, names)
+            if "parameters" in cell["metadata"].get("tags", ()):
+                names |= {"fast": True, "output_dir": str(tmp_path / "figures")}
+    assert set(OWN) <= set(names["table"]["algorithm"])
 
 
 def test_example_of_a_world_can_be_played(folder):

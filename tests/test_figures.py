@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from stppo.config.files import VARIABLE
 from stppo.figures import curves
 from stppo.figures.curves import Panel, band, source_of
 from stppo.figures.figures import FIGURES
@@ -276,6 +277,25 @@ def test_the_main_regime_has_most_algorithms_and_the_headline_four_at_most(metri
     assert set(gather(runs).main.runs["regime"]) == {"SMALL"}
     assert headline(metrics.main) == ["token_ppo", "turn_ppo", "s_ppo", "st_ppo"]
     assert headline(gather(study_of(("grpo", "mine"))).main) == ["grpo", "mine"]
+
+
+def test_the_headline_shows_algorithms_with_a_file_of_ones_own(tmp_path, monkeypatch):
+    own = [f"own_{letter}" for letter in "abcdefg"]
+    for name in own:
+        file = tmp_path / "algorithm" / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"defaults: [turn_ppo]\nname: {name}\n")
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+
+    def drawn(*names):
+        runs = gather([simulate(name, world, dynamics=KEEPS) for name in names for world in range(2)])
+        return set(FIGURES["learning"].draw(runs).data["algorithm"])
+
+    four = ("token_ppo", "turn_ppo", "s_ppo", "st_ppo")
+    assert drawn(*four, "grpo", "own_a") == {*four, "own_a"}
+    assert drawn("token_ppo", "own_a", "own_b") == {"token_ppo", "own_a", "own_b"}
+    assert drawn("own_a", "own_b") == {"own_a", "own_b"}
+    assert drawn(*four, *own) == {"token_ppo", "st_ppo", *own}, "two of the four leave room"
 
 
 def test_no_line_parts_a_number_from_its_percent_sign():

@@ -91,7 +91,7 @@ MIN_POINTS = 5  # of a trend
 
 # ---- what happens -------------------------------------------------------------------------------
 def learning(metrics: Metrics) -> Plot | None:
-    """Fig. 4 (and 3a): success against the iteration, sampled and greedy, of at most four algorithms."""
+    """Fig. 4 (and 3a): success against the iteration, sampled and greedy, of a few and of your own."""
     every = metrics.main
     runs = every.of(algorithms=headline(every))
     base, *others = pair(runs.algorithms)

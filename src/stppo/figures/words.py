@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from stppo.config.algorithms import ORDER, algorithms
 from stppo.record.tidy import BASELINE, Runs
 from stppo.stats import difference, fewest_worlds, joint_level
 
@@ -46,12 +47,14 @@ NAMES = {  # what pictures call a column of `Runs.rows`
 
 
 def headline(runs: Runs) -> list[str]:
-    """At most four algorithms for one panel: `HEADLINE`, filled up with others where fewer than two of these
-    were trained."""
+    """The algorithms of the first picture: at most four of `HEADLINE`, filled up with others where fewer than
+    two of these were trained, and every one with a file of your own; with many of these, two of the four."""
+    own = [row.name for row in algorithms() if row.name not in ORDER and row.name in runs.algorithms]
     chosen = [name for name in HEADLINE if name in runs.algorithms]
     if len(chosen) < 2:
-        chosen += [name for name in runs.algorithms if name not in chosen]
-    return [name for name in runs.algorithms if name in chosen[:4]]
+        chosen += [name for name in runs.algorithms if name not in (*chosen, *own)]
+    chosen = chosen[: max(2, min(4, 6 - len(own)))]
+    return [name for name in runs.algorithms if name in (*chosen, *own)]
 
 
 def pair(algorithms: Sequence[str]) -> list[str]:
