@@ -13,12 +13,14 @@
 #
 # Your own notebook: notebooks/30-anything.ipynb (30 to 39), with a cell tagged `parameters` that sets
 # `metrics_dir`, the folder of recorded metrics to read, and `output_dir`, where `stppo.figures.style.publish`
-# puts its figures. It is executed beside the other figure notebooks; the report links its page and figures.
+# puts its figures. It is a job of its own: where it stops with an error, its page shows where, the report is made
+# all the same, and the command ends with a line that names it; `--forcerun own_notebook` executes it again.
 #
 # What a run depends on is content: its composed config, and the syntax of the modules that it imports. Both
 # go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
 import json
 import os
+import re
 import shlex
 import sys
 import threading
@@ -145,13 +147,13 @@ def own_code(run):
     return code_of(*(name for name in config_targets(run.config) if not name.startswith("stppo.")))
 
 
-def numbered(*patterns):
-    """Names of the notebooks whose number matches any of the patterns, in order."""
-    return sorted(path.stem for pattern in patterns for path in Path("notebooks").glob(f"{pattern}-*.ipynb"))
+def numbered(number):
+    """Names of the notebooks whose number matches the pattern, in order."""
+    return sorted(path.stem for path in Path("notebooks").glob(f"{number}-*.ipynb"))
 
 
-DERIVATIONS, NOTEBOOKS = numbered("0[0-9]"), numbered("2[0-3]", "3[0-9]")
-PAGES = NOTEBOOKS if RECORDED else [*DERIVATIONS, *NOTEBOOKS]
+DERIVATIONS, NOTEBOOKS, OWN = numbered("0[0-9]"), numbered("2[0-3]"), numbered("3[0-9]")
+PAGES = [*([] if RECORDED else DERIVATIONS), *NOTEBOOKS, *OWN]
 FIGURES = [f"{RESULTS}/figures", *(f"{RESULTS}/{name}.ipynb" for name in NOTEBOOKS)]
 CLAIMS = multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "planned.json")
 CLAIMS = CLAIMS if "study" in COMPOSED else []
@@ -166,26 +168,39 @@ def content_of(*files):
     return fingerprint(texts)
 
 
+def cells_of(notebook):
+    """Hash of the cells of a notebook as they are typed: outputs and what an editor keeps do not count."""
+    try:
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        texts = [[c["cell_type"], "".join(c["source"]), c.get("metadata", {}).get("tags")] for c in cells]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise WorkflowError(f"{notebook} is no notebook ({error}); save it again, or move it elsewhere")
+    return fingerprint(texts)
+
+
 def notebook_content(name):
-    """What an executed notebook depends on: its text, the code it imports, and configs that it composes."""
+    """What an executed notebook depends on: its cells, the code it imports, and configs that it composes."""
     notebook = Path(f"notebooks/{name}.ipynb")
     if not notebook.is_file():
         raise WorkflowError(f"{notebook} is missing; restore it: git checkout -- {notebook}")
+    cells = cells_of(notebook)
     try:
         imports = notebook_imports(notebook)
     except ValueError as error:
+        if name in OWN:  # with a magic, say: what it imports is not known
+            return [cells]
         raise WorkflowError(str(error))
     if "stppo.config.files" not in imported_files(imports):
-        return [content_of(notebook), code_hash(imports)]
+        return [cells, code_hash(imports)]
     files = [config_dir() / "config.yaml", *(file for group in groups() for file in option_files(group))]
     settings = {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
-    return [content_of(notebook), code_hash([*imports, *TARGETS]), fingerprint(settings)]
+    return [cells, code_hash([*imports, *TARGETS]), fingerprint(settings)]
 
 
 PLUG_INS, BENCHMARKS, LANGUAGE_MODEL = "25-plug-ins", "24-benchmarks", "26-language-model"
 LEADERBOARD = "27-leaderboard"
 APART = (PLUG_INS, BENCHMARKS, LANGUAGE_MODEL, LEADERBOARD)
-CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS, *APART]}
+CONTENT = {name: notebook_content(name) for name in [*DERIVATIONS, *NOTEBOOKS, *OWN, *APART]}
 # Pages that a preset asks for beside those of every preset.
 OWN_PAGES = PIPELINE.get("pages") or []
 if unknown := sorted(set(OWN_PAGES) - {LANGUAGE_MODEL}):
@@ -196,6 +211,7 @@ wildcard_constraints:
     run="|".join(TRAINED) or "-",
     start="|".join(WARM_STARTS) or "-",
     derivation="|".join(DERIVATIONS),
+    own="|".join(map(re.escape, OWN)) or "-",
 
 
 onstart:
@@ -212,6 +228,7 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         expand(f"{RESULTS}/{{name}}.html", name=[*PAGES, *OWN_PAGES]),
+        expand(f"{RESULTS}/own/{{own}}.ok", own=OWN),
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
 
 
@@ -442,6 +459,40 @@ rule figures:
         + "failed=0; for job in $jobs; do wait $job || failed=1; done; exit $failed"
 
 
+# A reader's notebook: executed to its end or to its error, which the report is not to wait for.
+rule own_notebook:
+    input:
+        METRICS,
+    output:
+        f"{RESULTS}/{{own}}.ipynb",
+        directory(f"{RESULTS}/own/{{own}}"),
+        f"{RESULTS}/own/{{own}}.status",
+    params:
+        content=lambda wildcards: CONTENT[wildcards.own],
+    log:
+        f"{RESULTS}/logs/{{own}}.log",
+    threads: 1
+    shell:
+        "mkdir -p {output[1]:q}; status=0; "
+        "{RUN} papermill notebooks/{wildcards.own:q}.ipynb {output[0]:q} {PAPERMILL} -l python"
+        " -p metrics_dir {RESULTS}/metrics -p output_dir {output[1]:q} > {log:q} 2>&1 || status=$?; "
+        "echo $status > {output[2]:q}"
+
+
+rule own_notebook_ended:
+    input:
+        rules.own_notebook.output[2],
+        f"{RESULTS}/{{own}}.html",
+    output:
+        touch(f"{RESULTS}/own/{{own}}.ok"),
+    log:
+        f"{RESULTS}/logs/own/{{own}}.log",
+    shell:
+        "test $(cat {input[0]:q}) = 0 || {{ echo 'notebooks/{wildcards.own}.ipynb stopped with'"
+        " \"$(grep . {RESULTS}/logs/{wildcards.own:q}.log | tail -n 1)\"'; {input[1]} shows where'"
+        " | tee {log:q} >&2; exit 1; }}"
+
+
 # What a language model learned, and what it writes: of preset=smollm, whose runs it plays.
 rule language_model:
     input:
@@ -465,8 +516,9 @@ def relinked(page):
     folder = Path(RESULTS, page).parent
     pages, notebooks = os.path.relpath(RESULTS, folder), os.path.relpath("notebooks", folder)
     end = """[.]ipynb(["#])"""
+    numbers = "2[0-3]|3[0-9]" if RECORDED else "0[0-9]|2[0-3]|3[0-9]"  # not names: one more changes no page
     return (
-        f"s,href=\"({'|'.join(PAGES)}){end},href=\"{pages}/\\1.html\\2,g; "
+        f"s,href=\"(({numbers})-[^\":/]+){end},href=\"{pages}/\\1.html\\3,g; "
         f"s,href=\"([0-9]{{2}}-[^\":/]+){end},href=\"{notebooks}/\\1.ipynb\\2,g"
     )
 
@@ -483,14 +535,15 @@ rule html:
     log:
         f"{RESULTS}/logs/html/{{notebook}}.log",
     shell:
-        "{RUN} jupyter-nbconvert {params.options} --log-level WARN {input} > {log} 2>&1"
-        " && sed -i.bak -E {params.links} {output} && rm {output}.bak"
+        "{RUN} jupyter-nbconvert {params.options} --log-level WARN {input:q} > {log:q} 2>&1"
+        " && sed -i.bak -E {params.links} {output:q} && rm {output:q}.bak"
 
 
 rule report:
     input:
         expand(f"{RESULTS}/{{name}}.html", name=PAGES),
         FIGURES,
+        expand(f"{RESULTS}/own/{{own}}", own=OWN),
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
         METRICS,
         CLAIMS,
@@ -502,7 +555,7 @@ rule report:
     log:
         f"{RESULTS}/logs/report.log",
     shell:
-        "{RUN} stppo report {RESULTS} --reference {REFERENCE} --out {output} > {log} 2>&1"
+        "{RUN} stppo report {RESULTS} --notebooks notebooks --reference {REFERENCE} --out {output} > {log} 2>&1"
 
 
 # Not part of `all`: copy what a finished preset measured to the committed reference, as it came out.

@@ -47,15 +47,22 @@ def planned(result: subprocess.CompletedProcess, rule: str) -> int:
     return next((int(row[1]) for row in rows if len(row) == 2 and row[0] == rule and row[1].isdigit()), 0)
 
 
+def with_notebook(folder: Path, name: str, *code: str) -> Path:
+    """A notebook of a reader's, of code cells and no metadata, in `folder`/notebooks beside ours."""
+    if not (folder / "notebooks").exists():
+        (folder / "notebooks").mkdir()
+        for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+            (folder / "notebooks" / notebook.name).symlink_to(notebook)
+    own = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in code])
+    nbformat.write(own, folder / "notebooks" / name)
+    return folder / "notebooks" / name
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """A dry run of the smoke preset from nothing, with a reader's notebook beside ours."""
     folder = tmp_path_factory.mktemp("plan")
-    (folder / "notebooks").mkdir()
-    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
-        (folder / "notebooks" / notebook.name).symlink_to(notebook)
-    own = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("metrics_dir = output_dir = ''")])
-    nbformat.write(own, folder / "notebooks" / "31-mine.ipynb")
+    with_notebook(folder, "31-mine.ipynb", "metrics_dir = output_dir = ''")
     return snakemake(folder, "--config", "preset=smoke")
 
 
@@ -123,6 +130,40 @@ def test_recorded_metrics_are_rendered_without_training_and_a_missing_run_is_nam
     assert planned(allowed, "collect") == planned(allowed, "figures") == planned(allowed, "report") == 1
     trained = snakemake(tmp_path, "--config", "preset=smoke", RECORDED, "retrain=true")
     assert planned(trained, "train") == 9
+
+
+@pytest.mark.slow
+def test_notebooks_of_ones_own_come_and_go_and_a_broken_one_loses_nothing(tmp_path):
+    draws = "from PIL import Image; Image.new('RGB', (9, 9)).save(f'{output_dir}/own_picture.png'); 1 / 0"
+    broken = with_notebook(tmp_path, "31-broken.ipynb", draws)
+    (tmp_path / "recorded").symlink_to(ROOT / "results" / "reference" / "laptop")
+    results, options = tmp_path / "results" / "laptop", ("--config", "preset=laptop", RECORDED)
+    result = snakemake(tmp_path, *options, targets=["all"])
+    assert result.returncode != 0
+    said = "31-broken.ipynb stopped with ZeroDivisionError: division by zero; results/laptop/31-broken.html"
+    assert said in result.stdout + result.stderr
+    page = (results / "report.html").read_text(encoding="utf-8")
+    assert 'href="31-broken.html"' in page and 'href="20-what-happened.html"' in page
+    assert 'id="own_picture"' in page and (results / "figures" / "learning.png").is_file()
+    assert "ZeroDivisionError" in (results / "31-broken.html").read_text(encoding="utf-8")
+
+    broken.unlink()
+    for name in ("20-what-happened.ipynb", "00-st-ppo-on-one-page.ipynb"):  # as JupyterLab saves it
+        notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
+        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "another name"}
+        notebook.cells[-1].metadata["editable"] = True
+        (tmp_path / "notebooks" / name).unlink()
+        nbformat.write(notebook, tmp_path / "notebooks" / name)
+    gone = snakemake(tmp_path, *options)
+    assert planned(gone, "report") == 1
+    assert planned(gone, "figures") == planned(gone, "html") == planned(gone, "own_notebook") == 0
+    rendered = snakemake(tmp_path, *options, targets=["all"])
+    assert rendered.returncode == 0 and "31-broken" not in (results / "report.html").read_text()
+
+    with_notebook(tmp_path, "32-good.ipynb", "%matplotlib inline", "print(metrics_dir)")
+    added = snakemake(tmp_path, *options)
+    assert planned(added, "own_notebook") == planned(added, "html") == planned(added, "report") == 1
+    assert planned(added, "figures") == planned(added, "collect") == 0
 
 
 @pytest.mark.parametrize(

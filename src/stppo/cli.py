@@ -759,6 +759,9 @@ def report(
     results: Annotated[Path, typer.Argument(help="Folder with metrics/ and figures/, e.g. results/smoke.")],
     reference: Annotated[Path | None, typer.Option(help="The committed reference to show beside it.")] = None,
     out: Annotated[Path | None, typer.Option(help="Default: report.html in the results folder.")] = None,
+    notebooks: Annotated[
+        Path | None, typer.Option(help="Show executed notebooks of this folder alone (default: all there).")
+    ] = None,
 ) -> None:
     """Render the self-contained HTML report of a results folder.
 
@@ -766,7 +769,7 @@ def report(
     """
     from stppo.figures.report import render_report
 
-    typer.echo(render_report(results, reference, out or results / "report.html"))
+    typer.echo(render_report(results, reference, out or results / "report.html", notebooks))
 
 
 app.add_typer(retriever_app, name="retriever")

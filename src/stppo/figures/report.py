@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from stppo.record import schema
 from stppo.record.compare import before_and_after
 from stppo.record.runs import Metrics, load_metrics
 
-METRICS, FIGURE_FOLDER, CLAIMS = "metrics", "figures", "claims"
+METRICS, FIGURE_FOLDER, OWN_FOLDER, CLAIMS = "metrics", "figures", "own", "claims"
 CLAIM_COLUMNS = ("id", "claim", "measured", "estimate", "low", "high", "threshold", "worlds", "verdict")
 UNFOLDED = ("learning", "clip_ratio")  # shown before anything is unfolded, in this order
 FEW = 12  # runs up to which each one's success before and after is told with its intervals over questions
@@ -68,13 +68,14 @@ def _picture(folder: Path | None, name: str, page: Path) -> Picture | None:
     )
 
 
-def figure_sections(own: Path, reference: Path | None, page: Path) -> list[Section]:
-    """Every figure of either folder: in the order of `FIGURES`, a reader's own behind, by name."""
-    found = {file.stem for folder in (own, reference) if folder for file in folder.glob("*.png")}
+def figure_sections(own: Sequence[Path], reference: Path | None, page: Path) -> list[Section]:
+    """Every figure of the folders: in the order of `FIGURES`, a reader's own behind, by name."""
+    mine_in = {file.stem: folder for folder in reversed(own) for file in folder.glob("*.png")}
+    found = {*mine_in, *(file.stem for file in (reference.glob("*.png") if reference else ()))}
     order = [*FIGURES, *sorted(found - set(FIGURES))]
     sections = []
     for name in (name for name in order if name in found):
-        mine, theirs = _picture(own, name, page), _picture(reference, name, page)
+        mine, theirs = _picture(mine_in.get(name), name, page), _picture(reference, name, page)
         if mine and theirs and mine.src == theirs.src:
             theirs = None  # a schematic needs no run: once is enough
         group = FIGURES[name].group if name in FIGURES else OTHERS
@@ -238,10 +239,10 @@ def _claims(file: Path) -> pd.DataFrame:
     return rows[[name for name in CLAIM_COLUMNS if name in rows]]
 
 
-def _notebooks(results_dir: Path, page: Path) -> list[tuple[str, str]]:
-    """(title, link) of each executed notebook beside the report, by number."""
-    found = [file for file in sorted(results_dir.glob("*.html")) if file.resolve() != page.resolve()]
-    return [(_title(file), Path(os.path.relpath(file, page.parent)).as_posix()) for file in found]
+def _pages(results_dir: Path, page: Path, notebooks: Path | None) -> list[Path]:
+    """Executed notebooks beside the report, by number, but for those that are gone from `notebooks`."""
+    found = (file for file in sorted(results_dir.glob("*.html")) if file.resolve() != page.resolve())
+    return [file for file in found if notebooks is None or (notebooks / f"{file.stem}.ipynb").exists()]
 
 
 def _title(page: Path) -> str:
@@ -253,12 +254,19 @@ def _title(page: Path) -> str:
     return headings[0] if headings else page.stem
 
 
-def render_report(results_dir: str | Path, reference_dir: str | Path | None, out_file: str | Path) -> Path:
-    """Write the report of `results_dir` (holding metrics/ and figures/) to `out_file`, which it returns.
+def render_report(
+    results_dir: str | Path,
+    reference_dir: str | Path | None,
+    out_file: str | Path,
+    notebooks: Path | None = None,
+) -> Path:
+    """Write the report of `results_dir` (holding metrics/ and figures/, and own/NAME/ with the figures of a
+    reader's notebook) to `out_file`, which it returns.
 
     `reference_dir` is `results/reference/<preset>`; where it holds no metrics, or the very runs of
-    `results_dir`, the page shows one set of runs only. The page loads nothing: links to executed notebooks,
-    vector figures and data are relative. Errors are those of `load_metrics`.
+    `results_dir`, the page shows one set of runs only. `notebooks`: a folder whose executed notebooks alone
+    are shown. The page loads nothing: links to executed notebooks, vector figures and data are relative.
+    Errors are those of `load_metrics`.
     """
     results_dir, page = Path(results_dir), Path(out_file)
     metrics = load_metrics(results_dir / METRICS)
@@ -268,7 +276,9 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
     committed = theirs is not None and theirs.runs == metrics.runs
     if theirs is None or committed:
         reference = theirs = None
-    sections = figure_sections(results_dir / FIGURE_FOLDER, reference and reference / FIGURE_FOLDER, page)
+    pages = _pages(results_dir, page, notebooks)
+    folders = [results_dir / FIGURE_FOLDER, *(results_dir / OWN_FOLDER / file.stem for file in pages)]
+    sections = figure_sections(folders, reference and reference / FIGURE_FOLDER, page)
     claims = _claims(results_dir / CLAIMS / "claims.csv")
     answers = Section("questions", CLAIMS, _picture(results_dir / CLAIMS, "questions", page), None)
     shown = {section.name for section in sections}
@@ -293,7 +303,7 @@ def render_report(results_dir: str | Path, reference_dir: str | Path | None, out
         not_drawn=[name for name in FIGURES if name not in shown],
         runs=_runs(metrics, results_dir, page),
         ends=_ends(metrics) if len(metrics.runs) <= FEW else [],
-        notebooks=_notebooks(results_dir, page),
+        notebooks=[(_title(file), Path(os.path.relpath(file, page.parent)).as_posix()) for file in pages],
         provenance=provenance(metrics),
         reference_provenance=provenance(theirs) if theirs else None,
         answers=answers,
