@@ -55,7 +55,7 @@ def assert_one_line_error(result, *parts):
     "command",
     [
         *("train", "warm-start", "play", "evaluate", "tiny-model", "collect", "compare", "claims", "report"),
-        "progress",
+        *("progress", "show", "list"),
         *("plugins check", "plugins verl-data"),
     ],
 )
@@ -223,6 +223,60 @@ def test_play_prints_one_json_line_last(stppo):
     assert summary["n"] == 20 and summary["em"] >= 0.7 and summary["searches_per_question"] >= 1
 
 
+def test_play_shows_what_was_said_first(stppo):
+    code, out, _ = stppo("play", "preset=smoke", "--questions", "3")
+    assert code == 0 and out.count("\n  answer ") == 2 and out.count("question ") == 2
+    assert "\n  agent  <search> " in out and "\n  world  <information> " in out
+    _, alone, _ = stppo("play", "preset=smoke", "--questions", "3", "--transcripts", "0")
+    assert alone == out.splitlines(keepends=True)[-1], "the summary is the same"
+
+
+def test_show_writes_a_page_of_a_runs_trajectories(stppo, tmp_path):
+    assert_one_line_error(stppo("show", "."), "trajectories.json: no such file")
+    record = {"question": "q", "answers": ["a"], "answer": "a", "reward": 1.0, "tokens": ["mentor", "of"]}
+    record |= {"agent_mask": [False, True], "turn_ids": [-1, 0], "logprobs": [0.0, -0.5]}
+    (tmp_path / "trajectories.json").write_text(json.dumps([record]))
+    code, out, _ = stppo("show", ".")
+    assert code == 0 and "mentor" in (tmp_path / out.strip()).read_text(encoding="utf-8")
+
+
+def test_what_can_be_chosen_is_listed(stppo):
+    code, out, _ = stppo("list", "algorithms")
+    assert code == 0 and re.search(r"^st_ppo +ST-PPO", out, re.M)
+    assert "smoke" in stppo("list", "presets")[1].splitlines()
+    assert_one_line_error(stppo("list", "world_s"), "allowed are algorithms", "did you mean worlds?")
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [("algorithm=st_pp", "st_ppo"), ("training.epoch=3", "epochs"), ("trainin.epochs=3", "training")],
+)
+def test_a_name_that_is_nearly_right_is_followed_by_the_right_one(stppo, override, near):
+    assert_one_line_error(stppo("train", "preset=smoke", override), f"did you mean {near}?")
+
+
+def test_an_own_file_with_keys_missing_is_named_with_them(stppo, tmp_path):
+    file = tmp_path / "algorithm" / "half.yaml"
+    file.parent.mkdir()
+    file.write_text("name: half\nobjective: {ratio: {_target_: stppo.objectives.Ratio}}\n")
+    result = stppo("train", "algorithm=half", "preset=smoke", "--config-dir", str(tmp_path))
+    assert_one_line_error(result, str(file), "missing objective._target_, objective.credit, objective.clip")
+
+
+def test_short_runs_are_planned_in_seconds(stppo):
+    _, out, _ = stppo("plan", "preset=smoke")
+    assert re.search(r"token_ppo +1 runs +[1-9]\d* s$", out, re.M) and "of one core; warm starts" in out
+
+
+def test_ctrl_c_in_a_warm_start_says_that_it_begins_anew(stppo, monkeypatch):
+    def interrupted(loaded):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stppo.training.warm_start.ensure_warm_start", interrupted)
+    code, _, err = stppo("train", "preset=smoke")
+    assert code == 130 and "a warm start from its beginning" in err
+
+
 def test_play_refuses_no_questions(stppo):
     assert stppo("play", "--questions", "0")[0] == 2
 
@@ -252,7 +306,7 @@ def started(tmp_path, monkeypatch, barely_trained):
 
 
 END = r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]"
-SUCCESS = rf"^success on 16 unseen questions.*: sampled {END} to {END}, greedy {END} to {END}$"
+SUCCESS = rf"^success on 16 unseen questions.*: sampled {END} to {END}, greedy {END} to {END}; the warm start on 1 samples: 0.00$"
 
 
 def runs_in(folder):
@@ -338,7 +392,7 @@ def test_complete_run_says_that_nothing_was_trained(stppo, started):
     before = (run / "updates.parquet").read_bytes()
     _, out, _ = stppo(*arguments)
     assert out.startswith("already complete: nothing trained (same config, code and start)")
-    assert "--out" in out and "completed" not in out and re.search(SUCCESS, out.splitlines()[-1])
+    assert "--out" in out and "completed:" not in out and re.search(SUCCESS, out.splitlines()[-1])
     assert (run / "updates.parquet").read_bytes() == before
 
 

@@ -127,7 +127,8 @@ def test_a_key_that_exists_but_is_not_set_says_how_to_set_it():
 
 def test_unknown_key_of_lora_lists_the_keys_of_lora():
     with pytest.raises(
-        ConfigError, match=r"^policy\.lora\.rnak: unknown key; allowed: rank, alpha, target_modules$"
+        ConfigError,
+        match=r"^policy\.lora\.rnak: unknown key; allowed: rank, alpha, target_modules; did you mean rank\?$",
     ):
         check("policy.lora={rnak: 4}")
 

@@ -21,7 +21,7 @@ ALLOWED = {
     "policy": {"checks", "files", "trajectories"},
     "rollout": {"policy", "trajectories", "world"},
     "pretrained": {"policy", "files"},
-    "config": {"rollout", "policy", "objectives", "world", "files", "waiting"},
+    "config": {"rollout", "policy", "objectives", "world", "checks", "files", "waiting"},
     "record": {"config", "files", "stats"},
     "training": {
         *("record", "config", "rollout", "policy", "objectives", "world"),

@@ -121,6 +121,19 @@ def test_table_has_a_row_a_variant_and_the_best_first(sweep, tmp_path):
     assert FAST in text(table) and SHARED not in text(table)
 
 
+def test_table_fits_a_terminal_and_says_on_what_its_numbers_rest(sweep, tmp_path):
+    table = compare_runs([sweep])
+    lines = text(table).splitlines()
+    assert all(len(line.replace(FAST, "").replace(SLOW, "")) <= 100 for line in lines)
+    assert "start: the warm start, on 2048 samples; the others: evaluations, on 256 questions" in lines[-1]
+    assert not table.attrs["lengths"] and set(table["iterations"]) == {"40"}
+    make_run(tmp_path / "long", "st_ppo", 0, iterations=40)
+    make_run(tmp_path / "short", "st_ppo", 1, iterations=10)
+    mixed = compare_runs([tmp_path])
+    assert mixed.attrs["lengths"] == "runs of 10-40 iterations"
+    assert "10-40" in text(mixed)
+
+
 def test_a_run_that_ended_non_finite_counts_as_zero_from_there(tmp_path):
     make_run(tmp_path / "long", "st_ppo", 0, iterations=40)
     make_run(tmp_path / "ended", "st_ppo", 1, iterations=10, non_finite=True)

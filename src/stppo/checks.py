@@ -1,6 +1,8 @@
 """Range checks of config values; every message names the field."""
 
+import difflib
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,13 @@ def in_range(owner: object, field: str, low: float, high: float = math.inf, low_
     if not number or not (low < value <= high or (value == low and not low_open)):
         interval = f"{'(' if low_open else '['}{low:g}, {high:g}]"
         raise ValueError(f"{type(owner).__name__}.{field}={value!r}: must be a number in {interval}")
+
+
+def meant(given: str, allowed: Iterable[str]) -> str:
+    """What may have been meant by a name that is not among the allowed, for the end of a message; "" where
+    none is near."""
+    found = difflib.get_close_matches(given, list(allowed), 1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def install(extra: str) -> str:

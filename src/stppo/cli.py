@@ -31,11 +31,12 @@ from stppo.training.processes import in_own_process, set_up_logging
 if TYPE_CHECKING:
     from stppo.config.loading import LoadedRun
     from stppo.config.settings import RunConfig
+    from stppo.world.episodes import Episode
 
 app = typer.Typer(
     name="stppo",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Train and play multi-turn search agents; companion to arXiv 2511.20718.",
@@ -47,7 +48,7 @@ Overrides = Annotated[
 ]
 
 
-_GO_ON = "the same command goes on; a run that was begun, from its last checkpoint"
+_GO_ON = "the same command goes on: a run from its last checkpoint, a warm start from its beginning"
 
 
 def _own_configs(folder: Path | None) -> Path | None:
@@ -131,7 +132,7 @@ def train(
     for run in runs:  # all, before the first is trained
         _check_extras(run.settings)
         _warn_of_memory(run, warned)
-    with _stopping("run the same command again to go on from the last checkpoint"):
+    with _stopping(_GO_ON):
         for run, chosen in zip(runs, sweep, strict=True):
             names = (
                 variant(chosen),
@@ -437,7 +438,9 @@ def train_one(loaded: LoadedRun, out: Path | None, resume: str, variant: str = "
     run = Run(loaded, folder, start, variant=variant, title=title)
     record = run.train(resume)
     success = before_and_after(pd.DataFrame(run.trainer.evaluation_rows))
-    after = "" if success is None else f"\n{success}"
+    began = record["warm_start"]
+    on_more = f"the warm start on {began['n_sampled']} samples: {began['success_sampled']:.2f}"
+    after = "" if success is None else f"\n{success}; {on_more}"
     if run.taken_up == run.settings.training.iterations:
         return (
             "already complete: nothing trained (same config, code and start); --out elsewhere to repeat, "
@@ -482,9 +485,19 @@ def plan_command(overrides: Overrides = None, config_dir: ConfigDir = None) -> N
         groups = plan(preset, others)
     first, width = (max(len(getattr(g, name)) for g in groups) + 2 for name in ("regime", "algorithm"))
     for g in groups:
-        typer.echo(f"{g.regime:<{first}}{g.algorithm:<{width}}{g.runs:>5} runs{60 * g.hours:>8.1f} min")
+        typer.echo(f"{g.regime:<{first}}{g.algorithm:<{width}}{g.runs:>5} runs{_lasting(g.hours):>10}")
     runs, hours = sum(g.runs for g in groups), sum(g.hours for g in groups)
-    typer.echo(f"{runs} runs, about {hours:.1f} hours of one core (warm starts not counted)")
+    typer.echo(
+        f"{runs} runs, about {_lasting(hours)} of one core; warm starts, notebooks and pages: minutes more"
+    )
+
+
+def _lasting(hours: float) -> str:
+    """Hours from two on, minutes from two on, else seconds."""
+    for unit, length in (("h", 1.0), ("min", 1 / 60)):
+        if hours >= 2 * length:
+            return f"{hours / length:.1f} {unit}"
+    return f"{3600 * hours:.0f} s"
 
 
 @app.command()
@@ -527,6 +540,7 @@ def play(
         int | None, typer.Option(min=1, help="Play only the first N test questions.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the scripted agent.")] = 0,
+    transcripts: Annotated[int, typer.Option(min=0, help="Questions of which every turn is shown.")] = 2,
     config_dir: ConfigDir = None,
 ) -> None:
     """Let the scripted agent play a world, without any learning; the last line printed is JSON.
@@ -541,11 +555,70 @@ def play(
 
     from stppo.config.composition import compose
     from stppo.config.loading import build
+    from stppo.world.scripted import play as play_world
     from stppo.world.scripted import play_summary
 
     world = build(compose(overrides)["world"], "world")
     asked = world.questions("test")[:questions]
+    for episode in play_world(world, asked[:transcripts], random.Random(seed)):
+        _show_episode(episode)
     typer.echo(json.dumps(play_summary(world, asked, random.Random(seed), progress=sys.stderr.isatty())))
+
+
+def _show_episode(episode: Episode) -> None:
+    """A played question in the terminal: the agent's turns in colour, one each, and what it read."""
+    typer.secho(" ".join(episode.prompt.split()), bold=True)
+    for turn, color in zip(episode.turns, itertools.cycle(("cyan", "magenta", "yellow", "green"))):
+        typer.secho(f"  agent  {' '.join(turn.text.split())}", fg=color)
+        if turn.observation:
+            typer.secho(f"  world  {' '.join(turn.observation.split())}", dim=True)
+    gold = " or ".join(episode.question.answers)
+    right = "right" if episode.reward > 0 else f"wrong, {gold} is"
+    typer.echo(f"  answer {episode.answer or 'none'}: {right}\n")
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run, or its trajectories.json.")],
+    out: Annotated[Path | None, typer.Option(help="Default: trajectories.html beside that file.")] = None,
+) -> None:
+    """Write a page of what a trained agent said at the end, token by token, and print its place.
+
+    Example: `stppo show results/smoke/runs/OFF_POLICY/st_ppo/seed0`
+    """
+    from stppo.figures.trajectory_view import show_trajectories
+    from stppo.files import write_atomically
+
+    file = run / "trajectories.json" if run.is_dir() else run
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; a run writes it at its end (evaluation.trajectories)")
+    page = show_trajectories(file).html
+    head = "<!DOCTYPE html><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+    write_atomically(
+        out or file.with_suffix(".html"), lambda part: part.write_text(f"{head}\n{page}", encoding="utf-8")
+    )
+    typer.echo(out or file.with_suffix(".html"))
+
+
+@app.command("list")
+def list_command(
+    group: Annotated[str, typer.Argument(help="algorithms, worlds, presets, policies, ...")],
+    config_dir: ConfigDir = None,
+) -> None:
+    """Name what can be chosen, a line each; algorithms with what figures call them.
+
+    Example: `stppo list algorithms`
+    """
+    from stppo.checks import meant
+    from stppo.config.algorithms import look
+    from stppo.config.files import groups, options
+
+    known = {"policies" if name == "policy" else f"{name}s": name for name in groups()}
+    name = known.get(group, group)
+    if name not in known.values():
+        raise ValueError(f"{group}: allowed are {', '.join(known)}{meant(group, known)}")
+    for option in options(name):
+        typer.echo(f"{option:<22}{look(option).label}" if name == "algorithm" else option)
 
 
 @app.command()
@@ -727,6 +800,8 @@ def compare(
     table = compare_runs(folders)
     for run in table.attrs["unfinished"]:
         typer.echo(f"left out, unfinished: {run}", err=True)
+    if table.attrs["lengths"]:
+        typer.echo(f"not alike: {table.attrs['lengths']}", err=True)
     typer.echo(text(table))
     if csv is not None:
         write_atomically(csv, lambda part: table.to_csv(part, index=False, float_format="%.6g"))

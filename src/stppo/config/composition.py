@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from stppo.checks import meant
 from stppo.config import files as config_files
 from stppo.config.files import Config, ConfigError, Presentation, options
 from stppo.config.loading import build, class_of, fields_of
@@ -38,12 +39,16 @@ def compose(overrides: list[str] | None = None) -> Config:
     for override in overrides:
         group, _, value = override.partition("=")
         if _is_group(group) and value and value not in options(group):
-            raise ConfigError(f"{group}={value}: unknown {group}; allowed: {', '.join(options(group))}")
+            names = options(group)
+            raise ConfigError(
+                f"{group}={value}: unknown {group}; allowed: {', '.join(names)}{meant(value, names)}"
+            )
     try:
         with initialize_config_dir(version_base=None, config_dir=str(config_files.config_dir())):
             composed = hydra_compose("config", overrides=[*overrides, *_search_path(own)])
         plain = OmegaConf.to_container(composed, resolve=True)
         _refuse_foreign_name(plain, overrides, own)
+        _refuse_half_a_file(plain, own)
         _forget_other_engines(plain, overrides)
         return _without_inherited_presentation(plain)
     except PermissionError as error:
@@ -70,6 +75,21 @@ def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None)
         return
     if (file := own / "algorithm" / f"{chosen}.yaml").exists():
         raise ConfigError(f"{file}: its runs would be recorded as {name}; write `name: {chosen}` in it")
+
+
+def _refuse_half_a_file(config: Config, own: Path | None) -> None:
+    """Raise ConfigError where an own algorithm's file and what it inherits leave a needed key out."""
+    algorithm = config.get("algorithm") or {}
+    file = own and own / "algorithm" / f"{algorithm.get('name')}.yaml"
+    if file and file.exists():
+        objective = algorithm.get("objective")
+        has = objective if isinstance(objective, dict) else {}
+        needed = ("_target_", "credit", "ratio", "clip", "stabilizer")
+        if missing := [f"objective.{key}" for key in needed if has.get(key) is None]:
+            raise ConfigError(
+                f"{file}: missing {', '.join(missing)}; write `defaults: [turn_ppo]` to take what is missing "
+                "from there, or the objective out in full, as configs/algorithm/token_ppo.yaml has it"
+            )
 
 
 def _forget_other_engines(config: Config, overrides: list[str]) -> None:
@@ -121,8 +141,8 @@ def _refuse_unknown_key(key: str, overrides: list[str]) -> None:
         if isinstance(node, dict) and node:
             if part in _known_keys(node, key):
                 raise ConfigError(f"{key} is not set by what was chosen; write +{key}=... to set it")
-            allowed = ", ".join(name for name in node if name != "_target_")
-            raise ConfigError(f"{key}: unknown key; allowed: {allowed}")
+            names = [name for name in node if name != "_target_"]
+            raise ConfigError(f"{key}: unknown key; allowed: {', '.join(names)}{meant(part, names)}")
         return  # an open mapping such as warm_start.noise: Hydra's advice is right
 
 

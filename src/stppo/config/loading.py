@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 
+from stppo.checks import meant
 from stppo.config import files as config_files
 from stppo.config.files import NO_KNOB, Config, ConfigError, Prior
 from stppo.config.identity import fingerprint, run_section
@@ -158,15 +159,12 @@ def _problem(model: Any, item: Any) -> str:
     if key == "algorithm.prior":
         return f"algorithm.{message}"
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{key}: unknown key; allowed: {_allowed_keys(model, item['loc'])}"
+        names = fields_of(model, item["loc"])
+        return f"{key}: unknown key; allowed: {', '.join(names)}{meant(str(item['loc'][-1]), names)}"
     if isinstance(item["input"], dict):
         # A rule over several keys names them in its message.
         return message if item["type"] == "value_error" else f"{key}: {message}"
     return f"{key} = {item['input']!r}: {message}"
-
-
-def _allowed_keys(model: Any, location: tuple) -> str:
-    return ", ".join(fields_of(model, location))
 
 
 def fields_of(model: Any, location: tuple) -> Config:

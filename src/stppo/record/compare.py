@@ -50,10 +50,12 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     """One row per regime, algorithm and variant, best final sampled success first.
 
     Columns: `regime`, `algorithm`, `variant` (the overrides that not all runs of the regime share), `seeds`,
+    `iterations` (their number, or the least and the greatest),
     and for each of `MEASURES`, `KINDS` and `STATISTICS` over seeds one such as `final_greedy_mean`: success
     of the warm start; mean of the last tenth of the evaluations; mean height of the curve; highest
     evaluation. As in `Metrics.summary` a run that ended in a number that is not finite counts as 0 from there
-    to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]` names them.
+    to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]` names them,
+    `attrs["lengths"]` says where finished runs differ in length, `attrs["asked"]` what the numbers rest on.
     ValueError if no run is finished or one is given twice; other errors are those of `find_runs` and
     `runs.read_run`.
     """
@@ -65,17 +67,31 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     greedy = (metrics.evaluations["temperature"] == 0).rename("kind").map({True: KINDS[1], False: KINDS[0]})
     highest = metrics.evaluations.groupby([*KEYS, greedy])["success"].max().unstack("kind")
     each = metrics.summary.rename(columns=COLUMNS).join(highest.add_prefix("highest_"), on=KEYS)
+    each["iterations"] = [record["iterations"] for record in metrics.runs]
+    each["samples"] = [record["warm_start"].get("n_sampled") for record in metrics.runs]
     apart = pd.DataFrame(told_apart(metrics.runs), columns=["algorithm", "variant"], index=each.index)
     groups = each.assign(**apart).groupby(["regime", "algorithm", "variant"], sort=False)
     columns = [f"{measure}_{kind}" for kind in KINDS for measure in MEASURES]
     table = groups[columns].agg(list(STATISTICS))
     table.columns = ["_".join(names) for names in table.columns]
     table.insert(0, "seeds", groups.size())
+    table.insert(1, "iterations", groups["iterations"].agg(_span))
     table = table.reset_index().sort_values(
         ["regime", "final_sampled_mean"], ascending=[True, False], kind="stable", ignore_index=True
     )
     table.attrs["unfinished"] = [str(folder) for folder in unfinished]
+    ended = each.loc[each["status"] == "completed", "iterations"]
+    table.attrs["lengths"] = f"runs of {_span(ended)} iterations" if ended.nunique() > 1 else ""
+    table.attrs["asked"] = (
+        f"start: the warm start, on {_span(each['samples'])} samples; "
+        f"the others: evaluations, on {_span(metrics.evaluations['n_questions'])} questions"
+    )
     return table
+
+
+def _span(numbers: pd.Series) -> str:
+    """The number that all are, or the least and the greatest."""
+    return "-".join(dict.fromkeys(f"{n:.0f}" for n in (numbers.min(), numbers.max())))
 
 
 def _is_unfinished(folder: Path) -> bool:
@@ -86,21 +102,26 @@ def _is_unfinished(folder: Path) -> bool:
 
 
 def text(table: pd.DataFrame) -> str:
-    """The table for a terminal: mean, and where there are several seeds their range, in each cell."""
-    shown = table[["regime", "algorithm", "variant", "seeds"]].copy()
-    for name in ("regime", "algorithm", "variant"):
-        shown[name] = shown[name].map(printable)
-    if not shown["variant"].any():
-        del shown["variant"]
-    for kind in KINDS:
-        for measure in MEASURES:
-            parts = table[[f"{measure}_{kind}_{statistic}" for statistic in STATISTICS]]
-            cells = [
-                "-" if pd.isna(mean) else f"{mean:.3f}" + (f" [{low:.3f}, {high:.3f}]" if n > 1 else "")
-                for (mean, low, high), n in zip(parts.itertuples(index=False), table["seeds"], strict=True)
-            ]
-            shown[f"{measure} {kind}"] = cells
-    return shown.to_string(index=False)
+    """The table for a terminal of 100 columns: means, the range of final success where there are several
+    seeds, and at the end of a line, where it may be long, the name."""
+    lines = [
+        "sampled                             greedy",
+        "start  final               auc   top start final  auc   top  seeds iterations algorithm",
+    ]
+    for row in table.to_dict("records"):
+        cells = []
+        for kind in KINDS:
+            for measure in MEASURES:
+                low, mean, high = (
+                    row[f"{measure}_{kind}_{statistic}"] for statistic in ("min", "mean", "max")
+                )
+                cells.append(f"{'-':>5}" if pd.isna(mean) else f"{mean:5.2f}")
+                if (measure, kind) == ("final", "sampled"):
+                    shown = f"[{low:.2f}, {high:.2f}]" if row["seeds"] > 1 else ""
+                    cells.append(f"{shown:<12}")
+        name = printable(" ".join(filter(None, (row["regime"], row["algorithm"], row["variant"]))))
+        lines.append(f"{' '.join(cells)}  {row['seeds']:>5} {row['iterations']:>10} {name}")
+    return "\n".join([*lines, table.attrs["asked"]])
 
 
 def before_and_after(evaluations: pd.DataFrame) -> str | None:
