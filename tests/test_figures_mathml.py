@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import nbformat
 import pytest
 
-from stppo.figures.mathml import OfflineHTMLExporter, to_mathml
+from stppo.figures.mathml import OfflineHTMLExporter, to_mathml, with_its_parameters
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -48,6 +48,19 @@ def test_every_formula_of_a_notebook_is_converted(notebook):
     assert len(re.findall(r'<math [^>]*display="block"', shown)) == in_display
     assert shown.count("<math ") == in_display + in_lines
     assert "$" not in re.sub(r'<style.*?</style>|alttext="[^"]*"', "", shown, flags=re.DOTALL)
+
+
+def test_injected_values_stand_where_their_defaults_did():
+    new = nbformat.v4.new_code_cell
+    cells = [
+        new('fast = False  # quick\nseed = 0\nout = "a"', metadata={"tags": ["parameters"]}),
+        new('# Parameters\nfast = True\nout = "b c"\n', metadata={"tags": ["injected-parameters"]}),
+    ]
+    made = nbformat.v4.new_notebook(cells=cells)
+    shown = with_its_parameters(made).cells
+    assert [cell.source for cell in shown] == ['fast = True  # quick\nseed = 0\nout = "b c"']
+    alone = nbformat.v4.new_notebook(cells=cells[1:])
+    assert len(with_its_parameters(alone).cells) == 1, "without defaults they are all that there is"
 
 
 def test_page_asks_no_other_machine_for_anything():

@@ -167,6 +167,19 @@ class _Renderer(IPythonRenderer):
         return to_mathml(f"\\begin{{{name}}}{body}\\end{{{name}}}", display=True)
 
 
+def with_its_parameters(nb: Any) -> Any:
+    """The notebook with the values that papermill set where their defaults stand, in place of a second cell;
+    changed in place."""
+    tagged = {tag: cell for cell in nb.cells for tag in cell.metadata.get("tags", ())}
+    defaults, injected = tagged.get("parameters"), tagged.get("injected-parameters")
+    if defaults and injected:
+        for name, value in re.findall(r"^(\w+) = (.*)", injected.source, re.M):
+            line = re.compile(rf"^{name} = .*?(?=  #|$)", re.M)
+            defaults.source = line.sub(lambda _, text=f"{name} = {value}": text, defaults.source)
+        nb.cells.remove(injected)
+    return nb
+
+
 class OfflineHTMLExporter(HTMLExporter):
     """nbconvert's page with MathML for formulas and no script: `jupyter nbconvert --to` this class's dotted
     name.
@@ -183,11 +196,12 @@ class OfflineHTMLExporter(HTMLExporter):
     ) -> tuple[str, dict[str, Any]]:
         try:
             code = [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
-            if any(cell.execution_count for cell in code):
+            failed = any(out.output_type == "error" for cell in code for out in cell.outputs)  # the page shows it
+            if not failed and any(cell.execution_count for cell in code):
                 for number, cell in enumerate(code, start=1):
                     if not cell.execution_count:
                         raise ValueError(f"it ended before its code cell {number}: that was not executed")
-            return super().from_notebook_node(nb, resources, **options)
+            return super().from_notebook_node(with_its_parameters(nb), resources, **options)
         except ValueError as error:
             name = (resources or {}).get("metadata", {}).get("name", "notebook")
             raise ValueError(f"{name}.ipynb: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
+import html
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -149,10 +149,13 @@ def in_few_colours(image: Image.Image, frequent: int = 192) -> Image.Image:
 
 
 def publish(plot: Plot | None, out_dir: str | Path) -> Plot | None:
-    """Save a plot, print its caption and return it, so that a notebook cell ends by showing it."""
+    """Save a plot, show its caption and return it, so that a notebook cell ends by showing it. None where the
+    runs support none, which is said."""
     if plot is None:
-        print("The recorded runs do not support this figure.")
+        print("Not drawn: these runs do not have what the picture needs.")
         return None
+    from IPython.display import HTML, display
+
     plot.save(repository_path(out_dir))
-    print(textwrap.fill(plot.caption, 110))
+    display(HTML(f"<p>{html.escape(plot.caption)}</p>"))
     return plot
