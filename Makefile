@@ -15,7 +15,7 @@ export JUPYTER_DEFAULT_PROVISIONER_NAME := stppo-preloaded
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1) || \
 	{ echo 'No virtual environment: on Debian or Ubuntu run `sudo apt install python3-venv`, then make again.' >&2; exit 1; }
 
-.PHONY: setup lock lock-engines all docs test test-all test-engines chaos bench
+.PHONY: setup lock lock-engines all gallery docs test test-all test-engines chaos bench
 
 setup: $(VENV)/.installed
 
@@ -37,18 +37,30 @@ lock-engines:
 		| grep -viE '^(nvidia|cuda|triton|pip|setuptools|wheel|vllm)[a-z0-9_.-]*==| @ ' | sed -E 's/\+(cpu|cu[0-9]+)$$//'; } > engines.lock.new
 	mv engines.lock.new requirements-engines.lock
 
-all: setup
-	snakemake all --config preset=$(PRESET)
+# What Snakemake says of its jobs: QUIET= for all of it.
+QUIET ?= --quiet host rules progress reason
 
-# The site, in docs/_build/html. Its notebooks are the pipeline's executed copies: derivations are executed here where they
-# are not, the others are pages where `make all PRESET=$(DOCS_PRESET)` was run before. A warning is an error.
+all: setup
+	snakemake all $(QUIET) --config preset=$(PRESET)
+	@echo 'The report: results/$(PRESET)/report.html; in a browser: file://$(CURDIR)/results/$(PRESET)/report.html'
+
+# Executed notebooks, at full length and with their pictures, kept in results/reference/notebooks: ten minutes.
+GALLERY := 20-what-happened
+gallery: setup
+	snakemake derivations $(QUIET) --config preset=laptop
+	mkdir -p results/gallery
+	papermill notebooks/$(GALLERY).ipynb results/gallery/$(GALLERY).ipynb -k python3 --no-progress-bar -p output_dir results/gallery/figures
+	python docs/_ext/executed.py keep results/laptop/0[0-6]-*.ipynb results/gallery/$(GALLERY).ipynb
+
+# The site. Its notebooks are those that `make gallery` kept, while they fit; derivations that do not are executed here, in
+# brief, and other notebooks are pages where `make all PRESET=$(DOCS_PRESET)` was run before. A warning is an error.
 DOCS_PRESET ?= smoke
 docs: setup
-	snakemake derivations --quiet --config preset=$(DOCS_PRESET)
-	rm -rf docs/notebooks && mkdir docs/notebooks
-	cp results/$(DOCS_PRESET)/[0-9]*.ipynb docs/notebooks
-	ls results/$(DOCS_PRESET)/runs/*/st_ppo/seed0/10-train.ipynb 2>/dev/null | head -n 1 | xargs -I{} cp {} docs/notebooks
+	@missing=$$(python docs/_ext/executed.py missing | xargs -n1 | sed 's|..*|results/$(DOCS_PRESET)/&.ipynb|'); \
+	[ -z "$$missing" ] || snakemake $$missing $(QUIET) --config preset=$(DOCS_PRESET)
+	python docs/_ext/executed.py show results/$(DOCS_PRESET)
 	sphinx-build -q -W --keep-going -b html docs docs/_build/html
+	@echo 'The site: docs/_build/html/index.html; in a browser: file://$(CURDIR)/docs/_build/html/index.html'
 
 # Every day: a few minutes.
 test: setup

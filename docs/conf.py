@@ -1,5 +1,6 @@
 """The site: `make docs` builds it without a network. Pages are MyST Markdown and the executed notebooks."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import yaml
 from stppo.study import pages
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+logging.getLogger("faiss").setLevel(logging.WARNING)  # it tells of every build of itself that it looks for
 
 project = "stppo"
 author = "the stppo contributors"

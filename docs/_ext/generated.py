@@ -17,6 +17,7 @@ DOCS = Path(__file__).parents[1]
 OUT = DOCS / "reference" / "generated"
 HEAD = "<!-- written by docs/_ext/generated.py; do not edit -->\n\n"
 LAYERS = {
+    "trajectories": "The batch that all else reads: tokens, whose they are, turns.",
     "objectives": "Ratios, credit, clips, surrogates and stabilisers; torch alone.",
     "oracle": "An enumerable multi-turn MDP: exact values, gradients, bias and variance.",
     "retrieval": "BM25 and dense indexes, in memory, on disk and over HTTP.",
@@ -364,6 +365,42 @@ def _speed() -> str:
     return text
 
 
+# Folders of pictures in `results/reference`, in the order of the page that shows all, with what their runs were.
+PICTURED = {
+    "study/figures": "The study: many methods at one setting, each in many made-up worlds",
+    "study/claims": "The study's questions, one by one",
+    "benchmark/figures": "The benchmark: forty settings for every method",
+    "laptop/figures": "What `make all` trains on a laptop: thirteen methods in three worlds",
+    "search/figures": "The search for a setting at which token PPO fails",
+    "search/dependence/figures": "What that failure depends on",
+    "mechanism/figures": "PPO's ratio taken apart",
+    "mild/figures": "A milder setting",
+    "smollm_comparison/figures": "A small language model, one world",
+    "first_study/figures": "The first study, whose facts could be learned by heart",
+}
+
+
+def _figures() -> str:
+    """Every recorded picture with the sentence that it states, and the notebooks that have more."""
+    from stppo.figures.style import words_of
+
+    reference = DOCS.parent / "results/reference"
+    text = HEAD + "# Every figure\n\nEach with what it shows in one sentence. All were drawn from recorded runs.\n"
+    for folder, heading in PICTURED.items():
+        text += f"\n## {heading}\n"
+        for file in sorted((reference / folder).glob("*.png")):
+            title = words_of(file)[0] or file.stem.replace("_", " ").capitalize()
+            text += f"\n**{title}.**\n\n![{title}]({os.path.relpath(file, OUT)})\n"
+    text += "\n## In the notebooks\n\n"
+    for file in sorted((DOCS / "notebooks").glob("*.ipynb")):
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+        prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        title = next(line.lstrip("# ") for line in prose.splitlines() if line.startswith("# "))
+        drawn = sum("image/png" in out.get("data", {}) for cell in cells for out in cell.get("outputs", ()))
+        text += f"- [{title}](../../notebooks/{file.name}): {drawn} picture{'s' * (drawn != 1)}\n"
+    return text
+
+
 def _front() -> str:
     """The picture of the first page; nothing where there is none."""
     return HEAD + _picture("../")
@@ -377,6 +414,8 @@ def _api() -> dict[str, str]:
         folder = Path(stppo.__file__).parent / layer
         modules = sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
         parts = [HEAD + f"# stppo.{layer}\n\n{text}\n"]
+        if not modules:  # one module, no folder of them
+            parts.append(f"\n```{{eval-rst}}\n.. automodule:: stppo.{layer}\n```\n")
         for module in modules:
             try:
                 importlib.import_module(f"stppo.{layer}.{module}")
@@ -425,6 +464,7 @@ def _write(app) -> None:
             if here not in ("study", "leaderboard")
         },
         "speed": _speed(),
+        "figures": _figures(),
         "metrics": _metrics(),
         "commands": _commands(),
         "configs": _configs(),
