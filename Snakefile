@@ -32,6 +32,7 @@ from pathlib import Path
 from jupyter_client.kernelspec import KernelSpecManager
 from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
 
 from stppo.config.files import (
     ConfigError,
@@ -55,6 +56,8 @@ from stppo.rollout import ENGINES
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Two lines for every job that say nothing of it.
+logger.addFilter(lambda record: not str(record.msg).startswith(("Select jobs to", "Execute ")))
 announce_parent()  # a run whose Snakemake was killed stops at its next checkpoint
 
 PRESET = config.get("preset", "laptop")
@@ -222,6 +225,15 @@ onstart:
     # In the terminal, a line as a run starts, passes each quarter and ends.
     say = partial(print, file=sys.stderr, flush=True)
     threading.Thread(target=follow, args=(f"{RESULTS}/runs", say), daemon=True).start()
+
+
+onsuccess:
+    if (page := Path(RESULTS, "report.html")).is_file() and "MAKELEVEL" not in os.environ:  # make says it too
+        print(f"The report: {page}; in a browser: {page.resolve().as_uri()}", file=sys.stderr)
+
+
+onerror:
+    print(f"What stopped is named above; what it said is in {RESULTS}/logs.", file=sys.stderr)
 
 
 rule all:

@@ -382,15 +382,18 @@ PICTURED = {
 
 def _figures() -> str:
     """Every recorded picture with the sentence that it states, and the notebooks that have more."""
+    from stppo.figures.figures import FIGURES
     from stppo.figures.style import words_of
 
-    reference = DOCS.parent / "results/reference"
-    text = HEAD + "# Every figure\n\nEach with what it shows in one sentence. All were drawn from recorded runs.\n"
+    reference, order = DOCS.parent / "results/reference", list(FIGURES)
+    text = HEAD + "# Every figure\n\nAbove each stands what it shows. All were drawn from recorded runs.\n"
     for folder, heading in PICTURED.items():
         text += f"\n## {heading}\n"
-        for file in sorted((reference / folder).glob("*.png")):
-            title = words_of(file)[0] or file.stem.replace("_", " ").capitalize()
-            text += f"\n**{title}.**\n\n![{title}]({os.path.relpath(file, OUT)})\n"
+        files = {file.stem: file for file in sorted((reference / folder).glob("*.png"))}
+        for name in sorted(files, key=lambda name: order.index(name) if name in order else len(order)):
+            title = words_of(files[name])[0]  # drawn in the picture, too
+            text += f"\n![{title}]({os.path.relpath(files[name], OUT)})\n"
+            text += "" if title else f"\n*{name.replace('_', ' ').capitalize()}.*\n"
     text += "\n## In the notebooks\n\n"
     for file in sorted((DOCS / "notebooks").glob("*.ipynb")):
         cells = json.loads(file.read_text(encoding="utf-8"))["cells"]

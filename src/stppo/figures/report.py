@@ -33,9 +33,14 @@ class Picture:
     """One figure of one results folder."""
 
     src: str  # data URI
-    text: str  # title, if it states one, and caption
+    text: str  # title, if it states one, and caption, a line each
     link: str  # to its vector file or, without one, to itself; relative to the report
     data: str  # to its numbers, likewise
+
+    @property
+    def caption(self) -> str:
+        """Without the title, which is drawn."""
+        return self.text.partition("\n")[2] or self.text
 
 
 @dataclass(frozen=True)
