@@ -32,6 +32,14 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
 
 
+def extension(name: str):
+    """A module of the site's own."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"_ext/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def write_examples(page: str, folder: Path) -> None:
     """The page's examples where their first lines say, below a folder of configs."""
     code = "\n".join(block for block in blocks(page, "python") if "metrics: Metrics" not in block)
@@ -126,9 +134,7 @@ def test_tables_in_committed_pages_are_those_of_the_code(monkeypatch):
 
 def test_links_of_a_notebook_are_those_of_its_texts(monkeypatch):
     """`forms["bare"](n)` in code is a call; a file of the repository that a text names becomes a download."""
-    spec = importlib.util.spec_from_file_location("links", DOCS / "_ext/links.py")
-    links = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(links)
+    links = extension("links")
     warned = []
     monkeypatch.setattr(links.log, "warning", lambda text, *values, **_: warned.append(text % values))
     cells = [
@@ -142,3 +148,14 @@ def test_links_of_a_notebook_are_those_of_its_texts(monkeypatch):
     code, text = ("".join(cell["source"]) for cell in json.loads(source[0])["cells"])
     assert code == 'forms["bare"](n)' and text == "[licence](path:../../LICENSE)\ngone"
     assert warned == ["link to ../gone.md, which does not exist"]
+
+
+@pytest.mark.parametrize("number", ["00", "01", "02", "03", "04", "05", "06", "20"])
+def test_kept_notebooks_are_those_of_today_with_pictures_and_without_errors(number):
+    executed = extension("executed")
+    (file,) = executed.KEPT.glob(f"{number}-*.ipynb")
+    assert executed.fits(file), f"{file.name} was executed from other cells: make gallery"
+    assert file.stat().st_size < executed.MOST
+    outputs = [out for cell in json.loads(file.read_text())["cells"] for out in cell.get("outputs", ())]
+    assert any("image/png" in out.get("data", ()) for out in outputs)
+    assert not [out for out in outputs if out["output_type"] == "error"]

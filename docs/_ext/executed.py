@@ -17,22 +17,12 @@ import nbformat
 from PIL import Image
 
 from stppo.figures.mathml import with_its_parameters
-from stppo.figures.style import in_few_colours
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT, SOURCES, SHOWN = ROOT / "results/reference/notebooks", ROOT / "notebooks", ROOT / "docs/notebooks"
 MOST = 400_000  # bytes of a kept copy
 MANY = 12  # pictures of one cell: more are left out
-SIZES = (
-    (1500, 256),
-    (1200, 256),
-    (1000, 256),
-    (1000, 32),
-    (850, 32),
-    (750, 32),
-    (650, 32),
-    (600, 16),
-)  # of pictures
+SIZES = ((1500, 96), (1200, 96), (1000, 64), (900, 64), (850, 48), (750, 48), (700, 48), (650, 32))
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -47,10 +37,9 @@ def _smaller(png: str, width: int, colours: int) -> str:
     plain.paste(picture, mask=picture if picture.mode == "RGBA" else None)
     if plain.width > width:
         plain = plain.resize((width, round(plain.height * width / plain.width)), Image.Resampling.LANCZOS)
-    if colours < 256:
-        plain = plain.quantize(colours, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-    else:
-        plain = in_few_colours(plain)
+    plain = plain.quantize(
+        colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+    )  # rare colours are lines
     plain.save(small, format="png", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 

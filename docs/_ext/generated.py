@@ -506,7 +506,13 @@ def _plain(app, what, name, obj, options, lines: list[str]) -> None:
     lines[:] = out
 
 
+def _is_a_place(app, what, name, obj, skip, options) -> bool | None:
+    """Fields of a named tuple say nothing but their place, which its signature says too."""
+    return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field number") else None
+
+
 def setup(app):
     app.connect("builder-inited", _write)
+    app.connect("autodoc-skip-member", _is_a_place)
     app.connect("autodoc-process-docstring", _plain)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

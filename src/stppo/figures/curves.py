@@ -440,11 +440,12 @@ def _label(cells: Cells, chunks: Sequence[Sequence[str]], shared: bool) -> None:
 def _name_lines(ax: Axes, looks: pd.DataFrame, room: int) -> None:
     """The algorithms of a column, named above its first panel in their colours; `room` rows are kept free for
     them."""
+    longest = looks["label"].str.len().max()
     legend = ax.legend(
         handles=line_handles(looks),
         loc="lower left",
         bbox_to_anchor=(-0.02, 1.0),
-        fontsize=7.5 if looks["label"].str.len().max() > 20 else 8.5,  # else it touches the next column's
+        fontsize=6.2 if longest > 28 else 7.5 if longest > 20 else 8.5,  # else it touches the next column's
         borderaxespad=0.1,
         labelspacing=0.25,
         handlelength=2.2,
