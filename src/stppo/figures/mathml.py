@@ -196,8 +196,8 @@ class OfflineHTMLExporter(HTMLExporter):
     ) -> tuple[str, dict[str, Any]]:
         try:
             code = [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
-            failed = any(out.output_type == "error" for cell in code for out in cell.outputs)  # the page shows it
-            if not failed and any(cell.execution_count for cell in code):
+            told = any(out.output_type == "error" for cell in code for out in cell.outputs)
+            if not told and any(cell.execution_count for cell in code):
                 for number, cell in enumerate(code, start=1):
                     if not cell.execution_count:
                         raise ValueError(f"it ended before its code cell {number}: that was not executed")
