@@ -96,3 +96,13 @@ def test_binder_makes_the_warm_start_of_notebook_10():
     trained = re.search(r'overrides = "(.+)"', "".join(cell["source"]))[1]
     made, wanted = (warm_start_dir(compose(text.split())) for text in (overrides, trained))
     assert made == wanted
+
+
+def test_dockerfile_sets_up_as_everyone_does():
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^FROM python:(3\.\d+)-", text, re.M)
+    assert SpecifierSet(PROJECT["requires-python"]).contains(version)
+    assert f"PIP_EXTRA_INDEX_URL={cpu_index()}" in text
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)[1].split()
+    named = re.findall(r"make (\w+)$", text, re.M) + re.findall(r'"make", "(\w+)"', text)
+    assert named and set(named) <= {*targets, "setup"}

@@ -1,0 +1,18 @@
+# The environment of `make test` and `make all`, PyTorch for the CPU:
+#   docker build -t stppo .
+#   docker run --rm stppo                                          tests
+#   docker run --rm -v "$PWD/results:/stppo/results" stppo make all
+FROM python:3.11-slim-bookworm
+
+# Debian's own releases of these serve; their pins would leave its mirrors with the next one.
+# git: runs record their commit; g++: small policies are computed by compiled C++
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --no-install-recommends --yes g++ git make \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /stppo
+ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu PIP_NO_CACHE_DIR=1
+COPY . .
+RUN make setup
+CMD ["make", "test"]
