@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from pathlib import Path
+import tempfile
 from typing import Any
 
 from jupyter_client.provisioning import LocalProvisioner
-from jupyter_core.paths import jupyter_runtime_dir
 
 from stppo.preloaded import KERNEL, Fork
 
@@ -16,13 +16,22 @@ from stppo.preloaded import KERNEL, Fork
 class PreloadedProvisioner(LocalProvisioner):
     """Jupyter's way to start a kernel here, but for the start itself, and for sockets that are files."""
 
+    folder = ""  # of the kernel's sockets
+
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """The launch's keywords. Two kernels that start at once may pick the same TCP port, and one dies."""
-        socket = Path(jupyter_runtime_dir(), f"kernel-{self.kernel_id}-ipc")
-        if os.name == "posix" and len(os.fsencode(socket)) < 100:  # what every system lets a socket's path be
-            socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.parent.transport, self.parent.ip = "ipc", str(socket)
+        if os.name == "posix" and not self.folder:
+            self.folder = tempfile.mkdtemp(prefix="stppo-kernel-")  # its owner's alone
+        if self.folder and len(os.fsencode(self.folder)) < 90:  # what every system lets a socket's path be
+            self.parent.transport, self.parent.ip = "ipc", f"{self.folder}/socket"
         return await super().pre_launch(**kwargs)
+
+    async def cleanup(self, restart: bool = False) -> None:
+        """As Jupyter's; without the sockets of a kernel that is not started again."""
+        await super().cleanup(restart)
+        if self.folder and not restart:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = ""
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:
         """Connection of the started kernel. Kernels of another Python, or another language, start as ever."""
