@@ -488,6 +488,8 @@ rule own_notebook:
         "mkdir -p {output[1]:q}; status=0; "
         "{RUN} papermill notebooks/{wildcards.own:q}.ipynb {output[0]:q} {PAPERMILL} -l python"
         " -p metrics_dir {RESULTS}/metrics -p output_dir {output[1]:q} > {log:q} 2>&1 || status=$?; "
+        # papermill takes it for the end of the notebook
+        "! grep -q '\"ename\": \"SystemExit\"' {output[0]:q} || {{ status=1; echo SystemExit >> {log:q}; }}; "
         "echo $status > {output[2]:q}"
 
 

@@ -165,6 +165,11 @@ def test_notebooks_of_ones_own_come_and_go_and_a_broken_one_loses_nothing(tmp_pa
     assert planned(added, "own_notebook") == planned(added, "html") == planned(added, "report") == 1
     assert planned(added, "figures") == planned(added, "collect") == 0
 
+    with_notebook(tmp_path, "33-ends.ipynb", "import sys; sys.exit(0)", "1")
+    ended = snakemake(tmp_path, *options, targets=["results/laptop/own/33-ends.ok"])
+    assert ended.returncode != 0 and (results / "33-ends.html").is_file()
+    assert "33-ends.ipynb stopped with SystemExit" in ended.stdout + ended.stderr
+
 
 @pytest.mark.parametrize(
     ("option", "said"),

@@ -194,16 +194,19 @@ class OfflineHTMLExporter(HTMLExporter):
     def from_notebook_node(
         self, nb: Any, resources: Any = None, **options: Any
     ) -> tuple[str, dict[str, Any]]:
+        name = (resources or {}).get("metadata", {}).get("name", "notebook")
         try:
             code = [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
-            told = any(out.output_type == "error" for cell in code for out in cell.outputs)
+            errors = [out for cell in code for out in cell.outputs if out.output_type == "error"]
+            told = any(error.ename != "SystemExit" for error in errors) or name.startswith(
+                "3"
+            )  # a reader's own
             if not told and any(cell.execution_count for cell in code):
                 for number, cell in enumerate(code, start=1):
                     if not cell.execution_count:
                         raise ValueError(f"it ended before its code cell {number}: that was not executed")
             return super().from_notebook_node(with_its_parameters(nb), resources, **options)
         except ValueError as error:
-            name = (resources or {}).get("metadata", {}).get("name", "notebook")
             raise ValueError(f"{name}.ipynb: {error}") from error
 
     @pass_context
