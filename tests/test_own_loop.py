@@ -86,6 +86,20 @@ def test_what_cannot_be_is_said_in_one_line(moved):
     objective = stppo.load("st_ppo")
     with pytest.raises(ValueError, match=r"^advantages: must have the shape of logprobs, \(6, "):
         objective.loss(logprobs(), old, advantages[:, :3], mask)
+    unlike = {
+        "logprobs: must be": (logprobs()[0], old[0], advantages[0], mask[0]),
+        "agent_mask: row 0 has no agent token": (
+            logprobs(),
+            old,
+            advantages,
+            mask & (torch.arange(6) > 0)[:, None],
+        ),
+        "old_logprobs: must be finite": (logprobs(), old * math.nan, advantages, mask),
+        "advantages: must be finite": (logprobs(), old, advantages / 0, mask),
+    }
+    for said, given in unlike.items():
+        with pytest.raises(ValueError, match=f"^{said}"):
+            objective.loss(*given)
     cheap = Objective(
         objective.credit, objective.ratio, objective.clip, ClippingBiasNorm(estimator="logprob")
     )
@@ -94,6 +108,12 @@ def test_what_cannot_be_is_said_in_one_line(moved):
     with pytest.raises(AttributeError, match="has no attribute"):
         _ = stppo.nothing
     assert stppo.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("name", ["kl_stop", "seeupo", "st_ppo"])
+def test_what_a_loss_cannot_do_is_said_when_it_is_loaded(name, caplog):
+    stppo.load(name)
+    assert bool(caplog.records) == (name != "st_ppo")
 
 
 def test_the_readmes_example_runs(moved, capsys):

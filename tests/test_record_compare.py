@@ -137,7 +137,9 @@ def test_table_fits_a_terminal_and_says_on_what_its_numbers_rest(sweep, tmp_path
 def test_a_run_that_ended_non_finite_counts_as_zero_from_there(tmp_path):
     make_run(tmp_path / "long", "st_ppo", 0, iterations=40)
     make_run(tmp_path / "ended", "st_ppo", 1, iterations=10, non_finite=True)
-    (row,) = compare_runs([tmp_path]).to_dict("records")
+    table = compare_runs([tmp_path])
+    assert table.attrs["non_finite"] == ["A/st_ppo/1"]
+    (row,) = table.to_dict("records")
     summary = collect(find_runs([tmp_path]), tmp_path / "metrics").summary.set_index("seed")
     assert row["final_sampled_min"] == row["final_greedy_min"] == 0 == summary.loc[1, "final"]
     for kind, column in (("sampled", "area"), ("greedy", "greedy_area")):

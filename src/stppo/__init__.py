@@ -15,8 +15,8 @@ def load(algorithm: str | Path) -> Any:
     FOLDER/algorithm/NAME.yaml.
 
     Its `loss` takes log-probs, advantages and the agent mask; `stppo.objectives.backward` adds what a
-    stabiliser does to the gradient. stppo.config.files.ConfigError for an unknown name and for a file that is
-    no algorithm."""
+    stabiliser does to the gradient. Of a method that is more than that, a warning says what is left to you.
+    stppo.config.files.ConfigError for an unknown name and for a file that is no algorithm."""
     return import_module("stppo.config.composition").objective_of(algorithm)
 
 

@@ -800,6 +800,8 @@ def compare(
     table = compare_runs(folders)
     for run in table.attrs["unfinished"]:
         typer.echo(f"left out, unfinished: {run}", err=True)
+    for run in table.attrs["non_finite"]:
+        typer.echo(f"ended by a number that is not finite, 0 from there on: {run}", err=True)
     if table.attrs["lengths"]:
         typer.echo(f"not alike: {table.attrs['lengths']}", err=True)
     typer.echo(text(table))

@@ -27,6 +27,7 @@ from stppo.config import files as config_files
 from stppo.config.files import Config, ConfigError, Presentation, options
 from stppo.config.loading import build, class_of, fields_of
 
+log = logging.getLogger(__name__)
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # what goes wrong is raised, not printed as well
 
 
@@ -157,10 +158,17 @@ def _known_keys(node: Config, key: str) -> Iterable[str]:
 
 def objective_of(algorithm: str | Path) -> Any:
     """See `stppo.load`."""
-    return build(
-        compose([f"algorithm={config_files.algorithm_name(algorithm)}"])["algorithm"]["objective"],
-        "algorithm.objective",
-    )
+    from stppo.objectives import Stabilizer  # brings torch
+
+    name = config_files.algorithm_name(algorithm)
+    objective = build(compose([f"algorithm={name}"])["algorithm"]["objective"], "algorithm.objective")
+    if objective.surrogate.one_turn_at_a_time:
+        log.warning(
+            "%s: in your own loop, make one update for each turn of a minibatch, the last first", name
+        )
+    if type(objective.stabilizer).ends_iteration is not Stabilizer.ends_iteration:
+        log.warning("%s: in your own loop, ask stabilizer.ends_iteration after each update", name)
+    return objective
 
 
 MOST_RUNS = 10_000  # of one sweep

@@ -105,8 +105,14 @@ class Objective:
 
         All are (B, T): log-probs in nats of the tokens under the policy (with graph) and under the one that
         sampled them; advantages; agent_mask bool, true where the policy emitted the token. Turns are its runs
-        of ones. entropy: as in `__call__`. ValueError for shapes that differ and for a row without agent
-        tokens."""
+        of ones. entropy: as in `__call__`. ValueError for shapes that differ, for a row without agent tokens
+        and for old log-probs or advantages that are not finite there.
+
+        It is the loss alone. Advantages are yours, and so is what else a method does: which trajectories it
+        keeps (LOOP, StarPO-S), when it ends the updates on a batch (the KL stop), one update a turn
+        (SeeUPO)."""
+        if logprobs.ndim != 2:
+            raise ValueError(f"logprobs: must be (B, T), got {tuple(logprobs.shape)}")
         given = {"old_logprobs": old_logprobs, "advantages": advantages, "agent_mask": agent_mask}
         for name, value in given.items():
             if value.shape != logprobs.shape:
@@ -114,7 +120,15 @@ class Objective:
                     f"{name}: must have the shape of logprobs, {tuple(logprobs.shape)}, got "
                     f"{tuple(value.shape)}"
                 )
-        layout = Layout.of(agent_mask.bool())
+        mask = agent_mask.bool()
+        if not mask.any(1).all():
+            row = int((~mask.any(1)).nonzero()[0])
+            raise ValueError(f"agent_mask: row {row} has no agent token; leave it out of the batch")
+        for name, value in (("old_logprobs", old_logprobs), ("advantages", advantages)):
+            if not value[mask].isfinite().all():
+                raise ValueError(f"{name}: must be finite at every agent token")
+        old_logprobs, advantages = old_logprobs.detach(), advantages.detach()
+        layout = Layout.of(mask)
         behaviour = _single(layout.gather(old_logprobs))
         log_ratio = _single(layout.gather(logprobs)) - behaviour
         entropy = None if entropy is None else layout.gather(entropy.detach())

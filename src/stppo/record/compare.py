@@ -55,6 +55,7 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     of the warm start; mean of the last tenth of the evaluations; mean height of the curve; highest
     evaluation. As in `Metrics.summary` a run that ended in a number that is not finite counts as 0 from there
     to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]` names them,
+    `attrs["non_finite"]` those that such a number ended,
     `attrs["lengths"]` says where finished runs differ in length, `attrs["asked"]` what the numbers rest on.
     ValueError if no run is finished or one is given twice; other errors are those of `find_runs` and
     `runs.read_run`.
@@ -79,6 +80,8 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     table = table.reset_index().sort_values(
         ["regime", "final_sampled_mean"], ascending=[True, False], kind="stable", ignore_index=True
     )
+    broken = each[each["status"] == schema.NON_FINITE]
+    table.attrs["non_finite"] = ["/".join(map(str, run)) for run in broken[KEYS].itertuples(index=False)]
     table.attrs["unfinished"] = [str(folder) for folder in unfinished]
     ended = each.loc[each["status"] == "completed", "iterations"]
     table.attrs["lengths"] = f"runs of {_span(ended)} iterations" if ended.nunique() > 1 else ""
