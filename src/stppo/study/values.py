@@ -289,6 +289,7 @@ def divisor(folder: Path) -> dict[str, Any]:
             for arm in (one, other):
                 ended = metrics.arm(benchmark.REGIME, arm)
                 found[arm] = {"final": ended["final"].mean(), "greedy": ended["greedy_final"].mean()}
+            found[one]["log_sd"] = _over_updates(metrics, benchmark.REGIME, one)["divisor_log_sd"].median()
     return found
 
 
