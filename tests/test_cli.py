@@ -454,7 +454,7 @@ def test_interrupted_run_says_how_to_go_on_and_does(stppo, started, sent):
     child.send_signal(sent)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
-    assert err.splitlines()[-1].startswith("stopped; run the same command again")
+    assert err.splitlines()[-1].startswith("stopped; the same command goes on")
     assert "Traceback" not in err
     kept = pd.read_parquet(started / "run" / "updates.parquet")
     assert 0 < len(kept) < 12 * 4
