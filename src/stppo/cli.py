@@ -25,6 +25,7 @@ import typer
 
 from stppo.checks import install
 from stppo.config.files import VARIABLE, ConfigError, algorithm_name, use_config_dir
+from stppo.files import printable
 from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
 
@@ -567,14 +568,14 @@ def play(
 
 def _show_episode(episode: Episode) -> None:
     """A played question in the terminal: the agent's turns in colour, one each, and what it read."""
-    typer.secho(" ".join(episode.prompt.split()), bold=True)
+    typer.secho(printable(episode.prompt), bold=True)
     for turn, color in zip(episode.turns, itertools.cycle(("cyan", "magenta", "yellow", "green"))):
-        typer.secho(f"  agent  {' '.join(turn.text.split())}", fg=color)
+        typer.secho(f"  agent  {printable(turn.text)}", fg=color)
         if turn.observation:
-            typer.secho(f"  world  {' '.join(turn.observation.split())}", dim=True)
-    gold = " or ".join(episode.question.answers)
+            typer.secho(f"  world  {printable(turn.observation)}", dim=True)
+    gold = printable(" or ".join(episode.question.answers))
     right = "right" if episode.reward > 0 else f"wrong, {gold} is"
-    typer.echo(f"  answer {episode.answer or 'none'}: {right}\n")
+    typer.echo(f"  answer {printable(episode.answer or 'none')}: {right}\n")
 
 
 @app.command()
@@ -939,8 +940,6 @@ def main() -> None:
         if os.environ.get("STPPO_DEBUG"):
             traceback.print_exc()
         message = _missing(error) if isinstance(error, ModuleNotFoundError) else _told(error)
-        from stppo.files import printable
-
         message = printable(message, _MOST_OF_AN_ERROR) or type(error).__name__
         if not isinstance(error, _EXPECTED) or isinstance(error, _UNFORESEEN):
             kind, file = type(error).__name__, _report_file(error)

@@ -180,6 +180,15 @@ def with_its_parameters(nb: Any) -> Any:
     return nb
 
 
+def _refuse_early_end(nb: Any) -> None:
+    """ValueError where cells of an executed notebook were not executed and no error says why."""
+    code = [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
+    errors = [out.ename for cell in code for out in cell.outputs if out.output_type == "error"]
+    missing = [number for number, cell in enumerate(code, start=1) if not cell.execution_count]
+    if missing and len(missing) < len(code) and set(errors) <= {"SystemExit"}:
+        raise ValueError(f"it ended before its code cell {missing[0]}: that was not executed")
+
+
 class OfflineHTMLExporter(HTMLExporter):
     """nbconvert's page with MathML for formulas and no script: `jupyter nbconvert --to` this class's dotted
     name.
@@ -196,15 +205,8 @@ class OfflineHTMLExporter(HTMLExporter):
     ) -> tuple[str, dict[str, Any]]:
         name = (resources or {}).get("metadata", {}).get("name", "notebook")
         try:
-            code = [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
-            errors = [out for cell in code for out in cell.outputs if out.output_type == "error"]
-            told = any(error.ename != "SystemExit" for error in errors) or name.startswith(
-                "3"
-            )  # a reader's own
-            if not told and any(cell.execution_count for cell in code):
-                for number, cell in enumerate(code, start=1):
-                    if not cell.execution_count:
-                        raise ValueError(f"it ended before its code cell {number}: that was not executed")
+            if not name.startswith("3"):  # a reader's own, whose end the pipeline tells
+                _refuse_early_end(nb)
             return super().from_notebook_node(with_its_parameters(nb), resources, **options)
         except ValueError as error:
             raise ValueError(f"{name}.ipynb: {error}") from error
