@@ -605,7 +605,7 @@ DEFAULTS: dict[str, dict[str, Cell]] = {
         ),
         "rloo": Cell(
             "RLOOConfig(beta=0.0)",
-            note="the clip's ratio is of the whole completion, observations too, and so is the gradient",
+            note="its trainer takes no observations, so here they count as the agent's own; the ratio is of the whole completion",
         ),
         "reinforce": Cell('TurnGRPOConfig(objective="reinforce")', note=_OURS),
         "cispo": Cell('GRPOConfig(loss_type="cispo")', note="the weight is held at 0.2"),

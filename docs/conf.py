@@ -26,6 +26,7 @@ exclude_patterns = [
     "reference/generated/search.md",
     "reference/generated/milder-setting.md",
     "reference/generated/unbiased.md",
+    "reference/generated/divisor.md",
     "reference/generated/language-model.md",
     "reference/generated/speed.md",
 ]

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
+from stppo.derivations.bias_variance import bias_variance_table
 from stppo.derivations.group_baselines import AGGREGATIONS, BASELINES, GROUP, Groups, group_baseline_table
 from stppo.files import repository_path
 
@@ -67,6 +68,14 @@ def test_division_and_token_mean_are_those_of_loops_over_every_group():
     tokens = spread_out[layout.rows, units.place] * groups.oracle.token_logprobs(theta)
     (expected,) = torch.autograd.grad(tokens.sum(), theta)
     close(groups.gradient("turn, all, divided", "token mean"), expected)
+
+
+def test_the_recorded_algorithms_are_what_is_computed():
+    found = bias_variance_table(["topr", "grpo", "st_ppo"]).set_index(["algorithm", "data"])
+    recorded = pd.read_csv(repository_path("results/reference/oracle/algorithms.csv"))
+    recorded = recorded.set_index(["algorithm", "data"]).loc[found.index]
+    assert set(recorded["sampled"]) == {False, True}
+    pd.testing.assert_frame_equal(found, recorded[list(found)], rtol=1e-4)
 
 
 def test_the_recorded_table_is_what_is_computed():

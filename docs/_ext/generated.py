@@ -257,6 +257,7 @@ RECORDED = {
     "search": "search",
     "mild": "milder-setting",
     "oracle": "unbiased",
+    "divisor": "divisor",
     "smollm": "language-model",
 }
 
