@@ -1,6 +1,7 @@
 """`stppo evaluate`: any checkpoint on any benchmarks, written down as each ends."""
 
 import json
+import math
 import random
 import re
 import shutil
@@ -28,6 +29,7 @@ from stppo.training.run import Run
 from stppo.training.warm_start import warm_start
 from stppo.trajectories import Trajectories
 from stppo.world import DemonstrationNoise, Episode, Question, SyntheticWorld, play
+from stppo.world.environment import NothingFound
 from tests.conftest import TINY
 
 NQ = [{"question": f"who wrote book {i}", "answer": [f"author {i}"]} for i in range(7)]
@@ -91,6 +93,14 @@ def test_means_are_those_of_the_episodes():
     assert found["turns"] == pytest.approx(len(turns) / len(episodes))
     assert found["valid_format_rate"] == pytest.approx(
         sum(turn.action.kind != "invalid" for turn in turns) / len(turns)
+    )
+    blind = [
+        Episode(e.question, "", answer=e.question.answers[0] if i % 4 == 0 else None)
+        for i, e in enumerate(episodes)
+    ]
+    assert (
+        summarise(episodes, blind)["em_without_search"] == pytest.approx(0.25)
+        and "em_without_search" not in found
     )
     assert found["f1"] > found["em"], "wrong entities share a name with right ones"
 
@@ -166,7 +176,7 @@ def test_each_benchmark_and_decoding_has_its_row_and_its_folder(bench, overrides
         assert (of["em", "size"], of["em", "mean"]) == (row["n_questions"], row["em"])
         assert of["searches", "mean"] == pytest.approx(row["searches"])
         assert row["em_constant"] == pytest.approx(1 / row["n_questions"]), "each answer is right once"
-        assert 0 <= row["em_without_search"] <= 1 and row["lenient_em"] >= row["em"]
+        assert row["lenient_em"] >= row["em"] and not math.isnan(row["em_without_search"])
     kept = json.loads((tmp_path / "nq" / "sampled" / schema.TRAJECTORIES_FILE).read_text())
     assert [set(record) for record in kept] == [set(schema.TrajectoryRecord.model_fields)] * 2
     assert kept[0]["question"] == NQ[0]["question"] and "<|im_start|>" in kept[0]["tokens"]
@@ -189,10 +199,11 @@ def test_what_was_finished_before_a_failure_is_kept_and_not_played_again(
 ):
     uninterrupted, broken = tmp_path / "whole", tmp_path / "broken"
     run(bench, overrides, uninterrupted)
-    original, asked = TorchRollout.collect, []
+    original, asked, searchless = TorchRollout.collect, [], []
 
     def collect(self, policy, questions, *args, **kwargs):
         asked.append({question.source for question in questions})
+        searchless.append(isinstance(self.environment.retriever, NothingFound))
         if len(asked) == 7:  # two chunks of nq, each with and without search; bamboogle fails at its second
             raise RetrievalUnavailable("retrieval server http://x: no usable answer")
         return original(self, policy, questions, *args, **kwargs)
@@ -208,6 +219,7 @@ def test_what_was_finished_before_a_failure_is_kept_and_not_played_again(
     run(bench, overrides, broken)
     assert len(asked) == 11, "a finished evaluation plays nothing"
     assert content(broken) == content(uninterrupted)
+    assert searchless[:6] == [False, True] * 3, "each chunk is played with and without search"
 
 
 def test_another_benchmark_joins_those_that_are_done(bench, overrides, tmp_path):

@@ -117,14 +117,14 @@ def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
 
 
 def _write_table(frame: pd.DataFrame, path: Path, of: str) -> None:
-    """Compact and reproducible: float32, dictionary strings, zstd, no index. of: what `_told` says."""
+    """Compact and reproducible: float32, dictionary strings, zstd, no index. of: what `_which_runs` says."""
     frame = frame.astype({c: "float32" for c in frame.select_dtypes("float").columns})
     frame = frame.astype({c: "int64" for c in INTEGERS if c in frame})
     table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata({_OF: of})
     pq.write_table(table, path, compression="zstd", compression_level=9)
 
 
-def _told(runs: list[dict[str, Any]]) -> str:
+def _which_runs(runs: list[dict[str, Any]]) -> str:
     """What tells runs from others of the same names: hash of their keys, updates and seconds."""
     told = [[run[name] for name in (*KEYS, "updates", "wall_seconds")] for run in runs]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
@@ -134,7 +134,7 @@ def _refuse_mixture(metrics_dir: Path, runs: list[dict[str, Any]], remedy: str) 
     """ValueError where a table was collected from other runs than its neighbours; old ones do not say."""
     for name in (schema.ITERATIONS_FILE, schema.COLLECTED_EVALUATIONS_FILE):
         said = (pq.read_schema(metrics_dir / name).metadata or {}).get(_OF)
-        if said not in (None, _told(runs).encode()):
+        if said not in (None, _which_runs(runs).encode()):
             raise ValueError(
                 f"{metrics_dir / name} is of other runs than {schema.RUNS_FILE}; make both with: {remedy}"
             )
@@ -158,7 +158,7 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
         staged = Path(scratch)
         text = json.dumps(metrics.runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         (staged / schema.RUNS_FILE).write_text(text, encoding="utf-8")
-        of = _told(metrics.runs)
+        of = _which_runs(metrics.runs)
         _write_table(metrics.iterations, staged / schema.ITERATIONS_FILE, of)
         _write_table(metrics.evaluations, staged / schema.COLLECTED_EVALUATIONS_FILE, of)
         metrics = load_metrics(staged)  # the summary is that of the rounded numbers, whoever computes it
