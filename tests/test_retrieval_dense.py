@@ -219,6 +219,7 @@ def test_an_encoders_own_statements_are_followed(model, tmp_path, pooling):
     ("pooling", "modules", "named"),
     [
         ({"pooling_mode": "lasttoken"}, ("Transformer", "Pooling"), "pools by lasttoken"),
+        ({}, ("Transformer", "Pooling"), "pools by nothing"),
         ({"pooling_mode_max_tokens": True}, ("Transformer", "Pooling"), "pools by pooling_mode_max_tokens"),
         (
             {"pooling_mode": "mean", "include_prompt": False},

@@ -28,10 +28,8 @@ KINDS = ("flat", "hnsw")
 _VECTORS, _REQUEST = "vectors.faiss", "request.json"
 _NEIGHBOURS, _EF_CONSTRUCTION, _EF_SEARCH = 32, 200, 128  # of HNSW
 _SORTED_TOGETHER = 64  # batches whose texts are sorted by length, so that little is padding
-_POOLINGS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-}  # before sentence-transformers 5.4
+# Of files before sentence-transformers 5.4.
+_POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +66,12 @@ class Encoder:
             raise ValueError(f"its module {min(other)} is not supported here, only Pooling and Normalize are")
         pooling = "mean"
         for module in (modules[i] for i, kind in enumerate(kinds) if kind == "Pooling"):
-            found = self._file(f"{module['path']}/config.json")
+            found = self._file(f"{module['path']}/config.json") or {}
             old = "+".join(k for k, on in found.items() if k.startswith("pooling_mode_") and on)
             pooling = found.get("pooling_mode", _POOLINGS.get(old, old))
             if pooling not in _POOLINGS.values() or found.get("include_prompt") is False:
-                raise ValueError(
-                    f"it pools by {pooling} and include_prompt={found.get('include_prompt')}; supported "
-                    "here are mean and cls, with the prompt"
-                )
+                said = f"by {pooling or 'nothing'} and include_prompt={found.get('include_prompt')}"
+                raise ValueError(f"it pools {said}; supported here are mean and cls, with the prompt")
         prompts = (self._file("config_sentence_transformers.json") or {}).get("prompts") or {}
         return pooling, {str(name): str(prompt) for name, prompt in prompts.items() if prompt}
 
