@@ -169,6 +169,9 @@ def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_pa
         ),
         (["compare", "none"], ["none holds no run.json"]),
         (["plan", "--config-dir", "none"], ["none", "--config-dir", "No such file"]),
+        (["plan", "smoke"], ["preset=smoke"]),
+        (["train", "--preset", "smoke"], ["--preset", "preset=..."]),
+        (["train", "--algorithm=st_ppo"], ["--algorithm=st_ppo: ", " algorithm=st_ppo"]),
         (["plan", "preset=smoke", "preset=laptop"], ["preset=smoke preset=laptop", "one preset"]),
         (["plan", "pipeline.regimes.OFF_POLICY.seeds=[]"], ["preset=laptop plans no run", "no seeds"]),
         (["train-planned", "pipeline.regimes.OFF_POLICY.seeds=[]"], ["preset=laptop plans no run"]),
@@ -243,13 +246,19 @@ def test_show_writes_a_page_of_a_runs_trajectories(stppo, tmp_path):
 def test_what_can_be_chosen_is_listed(stppo):
     code, out, _ = stppo("list", "algorithms")
     assert code == 0 and re.search(r"^st_ppo +ST-PPO", out, re.M)
-    assert "smoke" in stppo("list", "presets")[1].splitlines()
+    assert re.search(r"^smoke +\w", stppo("list", "presets")[1], re.M)
     assert_one_line_error(stppo("list", "world_s"), "allowed are algorithms", "did you mean worlds?")
 
 
 @pytest.mark.parametrize(
     ("override", "near"),
-    [("algorithm=st_pp", "st_ppo"), ("training.epoch=3", "epochs"), ("trainin.epochs=3", "training")],
+    [
+        ("algorithm=st_pp", "st_ppo"),
+        ("training.epoch=3", "epochs"),
+        ("trainin.epochs=3", "training"),
+        ("device=cuda", "training.device"),
+        ("algorithm.epsilon=0.3", "algorithm.objective.clip.epsilon_low"),
+    ],
 )
 def test_a_name_that_is_nearly_right_is_followed_by_the_right_one(stppo, override, near):
     assert_one_line_error(stppo("train", "preset=smoke", override), f"did you mean {near}?")
@@ -424,7 +433,7 @@ def test_edited_class_of_ones_own_is_not_taken_for_the_same_run(started, tmp_pat
     assert "already complete" in train().stdout
     (folder / "own_cli_ratio.py").write_text(code.replace("1.0", "2.0"))
     done = train()
-    assert done.returncode == 1 and "another config or code version" in done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "the code has changed" in done.stderr.splitlines()[-1]
     assert "completed: 1 iterations" in train("--resume", "set_aside").stdout
 
 
@@ -471,6 +480,28 @@ def assert_last_line(result, part):
     code, _, err = result
     assert code == 1 and "Traceback" not in err
     assert err.splitlines()[-1].startswith("error: ") and part in err.splitlines()[-1]
+
+
+def test_a_checkpoint_of_other_settings_names_them(stppo, started):
+    arguments = ["train", *TINY, "training.iterations=1", "--out", "run"]
+    assert stppo(*arguments)[0] == 0
+    result = stppo(*arguments, "algorithm.objective.clip.epsilon_low=0.125", "training.kernels=eager")
+    assert_last_line(result, "(algorithm.objective.clip.epsilon_low = 0.2 there, 0.125 here)")
+
+
+def test_an_error_in_a_class_of_ones_own_names_its_line(stppo, started):
+    (started / "mine" / "algorithm").mkdir(parents=True)
+    (started / "mine" / "algorithm" / "mine.yaml").write_text(
+        "defaults: [turn_ppo]\nname: mine\nobjective: {ratio: {_target_: own_failing_ratio.Mine}}\n"
+    )
+    file = started / "mine" / "own_failing_ratio.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom stppo.objectives import Ratio\n\n\n"
+        "@dataclass(frozen=True)\nclass Mine(Ratio):\n"
+        "    def __call__(self, *given):\n        return {}['no such key']\n"
+    )
+    result = stppo("train", *TINY, "algorithm=mine", "training.iterations=1", "--config-dir", "mine")
+    assert_last_line(result, f"{file}, line 8: KeyError: 'no such key'")
 
 
 def test_damaged_checkpoint_is_one_line_and_set_aside_on_request(stppo, started):

@@ -128,11 +128,11 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole(room, tmp_path):
 
 def test_another_run_or_format_is_refused(tmp_path):
     save_checkpoint(tmp_path / "c", "mine", state_of(1))
-    with pytest.raises(ValueError, match=r"another config or code version \(mine, this run is yours\)"):
-        load_checkpoint(tmp_path / "c", "yours")
+    with pytest.raises(ValueError, match=r"another run \(its seed\)"):
+        load_checkpoint(tmp_path / "c", "yours", difference=lambda: "its seed")
     file = newest(tmp_path / "c") / "state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
-    with pytest.raises(ValueError, match="another config or code version"):
+    with pytest.raises(ValueError, match="format"):
         load_checkpoint(tmp_path / "c", "mine")
 
 

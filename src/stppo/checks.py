@@ -2,8 +2,9 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 
@@ -40,11 +41,13 @@ def in_range(owner: object, field: str, low: float, high: float = math.inf, low_
         raise ValueError(f"{type(owner).__name__}.{field}={value!r}: must be a number in {interval}")
 
 
-def meant(given: str, allowed: Iterable[str]) -> str:
+def meant(given: str, allowed: Iterable[str], whole: Mapping[str, str] = MappingProxyType({})) -> str:
     """What may have been meant by a name that is not among the allowed, for the end of a message; "" where
-    none is near."""
-    found = difflib.get_close_matches(given, list(allowed), 1)
-    return f"; did you mean {found[0]}?" if found else ""
+    none is near.
+
+    whole: what is said for a name, where that is more than the name."""
+    found = difflib.get_close_matches(given, list(allowed), 1, cutoff=0.7 if whole else 0.6)
+    return f"; did you mean {whole.get(found[0], found[0])}?" if found else ""
 
 
 def install(extra: str) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stppo.checks import install
-from stppo.config.files import VARIABLE, ConfigError, algorithm_name, use_config_dir
+from stppo.config.files import VARIABLE, ConfigError, algorithm_name, groups, own_config_dir, use_config_dir
 from stppo.files import printable
 from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
@@ -448,6 +448,8 @@ def train_one(loaded: LoadedRun, out: Path | None, resume: str, variant: str = "
             f"{folder}{after}"
         )
     done = f"{record['iterations']} iterations, {record['updates']} updates in {record['wall_seconds']:.0f} s"
+    if run.taken_up:
+        done += f" ({run.taken_up} iterations were in the checkpoint)"
     return f"{record['status']}: {done}, {folder}{after}"
 
 
@@ -606,20 +608,21 @@ def list_command(
     group: Annotated[str, typer.Argument(help="algorithms, worlds, presets, policies, ...")],
     config_dir: ConfigDir = None,
 ) -> None:
-    """Name what can be chosen, a line each; algorithms with what figures call them.
+    """Name what can be chosen, a line each, and say what it is.
 
     Example: `stppo list algorithms`
     """
     from stppo.checks import meant
     from stppo.config.algorithms import look
-    from stppo.config.files import groups, options
+    from stppo.config.files import about, options
 
     known = {"policies" if name == "policy" else f"{name}s": name for name in groups()}
     name = known.get(group, group)
     if name not in known.values():
         raise ValueError(f"{group}: allowed are {', '.join(known)}{meant(group, known)}")
     for option in options(name):
-        typer.echo(f"{option:<22}{look(option).label}" if name == "algorithm" else option)
+        said = look(option).label if name == "algorithm" else about(name, option)
+        typer.echo(f"{option:<22}{said}".rstrip())
 
 
 @app.command()
@@ -935,6 +938,10 @@ def main() -> None:
         empty = [option for option, value in itertools.pairwise(sys.argv) if not value]
         if set(empty) - _MAY_BE_EMPTY or "--out=" in sys.argv:
             raise ValueError("an argument is empty, perhaps an unset variable of the shell")
+        for option in sys.argv[1:]:
+            name, _, value = option.removeprefix("--").partition("=")
+            if option.startswith("--") and name in groups():
+                raise ValueError(f"{option}: settings have no dashes: {name}={value or '...'}")
         app()
     except Exception as error:
         if os.environ.get("STPPO_DEBUG"):
@@ -943,9 +950,24 @@ def main() -> None:
         message = printable(message, _MOST_OF_AN_ERROR) or type(error).__name__
         if not isinstance(error, _EXPECTED) or isinstance(error, _UNFORESEEN):
             kind, file = type(error).__name__, _report_file(error)
-            message = f"unexpected {kind}: {message[:300]}; please report it with {file}"
+            if place := _own_line(error):
+                message = f"{place}: {kind}: {message[:300]}; {file} says how it came there"
+            else:
+                message = f"unexpected {kind}: {message[:300]}; please report it with {file}"
         typer.echo(f"error: {message}", err=True)
         raise SystemExit(1) from None
+
+
+def _own_line(error: Exception) -> str:
+    """FILE, line N of the user's own folder of configs, where an error was raised below it; "" elsewhere."""
+    own = own_config_dir()
+    frames = traceback.extract_tb(error.__traceback__) if own else []
+    mine = [
+        f"{frame.filename}, line {frame.lineno}"
+        for frame in frames
+        if Path(frame.filename).is_relative_to(own)
+    ]
+    return mine[-1] if mine else ""
 
 
 def _report_file(error: Exception) -> Path:

@@ -138,9 +138,7 @@ def two_writers(stage: Stage, rng: random.Random) -> None:
     codes = [writer.returncode for writer in writers]
     refused = [s for s, code in zip(said, codes, strict=True) if code]
     # Where the second began after the first had ended, it is told of the other's checkpoint.
-    assert codes.count(0) == 1 and (
-        "is in use by" in refused[0] or "belongs to another config" in refused[0]
-    ), said
+    assert codes.count(0) == 1 and ("is in use by" in refused[0] or "is of another run" in refused[0]), said
     recorded = json.loads((folder / "run.json").read_text())["algorithm"]
     configured = yaml.safe_load((folder / "config.yaml").read_text())["algorithm"]["name"]
     assert recorded == configured == names[codes.index(0)]

@@ -37,6 +37,7 @@ def compose(overrides: list[str] | None = None) -> Config:
     Groups also have the options of your own folder (`config_files.own_config_dir`). Raises ConfigError for an
     unknown group option, key or malformed override, and for a YAML file that cannot be read."""
     overrides, own = list(overrides or []), config_files.own_config_dir()
+    _refuse_bare(overrides)
     for override in overrides:
         group, _, value = override.partition("=")
         if _is_group(group) and value and value not in options(group):
@@ -65,6 +66,15 @@ def compose(overrides: list[str] | None = None) -> Config:
         lines = [line for line in lines if line != "Config search path:"]
         cause = [str(error.__cause__).splitlines()[0]] if error.__cause__ else []
         raise ConfigError(" | ".join(dict.fromkeys(lines[:2] + cause))) from error
+
+
+def _refuse_bare(overrides: list[str]) -> None:
+    """Raise ConfigError for an override without a key."""
+    for override in overrides:
+        if "=" not in override and not override.startswith("~"):
+            of = [group for group in config_files.groups() if override in options(group)]
+            example = f"{of[0] if of else 'algorithm'}={override}"
+            raise ConfigError(f"{override}: an override has the form key=value, e.g. {example}")
 
 
 def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None) -> None:
@@ -134,7 +144,7 @@ def _is_group(name: str) -> bool:
 
 def _refuse_unknown_key(key: str, overrides: list[str]) -> None:
     """Raise ConfigError with the keys allowed in place of `key`; Hydra would advise to append it anyway."""
-    node = compose([override for override in overrides if _is_group(override.partition("=")[0])])
+    whole = node = compose([override for override in overrides if _is_group(override.partition("=")[0])])
     for part in key.split("."):
         if isinstance(node, dict) and part in node:
             node = node[part]
@@ -143,7 +153,9 @@ def _refuse_unknown_key(key: str, overrides: list[str]) -> None:
             if part in _known_keys(node, key):
                 raise ConfigError(f"{key} is not set by what was chosen; write +{key}=... to set it")
             names = [name for name in node if name != "_target_"]
-            raise ConfigError(f"{key}: unknown key; allowed: {', '.join(names)}{meant(part, names)}")
+            places = {k.rpartition(".")[2]: k for k, _ in reversed(list(config_files.dotted(whole)))}
+            hint = meant(part, names) or meant(part, places, places)
+            raise ConfigError(f"{key}: unknown key; allowed: {', '.join(names)}{hint}")
         return  # an open mapping such as warm_start.noise: Hydra's advice is right
 
 
@@ -176,9 +188,7 @@ MOST_RUNS = 10_000  # of one sweep
 
 def expand_sweep(overrides: list[str]) -> list[list[str]]:
     """Hydra's multirun syntax, `seed=0,1 algorithm=token_ppo,st_ppo`, as a list of override lists."""
-    for override in overrides:
-        if "=" not in override and not override.startswith("~"):
-            raise ConfigError(f"{override}: an override has the form key=value, e.g. algorithm={override}")
+    _refuse_bare(overrides)
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:

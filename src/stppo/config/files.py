@@ -3,9 +3,12 @@ torch."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,3 +222,21 @@ def value(content: Any, keys: list[str]) -> Any:
     for key in keys:
         content = content.get(key) if isinstance(content, dict) else None
     return content
+
+
+def dotted(content: Config, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and values of a config and of its sections, as overrides name them: training, training.epochs,
+    ..."""
+    for key, inner in content.items():
+        yield above + str(key), inner
+        if isinstance(inner, dict):
+            yield from dotted(inner, f"{above}{key}.")
+
+
+def about(group: str, name: str) -> str:
+    """The first sentence of the comment that an option's file begins with; "" where it has none."""
+    file = {file.stem: file for file in option_files(group)}[name]
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.lstrip("# ") for line in comment if "@package" not in line)
+    return re.split(r"(?<=[.?])\s", text, maxsplit=1)[0].rstrip(".")

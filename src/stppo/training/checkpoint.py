@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +98,19 @@ def save_checkpoint(folder: Path, fingerprint: str, state: dict[str, Any]) -> No
             shutil.rmtree(earlier)
 
 
-def load_checkpoint(folder: Path, fingerprint: str, needed: Collection[str] = ()) -> dict[str, Any] | None:
+def load_checkpoint(
+    folder: Path,
+    fingerprint: str,
+    needed: Collection[str] = (),
+    difference: Callable[[], str] = lambda: "another config or code",
+) -> dict[str, Any] | None:
     """The saved state, tensors on the CPU; None where nothing was saved.
 
-    needed: parts that it must have. Raises ValueError, naming the file and the remedy, where it is damaged or
+    needed: parts that it must have. difference: says what the run that wrote it differs by, where its
+    fingerprint is another. Raises ValueError, naming the file and the remedy, where it is damaged or
     was written by a run with another config or other code; nothing is deleted."""
     if (earlier := folder.parent / EARLIER_FILE).exists():
-        raise ValueError(f"checkpoint {earlier} is of an earlier version's format; {_REMEDY}")
+        raise ValueError(f"checkpoint {earlier} is of another version's format; {_REMEDY}")
     if (path := newest(folder)) is None:
         return None
     try:
@@ -112,10 +118,12 @@ def load_checkpoint(folder: Path, fingerprint: str, needed: Collection[str] = ()
         written_by, form, parts = content["fingerprint"], content["format"], dict(content["state"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} cannot be read ({type(error).__name__}); {_REMEDY}") from error
-    if form != FORMAT or written_by != fingerprint:
+    if form != FORMAT:
+        raise ValueError(f"checkpoint {path} is of another version's format; {_REMEDY}")
+    if written_by != fingerprint:
         raise ValueError(
-            f"checkpoint {path} belongs to another config or code version ({written_by}, this run is "
-            f"{fingerprint}); {_REMEDY}, or choose another folder with --out"
+            f"checkpoint {path} is of another run ({difference()}); {_REMEDY}, or choose another folder with "
+            "--out"
         )
     if missing := [name for name in needed if name not in parts]:
         raise ValueError(f"checkpoint {path} lacks {missing[0]}; {_REMEDY}")

@@ -11,7 +11,8 @@ import torch
 import yaml
 from tqdm.auto import tqdm
 
-from stppo.config.identity import code_of, fingerprint, targets
+from stppo.config.files import dotted
+from stppo.config.identity import code_of, fingerprint, identity_section, targets
 from stppo.config.loading import LoadedRun
 from stppo.config.planned import label_of
 from stppo.config.provenance import environment
@@ -257,12 +258,30 @@ class Run:
         """The checkpoint's state, tensors on the CPU; None where the run begins. See `train` for the mode."""
         if mode != "never":
             try:
-                return load_checkpoint(self.folder / CHECKPOINT_DIR, self.fingerprint, self._state())
+                return load_checkpoint(
+                    self.folder / CHECKPOINT_DIR, self.fingerprint, self._state(), self._difference
+                )
             except ValueError as error:
                 if mode != "set_aside":
                     raise
                 log.warning("%s", error)
         return None
+
+    def _difference(self) -> str:
+        """What the run whose files are in the folder differs from this one by, for a message."""
+        try:
+            theirs = yaml.safe_load((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            code = parse_json((self.folder / RUN_FILE).read_bytes()).get("code_hash")
+            old, new = (dict(dotted(identity_section(config))) for config in (theirs, self.config))
+        except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError):
+            return "another config or code"
+        keys = [k for k, v in {**old, **new}.items() if old.get(k) != new.get(k) and not isinstance(v, dict)]
+        said = [f"{key} = {old.get(key)!r} there, {new.get(key)!r} here" for key in keys[:3]]
+        if len(keys) > 3:
+            said.append(f"and {len(keys) - 3} settings more")
+        if code != self.code_hash:
+            said.append("the code has changed")
+        return "; ".join(said) or "its warm start or a file that it reads has changed"
 
     def _ended(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
         """The record of this very run, by config and code, where it is completed, or where a number that is
