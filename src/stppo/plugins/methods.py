@@ -222,6 +222,11 @@ def _offered(host: str, name: str) -> Options:
     return Options(f"TurnGRPOConfig({line})", "; ".join(filter(None, (but, groups, penalty))))
 
 
+def more_than_a_loss(name: str) -> str | None:
+    """What of a method no host's loss can do; None where the loss is the whole method."""
+    return _MORE_THAN_A_LOSS.get(name)
+
+
 def why_not(host: str, name: str) -> str | None:
     """Why `host` is not offered the algorithm `name`; None where it is, and for names that are none of
     ours."""

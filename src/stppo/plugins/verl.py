@@ -108,6 +108,7 @@ from stppo.objectives import (
 )
 from stppo.objectives.rivals import KeepLikelihood, StandardisedByTurn
 from stppo.plugins import VERL_LOSSES, methods, require_host
+from stppo.plugins.losses import METRICS, evaluate, weights_of
 from stppo.trajectories import Layout
 
 require_host("verl")
@@ -251,10 +252,9 @@ def policy_loss(
     mask, log_prob, old_log_prob, advantages = (
         value[rows] for value in (mask, log_prob, old_log_prob, advantages)
     )
-    # Half precision cannot sum a turn: in bfloat16, 256 + 1 is 256.
-    log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
     layout = Layout.of(mask)
-    factor = torch.ones_like(layout.rows, dtype=log_prob.dtype)  # on top of the weights of `loss_agg_mode`
+    factor = torch.ones_like(layout.rows, dtype=dtype)  # on top of the weights of `loss_agg_mode`
     if rollout_is_weights is not None:
         off_mask = rollout_is_weights[rows].masked_fill(mask, 0.0)
         factor = factor * layout.gather(rollout_is_weights[rows].detach())
@@ -263,24 +263,17 @@ def policy_loss(
             raise ValueError(_HOLES.format("rollout_is_weights are non-zero on tokens off response_mask"))
         _refuse_holes(layout, options.min_observation_tokens)
     if objective.loss_aggregation == "turn_mean":
-        by_turn, by_token = (
-            loss_weights(mask, to, log_prob.dtype) for to in ("turn_mean", "trajectory_mean")
-        )
+        by_turn, by_token = (loss_weights(mask, to, dtype) for to in ("turn_mean", "trajectory_mean"))
         factor = factor * layout.gather(by_turn) / layout.gather(by_token)
 
     info = dict(config.get("global_batch_info") or {})
     if loss_agg_mode == "seq-mean-token-sum-norm" and info.get("loss_scale_factor") is None:
         _warn_of_moving_scale()
-    weights = layout.gather(_weights(mask, loss_agg_mode, info, log_prob.dtype)) * factor
-    behaviour = layout.gather(old_log_prob)
-    log_ratio = layout.gather(log_prob) - behaviour
-    if not log_ratio.requires_grad:  # the norm below looks at a gradient
-        log_ratio = log_ratio.detach().requires_grad_()
-    found = objective.evaluate(log_ratio, layout.gather(advantages), layout, None, behaviour, weights=weights)
-    (bias,) = torch.autograd.grad(found.bias_surrogate, log_ratio, retain_graph=True)
-    norm = float(bias.norm()) / info.get("dp_size", 1)  # the ranks' gradients are averaged
-    norm *= math.sqrt(_micro_batches(loss_agg_mode, info, n_rows, len(layout.rows)))
-    divisor = objective.stabilizer.divisor(norm)
+    weights = weights_of(lambda terms: agg_loss(terms, mask, loss_agg_mode, **info), mask.to(dtype))
+    scale = math.sqrt(_micro_batches(loss_agg_mode, info, n_rows, len(layout.rows)))
+    scale /= info.get("dp_size", 1)  # the ranks' gradients are averaged
+    given = (log_prob, old_log_prob, advantages, layout, layout.gather(weights) * factor)
+    found, norm, divisor = evaluate(objective, *given, scale)
     loss, penalty = found.ppo_loss / divisor, found.penalty
     if penalty is not None:  # a mean over tokens, or made of trajectories' means, whatever the mode
         each, counted, mode = penalty.expand(len(mask), 1), mask.any(1, keepdim=True), "seq-mean-token-sum"
@@ -319,15 +312,8 @@ def _warn_of_moving_scale() -> None:
 
 
 # verl's name -> ours (stppo.objectives.diagnostics); verl averages each over micro-batches and ranks.
-_METRICS = {
-    "actor/pg_clipfrac": "clip_fraction",  # share of agent tokens whose term is clipped
-    "actor/ppo_kl": "kl_behaviour_k1",
-    "actor/clip_fraction_turn": "turn_fully_clipped_fraction",  # share of turns clipped as a whole
-    "actor/out_of_range_fraction": "out_of_range_fraction",
-    "actor/out_of_range_fraction_token": "out_of_range_fraction_token",
-    "actor/ratio_mean_turn": "ratio_mean_turn",
-    "actor/ratio_mean_token": "ratio_mean_token",
-}
+_VERLS = {"clip_fraction": "pg_clipfrac", "kl_behaviour": "ppo_kl"}
+_METRICS = {f"actor/{_VERLS.get(name, name)}": source for name, source in METRICS.items()}
 _NO_METRICS = {name: 1.0 if "ratio_mean" in name else 0.0 for name in _METRICS} | {
     "actor/turns_per_trajectory": 0.0,
     "actor/clipping_bias_norm_logprob": 0.0,
@@ -344,13 +330,6 @@ def _clip_range(config: Any) -> tuple[float, float]:
     both = config.clip_ratio
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return both if low is None else low, both if high is None else high
-
-
-def _weights(mask: Tensor, mode: str, info: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    """(B, T) weight of each term in verl's own aggregation, which is linear in the terms."""
-    with torch.enable_grad():
-        terms = torch.zeros(mask.shape, dtype=dtype, device=mask.device, requires_grad=True)
-        return torch.autograd.grad(agg_loss(terms, mask, mode, **info), terms)[0]
 
 
 def _micro_batches(mode: str, info: Mapping[str, Any], n_rows: int, n_tokens: int) -> float:
