@@ -290,6 +290,27 @@ def test_lost_is_what_lies_between_peak_and_end():
     assert 0.7 < row["peak"] <= 0.8
 
 
+def test_the_best_elsewhere_is_chosen_by_final_success_and_judged_by_the_column():
+    """In world 1 arm b ends highest and a does in the others, so there a's greedy number counts."""
+    final = {
+        "a": {1: 0.1, 2: 0.9, 3: 0.9, 4: 0.9},
+        "b": {1: 0.9, 2: 0.1, 3: 0.1, 4: 0.1},
+        "c": dict.fromkeys((1, 2, 3, 4), 0.2),
+    }
+    runs = make({arm: final[arm] for arm in final})
+    asked = {"best_elsewhere": [["a", "b"], ["c"]], "column": "final", "above": 0}
+    (verdict,) = evaluate(runs, ledger(("S1", [asked])), {}, {})
+    # Without world 1 a has .9 on average. Without another, a .63 and b .37: a everywhere.
+    assert verdict.checks[0].estimate.value == pytest.approx((0.1 + 3 * 0.9) / 4 - 0.2)
+    (alone,) = evaluate(
+        make({"a": {1: 0.5}, "c": {1: 0.2}}),
+        ledger(("S1", [asked | {"best_elsewhere": [["a"], ["c"]]}])),
+        {},
+        {},
+    )
+    assert alone.verdict == "not asked" and "worlds in common" in alone.checks[0].outcome
+
+
 # ---- the shipped ledger -------------------------------------------------------------------------
 
 
@@ -361,4 +382,6 @@ def test_entries_of_the_divisors_trial_err_no_more_than_they_are_told_to():
     behind = Counter(entry.gate for entry in shipped.claims if entry.gate)
     assert set(behind.values()) == {1}, "an entry without a gate frees its share for one behind it"
     levels = {entry.id[0]: shipped.level(entry) for entry in shipped.claims}
-    assert levels == pytest.approx({"D": 1 - 0.05 / 12, "G": 0.95, "N": 0.95, "H": 0.95})
+    assert levels == pytest.approx(
+        {"D": 1 - 0.05 / 12, "S": 0.975, "W": 0.95, "G": 0.95, "N": 0.95, "H": 0.95}
+    )

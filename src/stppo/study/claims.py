@@ -2,8 +2,9 @@
 `evaluate` what runs show.
 
 An entry is a sentence with conditions. A condition names one number per run (`stppo.study.measures`) of arms
-and a threshold: `mean` of an arm, `difference` of two arms, or `main_effect` of a factor of a factorial
-group. Its interval is over worlds, paired (`stppo.stats`). An entry is
+and a threshold: `mean` of an arm, `difference` of two arms, `best_elsewhere` of two lists of arms (their
+difference, each in every world the one that ends highest in the others), or `main_effect` of a factor of a
+factorial group. Its interval is over worlds, paired (`stppo.stats`). An entry is
 
 - *supported* if the joint interval of every condition lies wholly beyond its threshold,
 - *not supported* if that of some condition lies wholly on the other side (widened so that m chances to fail
@@ -46,6 +47,7 @@ from stppo.record.runs import Metrics
 from stppo.stats import Estimate, fewest_worlds, joint_level
 from stppo.study import arms
 from stppo.study.arms import MAIN, Group
+from stppo.study.elsewhere import best_elsewhere
 from stppo.study.measures import COLUMNS, SHARES, per_run
 from stppo.study.questions import questions_figure
 
@@ -68,6 +70,7 @@ class Condition(_Section):
     column: str
     mean: str | None = None
     difference: tuple[str, str] | None = None  # the first minus the second
+    best_elsewhere: tuple[tuple[str, ...], tuple[str, ...]] | None = None  # the first less the second
     main_effect: str | None = None  # GROUP.FACTOR
     above: float | None = None
     below: float | None = None
@@ -76,8 +79,9 @@ class Condition(_Section):
     def _is_complete(self) -> Condition:
         if self.column not in COLUMNS:
             raise ValueError(f"column {self.column} is unknown; known: {', '.join(COLUMNS)}")
-        if sum(of is not None for of in (self.mean, self.difference, self.main_effect)) != 1:
-            raise ValueError("one of mean, difference and main_effect is needed")
+        asked = (self.mean, self.difference, self.best_elsewhere, self.main_effect)
+        if sum(of is not None for of in asked) != 1:
+            raise ValueError("one of mean, difference, best_elsewhere and main_effect is needed")
         if (self.above is None) == (self.below is None):
             raise ValueError("one of above and below is needed")
         return self
@@ -99,7 +103,8 @@ class Condition(_Section):
         return self.above - low if self.above is not None else high - self.below
 
     def weights(self, groups: Mapping[str, Group]) -> dict[tuple[str, str], float]:
-        """(regime, arm) -> weight of its mean in the number that is asked for."""
+        """(regime, arm) -> weight of its mean in the number that is asked for; of `best_elsewhere`, if it is
+        chosen."""
         if self.main_effect is not None:
             name, _, factor = self.main_effect.partition(".")
             if name not in groups:
@@ -108,7 +113,11 @@ class Condition(_Section):
                 )
             effect = groups[name].main_effect(factor)
             return {(groups[name].regimes[0], arm): weight for arm, weight in effect.items()}
-        named = {self.mean: 1.0} if self.mean else dict(zip(self.difference, (1.0, -1.0), strict=True))
+        if self.best_elsewhere is not None:
+            ours, theirs = self.best_elsewhere
+            named = dict.fromkeys(ours, 1.0) | dict.fromkeys(theirs, -1.0)
+        else:
+            named = {self.mean: 1.0} if self.mean else dict(zip(self.difference, (1.0, -1.0), strict=True))
         return {tuple(arm.rsplit("/", 1)) if "/" in arm else (MAIN, arm): w for arm, w in named.items()}
 
 
@@ -244,13 +253,24 @@ def _check(
         return Check(condition, words, None, f"no runs of {', '.join(absent)}")
     short = any(len(runs[arm]) < planned.get("/".join(arm), 0) for arm in weights)
     values = [stats.by_world(runs[arm], column) for arm in weights]
+    signs = list(weights.values())
+    if condition.best_elsewhere:
+        words = f"{column}: " + " − ".join(f"best of {', '.join(s)}" for s in condition.best_elsewhere)
+        first = len(condition.best_elsewhere[0])
+        ends = [stats.by_world(runs[arm], "final") for arm in weights]
+        sides = (values[:first], ends[:first]), (values[first:], ends[first:])
+        try:
+            values = [best_elsewhere(*side) for side in sides]
+        except ValueError as error:
+            return Check(condition, words, None, str(error), short)
+        signs = [1.0, -1.0]
     try:
         bounds = (0.0, 1.0) if column in SHARES else None
-        estimate = stats.contrast(values, list(weights.values()), bounds)
+        estimate = stats.contrast(values, signs, bounds)
     except ValueError:
         return Check(condition, words, None, f"no world in which all have {column}", short)
     outcome, missed = _outcome(condition, estimate, level, n_conditions)
-    middle = math.nan if column in SHARES else _median(values, list(weights.values()))
+    middle = math.nan if column in SHARES else _median(values, signs)
     return Check(condition, words, estimate, outcome, short, middle, missed)
 
 
