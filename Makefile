@@ -15,7 +15,7 @@ export JUPYTER_DEFAULT_PROVISIONER_NAME := stppo-preloaded
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1) || \
 	{ echo 'No virtual environment: on Debian or Ubuntu run `sudo apt install python3-venv`, then make again.' >&2; exit 1; }
 
-.PHONY: setup lock lock-engines all gallery docs test test-all test-engines chaos bench
+.PHONY: setup lock lock-engines all gallery docs test test-all test-engines chaos bench gpu
 
 setup: $(VENV)/.installed
 
@@ -96,6 +96,13 @@ chaos: setup
 	mkdir -p results
 	python -m tests.chaos.run --seconds $(CHAOS_SECONDS) --json results/chaos.json
 CHAOS_SECONDS ?= 1200
+
+# What only a GPU can say: eight minutes on one card, tables in results/gpu. No set-up: torch and transformers as they are there.
+gpu:
+	mkdir -p results/gpu
+	cd benchmarks && PYTHONPATH=../src$${PYTHONPATH:+:$$PYTHONPATH} python3 gpu.py --minutes $(GPU_MINUTES) --out $(abspath $(GPU_OUT))
+GPU_MINUTES ?= 8
+GPU_OUT ?= results/gpu
 
 bench: setup
 	mkdir -p results/speed

@@ -48,6 +48,25 @@ def test_speed_and_memory(barely_trained, tmp_path):
 
 
 @pytest.mark.slow
+def test_what_a_gpu_would_say_in_miniature(barely_trained, tmp_path):
+    """Here the GPU's column is a second CPU's, so all differences are rounding."""
+    command = [sys.executable, ROOT / "benchmarks/gpu.py", "--quick", "--out", tmp_path, "--minutes", "3"]
+    found = subprocess.run(
+        [*command, "--warm-start", str(barely_trained), *TINY], cwd=ROOT, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    tables = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["tables"]
+    assert [row["algorithm"] for row in tables["One iteration by phase"]] == ["token_ppo", "st_ppo"]
+    for title in (
+        "Arithmetic, the policy that was trained",
+        "Arithmetic, random weights of SmolLM2-135M's shape",
+    ):
+        by_way = {row["computed"]: float(row["largest"]) for row in tables[title]}
+        assert by_way["CPU, float32, each row alone"] < 1e-3 < by_way["CPU, bfloat16"] < 1
+    assert (tmp_path / "metrics/runs.json").is_file()
+
+
+@pytest.mark.slow
 def test_compiled_against_eager(barely_trained, tmp_path):
     try:
         compiled_library(SOURCE)

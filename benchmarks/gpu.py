@@ -1,0 +1,324 @@
+"""What only a GPU can say: `make gpu`, eight minutes on one card, or `python benchmarks/gpu.py --quick` on a CPU.
+
+1. Training: a warm start of `preset=workstation`, then token PPO and ST-PPO for as long as `--minutes` allow, recorded as any
+   run. Seconds by phase, trained tokens a second, their share of what a large product reaches on this card, and peak memory
+   against the estimate of `stppo preflight`.
+2. Arithmetic: log-probs of the same tokens under the same weights, computed in other ways, against a CPU in float32. How many
+   tokens, turns and trajectories leave [.8, 1.2] from that alone: so much of "off-policy" no training has caused. For the
+   policy of 1, and for random weights of SmolLM2-135M's shape.
+
+Needs torch 2.11 and transformers 5.17 or newer; nothing is downloaded.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from run import Table, markdown, provenance
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from stppo.config.composition import compose
+from stppo.config.loading import load
+from stppo.objectives import Ratio
+from stppo.policy.compute import body_of, computing, place
+from stppo.policy.policy import score
+from stppo.preflight.check import preflight
+from stppo.record.runs import collect
+from stppo.training.run import Run
+from stppo.training.warm_start import ensure_warm_start
+from stppo.trajectories import Trajectories
+
+GIB = 2**30
+ALGORITHMS = ("token_ppo", "st_ppo")
+SMOLLM2 = dict(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
+SMOLLM2 |= dict(intermediate_size=1536, vocab_size=49152, max_position_embeddings=2048)
+TINY = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3)
+TINY |= dict(intermediate_size=64, vocab_size=512, max_position_embeddings=256)
+SEGMENTS = {
+    "tokens": Ratio("token"),
+    "turns": Ratio("turn"),
+    "turns, product": Ratio("turn", "product"),
+    "trajectories": Ratio("sequence"),
+    "trajectories, product": Ratio("sequence", "product"),
+}
+
+
+# ---- 1. training --------------------------------------------------------------------------------
+
+
+class OutOfTime(BaseException):
+    """As Ctrl-C: the run stops in order, with its last checkpoint."""
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Interrupts what is inside after so many seconds."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(1.0, seconds))
+    try:
+        yield
+    except OutOfTime:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def large_product(device: torch.device) -> float:
+    """Floating-point operations a second of a large product, in bfloat16 on a GPU."""
+    n, kind = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    a, b = (torch.randn(n, n, device=device, dtype=kind) for _ in range(2))
+    best = min(seconds_of(lambda: a @ b, device) for _ in range(10))
+    return 2.0 * n**3 / best
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def made_in_time(overrides: list[str], seconds: float) -> Path | None:
+    """The warm start, made where none is cached; None, and a line, where it does not succeed in time."""
+    found = None
+    try:
+        with at_most(seconds):
+            found = ensure_warm_start(load(compose(overrides)))
+    except ValueError as error:
+        print(error, flush=True)
+    if found is None:
+        print("no warm start in time: nothing is trained", flush=True)
+    return found
+
+
+def phases(run: Run, reached: float) -> dict[str, str]:
+    """Medians over the iterations but the first of a run, which warms up."""
+    updates = [row for row in run.trainer.update_rows if row["iteration"] > 1] or run.trainer.update_rows
+    batch = run.trainer.queue[0].trajectories
+    training = run.settings.training
+    tokens = float(batch.lengths.sum()) * training.epochs
+    by_iteration: dict[int, list[dict]] = {}
+    for row in updates:
+        by_iteration.setdefault(row["iteration"], []).append(row)
+    middle = len(by_iteration) // 2
+    update = sorted(sum(row["seconds_update"] for row in rows) for rows in by_iteration.values())[middle]
+    parts = {
+        name: sorted(rows[0][f"seconds_{name}"] for rows in by_iteration.values())[middle]
+        for name in ("rollout", "scoring", "critic")
+    }
+    parameters = sum(p.numel() for p in run.trainer.parameters)
+    share = 6.0 * parameters * tokens / update / reached
+    return {
+        "algorithm": run.settings.algorithm.name,
+        "iterations": str(run.trainer.iteration),
+        **{f"{name}, s": f"{seconds:.2f}" for name, seconds in parts.items()},
+        "updates, s": f"{update:.2f}",
+        "tokens a second in updates": f"{tokens / update:,.0f}",
+        "share of a large product's speed": f"{share:.1%}",
+    }
+
+
+def memory(overrides: list[str], peaks: dict[str, float]) -> Table:
+    """Peak GiB of each algorithm's run against the larger phase of its estimate."""
+    rows = []
+    for algorithm, peak in peaks.items():
+        estimated = preflight([*overrides, f"algorithm={algorithm}"]).estimate.phases
+        most = max(sum(parts.values()) for name, parts in estimated.items() if name != "warm start") / GIB
+        row = {"algorithm": algorithm, "estimated GiB": f"{most:.2f}", "peak GiB": f"{peak:.2f}"}
+        rows.append(row | {"estimated / peak": f"{most / peak:.2f}" if peak else "–"})
+    return rows
+
+
+# ---- 2. arithmetic ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """How log-probs are computed. weights, computing: types of both; rows: scored together; 0: all."""
+
+    device: str
+    weights: str = "float32"
+    computing: str = "float32"
+    attention: str = "sdpa"
+    rows: int = 0
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.device.upper(), self.computing]
+        parts += [f"weights {self.weights}"] * (self.weights != "float32")
+        parts += [self.attention] * (self.attention != "sdpa")
+        parts += ["each row alone"] * (self.rows == 1) + ["compiled"] * self.compiled
+        return ", ".join(parts)
+
+
+def ways(device: str) -> list[Way]:
+    """All that is compared with the CPU in float32."""
+    half = dict(computing="bfloat16")
+    found = [Way("cpu", rows=1), Way("cpu", attention="eager"), Way("cpu", **half)]
+    if device != "cpu":
+        found += [Way(device), Way(device, rows=1), Way(device, attention="eager"), Way(device, **half)]
+    found += [Way(device, rows=1, **half), Way(device, weights="bfloat16", **half)]
+    return [*found, Way(device, attention="eager", **half), Way(device, compiled=True, **half)]
+
+
+@torch.no_grad()
+def logprobs(policy: PreTrainedModel, batch: Trajectories, way: Way) -> Tensor:
+    """(N,) log-probs of the agent's tokens, float64 on the CPU."""
+    model = copy.deepcopy(policy)
+    model.set_attn_implementation(way.attention)
+    place(model, torch.device(way.device), way.computing)
+    if way.weights == "bfloat16":
+        model.to(torch.bfloat16)
+    if way.compiled:
+        body_of(model).forward = torch.compile(body_of(model).forward, dynamic=True)
+    size = way.rows or len(batch)
+    parts = torch.arange(len(batch)).split(size)
+    found = torch.zeros(batch.tokens.shape, dtype=torch.float64)
+    for rows in parts:
+        part = batch.select(rows)
+        with computing(body_of(model)):
+            scored = score(model, part).logprobs.double().cpu()
+        found[rows, : scored.shape[1]] = scored
+    return batch.layout.gather(found)
+
+
+def differences(policy: PreTrainedModel, batch: Trajectories, device: str) -> Table:
+    """A row a way: differences of log-probs from the CPU's in float32, and shares of ratios outside [.8, 1.2]."""
+    base = logprobs(policy, batch, Way("cpu"))
+    rows = []
+    for way in ways(device):
+        off = logprobs(policy, batch, way) - base
+        row = {"computed": way.name, "mean |difference|, nats": f"{off.abs().mean():.1e}"}
+        row["largest"] = f"{off.abs().max():.1e}"
+        for name, ratio in SEGMENTS.items():
+            value = ratio(off, batch.layout)
+            row[f"{name} outside [.8, 1.2]"] = f"{((value < 0.8) | (value > 1.2)).double().mean():.2%}"
+        rows.append(row)
+    return rows
+
+
+def random_policy(shape: dict[str, int]) -> PreTrainedModel:
+    """A Llama with random weights, its output layer scaled so that a token's entropy is about one nat."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", tie_word_embeddings=False, **shape)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    with torch.no_grad():
+        ids = torch.randint(shape["vocab_size"], (4, 32))
+        scale = 1.0
+        while True:
+            logits = scale * model(ids).logits
+            entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
+            if entropy < 1.0:
+                break
+            scale *= 1.1
+        model.get_output_embeddings().weight.mul_(scale)
+    return model
+
+
+@torch.no_grad()
+def written(policy: PreTrainedModel, device: str, rows: int = 64) -> Trajectories:
+    """Trajectories that a policy has written from random prompts: two turns of 20 and 12 tokens in 132, as SmolLM2's."""
+    torch.manual_seed(1)
+    prompt, length = torch.randint(policy.config.vocab_size, (rows, 40)), 132
+    tokens = policy.to(device).generate(
+        prompt.to(device), do_sample=True, min_new_tokens=length - 40, max_new_tokens=length - 40
+    )
+    policy.cpu()
+    mask = torch.zeros(rows, length, dtype=torch.bool)
+    mask[:, 40:60] = mask[:, 115:127] = True
+    return Trajectories(
+        tokens=tokens.cpu(),
+        lengths=torch.full((rows,), length),
+        agent_mask=mask,
+        behaviour_logprobs=torch.zeros(rows, length),
+        rewards=torch.zeros(rows, length),
+        group_ids=torch.arange(rows),
+        policy_updates=torch.zeros(rows, dtype=torch.int64),
+    )
+
+
+# ---- both ---------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="of everything")
+    parser.add_argument("--out", type=Path, default=Path("results/gpu"))
+    parser.add_argument("--quick", action="store_true", help="the smallest sizes, on the CPU")
+    parser.add_argument("--warm-start", type=Path, help="its folder; default: made, or as cached")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args()
+    end = time.monotonic() + 60 * given.minutes
+    if not given.quick and not torch.cuda.is_available():
+        raise SystemExit("no GPU is here; --quick tries everything on the CPU, at the smallest sizes")
+    device = "cpu" if given.quick else "cuda"
+    preset = "smoke" if given.quick else "workstation"
+    overrides = [f"preset={preset}", *["training.kernels=eager"] * given.quick, *given.overrides]
+    given.out.mkdir(parents=True, exist_ok=True)
+    tables: dict[str, Table] = {}
+
+    def keep() -> None:
+        content = {"provenance": provenance() | {"card": card(device)}, "tables": tables}
+        (given.out / "gpu.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+    reached, folders, peaks = large_product(torch.device(device)), [], {}
+    start = given.warm_start or made_in_time(
+        [*overrides, "algorithm=token_ppo"], 0.4 * (end - time.monotonic())
+    )
+    for algorithm in ALGORITHMS if start else ():
+        run = Run(
+            load(compose([*overrides, f"algorithm={algorithm}"])), given.out / "runs" / algorithm, start
+        )
+        folders.append(run.folder)
+        with at_most(0.35 * (end - time.monotonic())):  # the rest is the second table's
+            run.train()
+        if not run.trainer.queue:
+            run.trainer.queue.append(run.trainer.sample())
+        tables.setdefault("One iteration by phase", []).append(phases(run, reached))
+        peaks[algorithm] = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
+        tables["Memory"] = memory(overrides, peaks)
+        keep()
+    if start:
+        policy, queued = run.trainer.policy.cpu(), run.trainer.queue[0].trajectories
+        fresh = queued.select(range(min(64, len(queued))))
+        tables["Arithmetic, the policy that was trained"] = differences(policy, fresh, device)
+        collect([folder for folder in folders if (folder / "run.json").is_file()], given.out / "metrics")
+        keep()
+    shaped = random_policy(TINY if given.quick else SMOLLM2)
+    fresh = written(shaped, device, 4 if given.quick else 64)
+    tables["Arithmetic, random weights of SmolLM2-135M's shape"] = differences(shaped, fresh, device)
+    keep()
+    for title, rows in tables.items():
+        print(markdown(title, rows), flush=True)
+
+
+def card(device: str) -> dict[str, str]:
+    """Name, driver and CUDA of the card."""
+    if device == "cpu":
+        return {"name": "none"}
+    driver = os.popen("nvidia-smi --query-gpu=driver_version --format=csv,noheader").read().strip()
+    return {"name": torch.cuda.get_device_name(), "driver": driver, "cuda": str(torch.version.cuda)}
+
+
+if __name__ == "__main__":
+    main()
