@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,13 +109,14 @@ def test_by_default_one_run_at_a_time_on_a_gpu(tiny, monkeypatch, override, gpu,
 def test_a_recorded_start_fits_what_it_was_made_with_alone(tmp_path, monkeypatch, changed, fits):
     monkeypatch.chdir(tmp_path)
     recorded = ["preset=smoke", "warm_start_seed=0", "+pipeline.recorded=record"]
-    folder = tmp_path / "record/warm_start/seed0-abc"
+    folder = tmp_path / "record/warm_start"
     folder.mkdir(parents=True)
     record = {"success_sampled": 0.2, "success_greedy": 0.4, "n_sampled": 300}
     record["made_for"] = made_for(compose(recorded))
-    (folder / "warm_start.json").write_text(json.dumps(record))
+    with zipfile.ZipFile(folder / "seed0-abc.zip", "w") as archive:
+        archive.writestr("warm_start.json", json.dumps(record))
     found = recorded_start(compose([*recorded, changed]))
-    assert (found is not None and found.name == "seed0-abc") is fits
+    assert (found is not None and found.name == "seed0-abc.zip") is fits
 
 
 BAD_WORLD, KILLED = 1, "OFF_POLICY/token_ppo/seed0"

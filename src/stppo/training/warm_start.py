@@ -11,8 +11,8 @@ import itertools
 import logging
 import math
 import random
-import shutil
 import time
+import zipfile
 from collections import deque
 from pathlib import Path
 from statistics import fmean
@@ -130,11 +130,10 @@ def warm_start(run: LoadedRun, out_dir: Path, progress: bool = True, again: bool
                     return found
             elif (kept := recorded_start(config)) is not None:
                 log.info("the warm start is that of %s, which the recorded runs began from", kept.parent)
-                shutil.copytree(
-                    kept, out_dir, ignore=shutil.ignore_patterns(WARM_START_FILE), dirs_exist_ok=True
-                )
-                found = read_record(kept / WARM_START_FILE)
-                write_json(record, found)  # last, as below
+                with zipfile.ZipFile(kept) as archive:
+                    names = set(archive.namelist()) - {WARM_START_FILE}
+                    archive.extractall(out_dir, sorted(names))
+                write_json(record, found := _kept_record(kept))  # last, as below
                 return found
             return _warm_start(run, out_dir, progress)
     except Exception as error:
@@ -400,9 +399,9 @@ def made_for(config: Config) -> str:
 
 
 def recorded_start(config: Config) -> Path | None:
-    """The warm start that the preset's recorded runs of this world began from, where it was kept: made again
-    on another kind of processor it has other weights, and the runs of a world are compared because they begin
-    alike.
+    """The warm start that the preset's recorded runs of this world began from, packed in one file, where it
+    was kept: made again on another kind of processor it has other weights, and the runs of a world are
+    compared because they begin alike.
 
     It is told by its seed, world and policy: the rest of its folder's name changes with the code, its weights
     do not. None where the config's `warm_start` is not the preset's own: what was recorded was not made with
@@ -411,10 +410,15 @@ def recorded_start(config: Config) -> Path | None:
     if not folder or config["warm_start"] != compose([f"preset={config['preset']}"])["warm_start"]:
         return None
     seed = warm_start_dir(config).name.partition("-")[0]
-    for start in sorted((repository_path(folder) / "warm_start").glob(f"{seed}-*")):
-        if read_record(start / WARM_START_FILE).get("made_for") == made_for(config):
+    for start in sorted((repository_path(folder) / "warm_start").glob(f"{seed}-*.zip")):
+        if _kept_record(start).get("made_for") == made_for(config):
             return start
     return None
+
+
+def _kept_record(archive: Path) -> dict:
+    with zipfile.ZipFile(archive) as kept:
+        return parse_json(kept.read(WARM_START_FILE))
 
 
 def ensure_warm_start(run: LoadedRun) -> Path:
