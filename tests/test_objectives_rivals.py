@@ -64,7 +64,8 @@ def test_on_fresh_data_nothing_is_restricted_and_the_gradient_is_reinforce(name)
     batch = off_policy(mixed_batch(group_size=2), policy, spread=0.0)
     logprobs, layout = policy.logprobs(batch.tokens), batch.layout
     advantages = advantages_of(objective, batch)
-    got = objective(logprobs, batch, advantages, entropy=normal(batch.rewards, 9).abs())
+    known = {"entropy": normal(batch.rewards, 9).abs(), "proximal": logprobs}
+    got = objective(logprobs, batch, advantages, **known)
     a = layout.gather(advantages)
     if (
         name == "vcpo"
@@ -105,7 +106,8 @@ def test_off_policy_the_gradient_is_finite_on_agent_tokens_alone_whatever_the_or
             **part.state_dict() | {"behaviour_logprobs": part.behaviour_logprobs.masked_fill(off, math.nan)}
         )
         a, h = (x[rows, : part.tokens.shape[1]].masked_fill(off, math.inf) for x in (advantages, entropy))
-        got = objective(logprobs, dirty, a, entropy=h)
+        near = dirty.behaviour_logprobs + 0.5 * (logprobs.detach() - dirty.behaviour_logprobs)
+        got = objective(logprobs, dirty, a, entropy=h, proximal=near)
         (gradient,) = torch.autograd.grad(got.loss, logprobs)
         assert all(isinstance(value, float) for value in got.diagnostics.values())
         assert gradient.isfinite().all() and not gradient[off].any()
@@ -152,10 +154,12 @@ class Setting:
         n = layout.rows
         self.l, self.a = (normal(n, 5, 1.3).numpy(), normal(n, 6).numpy())
         self.h, self.b = normal(n, 8).abs().numpy(), -normal(n, 9).abs().numpy()
+        self.p = normal(n, 10, 0.6).numpy()  # log pi_prox - log pi_old
         # What chance left out: a trajectory far less likely than before (7), a token that lost likelihood in a turn that
         # gained (10), one without advantage in a sentence of high entropy (13), a small step away (14), a failure with a
-        # ratio above 20 (18).
+        # ratio above 20 (18), a trajectory as likely as before (0), a proximal policy far from the one that sampled (3).
         self.l[[7, 10, 14, 18]], self.a[[13, 18]], self.h[13] = (-4.0, -0.3, -0.3, 3.05), (0.0, -0.1), 9.0
+        self.l[0], self.p[3] = 0.015 - self.l[1:5].sum(), 2.0
         self.segments = {"token": [[t] for t in range(len(n))]}
         for kind, of in {"turn": layout.turns, "sequence": layout.rows}.items():
             self.segments[kind] = [(of == s).nonzero().squeeze(1).tolist() for s in of.unique()]
@@ -337,6 +341,50 @@ def reading_c(s, l):
     return min_clip(geometric("turn")(s, l), (s.a - s.a.mean()) / s.a.std(ddof=1))
 
 
+def p3o(s, l):
+    r = np.exp(s.l)
+    size = r.sum() ** 2 / (len(r) * (r**2).sum())
+    return np.minimum(r, size) * s.a * l - (1 - size) * (np.exp(l) * l - np.exp(l) + 1)
+
+
+def decoupled(s, l):
+    w = np.exp(s.p)
+    return np.where(w > 5, 0.0, w * min_clip(np.exp(l - s.p), s.a))
+
+
+def drpo(s, l):
+    r = np.exp(l)
+    return r * s.a - abs(s.a) * np.exp(s.b) * (r - 1) ** 2 / (2 * 12.5)
+
+
+def near_sequence(s, r):
+    return by_sign(0.8, 1.2)(s, r) & (abs(geometric("sequence")(s, s.l) - 1) <= 0.01)
+
+
+def vaco(s, r):
+    return ~((s.each("sequence", np.mean, abs(r - 1)) > 0.1) & (s.l * s.a > 0))
+
+
+def before(s, function, first):
+    """(N,) function of what stands before each token in its trajectory"""
+    out = np.full(len(s.l), first)
+    for row in s.segments["sequence"]:
+        for i, t in enumerate(row[1:], 1):
+            out[t] = function(s.l[row[:i]])
+    return out
+
+
+def minpro(s, l):
+    return before(s, lambda x: math.exp(x.min()), 1.0) * min_clip(np.exp(l), s.a)
+
+
+def ctpo(s, l):
+    w, root = np.exp(before(s, np.sum, 0.0) + l), np.sqrt(before(s, len, 0) + 1.0)
+    high = np.exp(0.05 * root)
+    terms = min_clip(w, s.a, np.exp(-0.025 * root), high)
+    return np.where((s.a < 0) & (w > high), high * s.a, terms)
+
+
 FORMULAS = {
     "so_ppo_ctn_c": reading_c,
     "s_ppo_cheap": ppo(),
@@ -372,6 +420,19 @@ FORMULAS = {
     "llds": llds,
     "token_ppo_fixed": ppo(),
     "turn_ppo_fixed": ppo(geometric("turn")),
+    "sao": masked(lambda s, r: (r >= 0.2) & (r <= 4.0)),
+    "p3o": p3o,
+    "decoupled_ppo": decoupled,
+    "a3po": decoupled,
+    "drpo": drpo,
+    "geometric_mask": masked(near_sequence),
+    "dro": lambda s, l: s.a * l - 0.025 * l**2,
+    "prime_rl": lambda s, l: masked(dppo)(s, l) - 0.001 * l**2,
+    "vaco": masked(vaco),
+    "minpro": minpro,
+    "ctpo": ctpo,
+    "gigpo": ppo(),
+    "sampo": ppo(geometric("sequence"), 1 - 3e-4, 1 + 4e-4),
     "grad_clip": ppo(),
     "kl_stop": ppo(),
     "successes_only": weighted(lambda s: np.where(s.a > 0, 1.0, 0.0)),
@@ -391,10 +452,12 @@ def test_gradient_is_its_formulas_by_central_differences(name):
         expected[i] += sign * (weights @ FORMULAS[name](s, moved)) / (2 * step)
     leaf = torch.from_numpy(s.l).requires_grad_()
     known = [torch.from_numpy(x) for x in (s.b, s.h)]
-    got = objective.evaluate(leaf, torch.from_numpy(s.a), s.layout, None, *known)
+    proximal = torch.from_numpy(s.p)
+    got = objective.evaluate(leaf, torch.from_numpy(s.a), s.layout, None, *known, proximal=proximal)
     (gradient,) = torch.autograd.grad(-got.loss, leaf)
     np.testing.assert_allclose(gradient.numpy(), expected, rtol=0, atol=2e-8)
-    expects_clips = name not in ("reinforce", "reinforce_whitened", "rloo")
+    assert abs(expected).max() > 1e-3
+    expects_clips = name not in ("reinforce", "reinforce_whitened", "rloo", "dro")
     assert got.any_clipped and (got.diagnostics["clip_fraction"] > 0) == expects_clips
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from stppo.objectives import Objective
 from stppo.training.batches import Batches
-from stppo.training.updates import PolicyUpdates
+from stppo.training.updates import CriticUpdates, PolicyUpdates
 from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
 SHORT = ["training.iterations=2", "training.checkpoint_every=1", "training.learning_rate=0.01"]
@@ -18,9 +19,9 @@ def steps(monkeypatch):
     """Every minibatch that the policy is trained on: (batch, advantages, weights)."""
     seen, step = [], PolicyUpdates.step
 
-    def watched(self, row, batch, advantages, reference, weights):
+    def watched(self, row, batch, advantages, reference, weights, *proximal):
         seen.append((batch, advantages[:, : batch.tokens.shape[1]], weights))
-        step(self, row, batch, advantages, reference, weights)
+        step(self, row, batch, advantages, reference, weights, *proximal)
 
     monkeypatch.setattr(PolicyUpdates, "step", watched)
     return seen
@@ -161,3 +162,67 @@ def test_a_clipping_bias_beyond_float32_stops_a_run_that_divides_by_it(
     )
     assert record["status"] == "non_finite" and "stabilizer divisor" in record["non_finite"]["what"]
     assert list(tables(tmp_path)[0][column]) == [np.inf], "what was measured is kept"
+
+
+NEW = (
+    *("sao", "p3o", "decoupled_ppo", "a3po", "drpo", "geometric_mask", "dro", "prime_rl", "vaco"),
+    *("minpro", "ctpo", "gigpo", "sampo"),
+)
+
+
+@pytest.mark.parametrize("algorithm", NEW)
+def test_methods_of_2026_train_on_stale_batches(tiny, barely_trained, tmp_path, algorithm):
+    stale = ["training.staleness_iterations=1", "training.epochs=2", "training.learning_rate=0.002"]
+    record = run(tiny(f"algorithm={algorithm}", *SHORT[:2], *stale), tmp_path, barely_trained)
+    assert record["status"] == "completed" and record["iterations"] == 2
+    updates = tables(tmp_path)[0]
+    assert np.isfinite(updates[["gradient_norm", "update_norm"]]).all(axis=None)
+    assert updates["update_norm"].max() > 0
+
+
+@pytest.mark.parametrize("algorithm", ["decoupled_ppo", "a3po"])
+def test_the_proximal_policy_is_that_before_the_iterations_updates(
+    tiny, barely_trained, tmp_path, monkeypatch, algorithm
+):
+    """Scored: its log-probs stay the same over an iteration, and are the policy's own at the first update.
+    Interpolated: by hand, from the updates made."""
+    seen, call = [], Objective.__call__
+
+    def watched(self, logprobs, batch, advantages, weights=None, entropy=None, proximal=None):
+        seen.append((logprobs.detach().clone(), batch, proximal))
+        return call(self, logprobs, batch, advantages, weights, entropy, proximal)
+
+    monkeypatch.setattr(Objective, "__call__", watched)
+    stale = ["training.staleness_iterations=1", "training.iterations=3", "training.epochs=2"]
+    config = tiny(f"algorithm={algorithm}", *SHORT[1:], *stale, "training.minibatches=1")
+    run(config, tmp_path / "whole", barely_trained)
+    assert len(seen) == 6
+    for done, (logprobs, batch, proximal) in enumerate(seen):
+        on, begun = batch.agent_mask, done - done % 2
+        old, sampled = batch.behaviour_logprobs, batch.policy_updates.double()
+        if algorithm == "a3po":
+            share = torch.where(sampled < done, (begun - sampled) / (done - sampled), 0.0)[:, None]
+            torch.testing.assert_close(proximal[on], (old + share * (logprobs - old)).float()[on])
+        elif done == begun:
+            torch.testing.assert_close(proximal[on], logprobs[on])
+            first = (proximal * on).sum(1).sort().values
+        else:
+            again = (proximal * on).sum(1).sort().values  # the same trajectories in another order
+            torch.testing.assert_close(again, first, rtol=0, atol=1e-4)
+            assert (logprobs - proximal)[on].abs().max() > 1e-4, "the policy has moved on"
+    if algorithm == "a3po":
+        monkeypatch.undo()
+        interrupted(config, tmp_path / "resumed", barely_trained, after=1)
+        run(config, tmp_path / "resumed", barely_trained)
+        assert_same_metrics(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_saos_critic_goes_over_a_batch_twice(tiny, barely_trained, tmp_path, monkeypatch):
+    steps, backward = [], CriticUpdates._backward
+    monkeypatch.setattr(CriticUpdates, "_backward", lambda self, *a: steps.append(1) or backward(self, *a))
+    counts = {}
+    for name in ("token_ppo", "sao"):
+        steps.clear()
+        run(tiny(f"algorithm={name}", *SHORT), tmp_path / name, barely_trained)
+        counts[name] = len(steps)
+    assert counts["sao"] == 2 * counts["token_ppo"] > 0

@@ -42,6 +42,12 @@ KNOBS = {
     "tis": {"clip": {"epsilon_high": 0.3}},
     "icepop": {"clip": {"epsilon_high": 0.3}},
     "dppo": {"surrogate": {"delta": 0.05}},
+    "drpo": {"surrogate": {"delta": 0.3}},
+    "geometric_mask": {"surrogate": {"width": 0.3}},
+    "dro": {"stabilizer": {"coefficient": 0.5}},
+    "prime_rl": {"stabilizer": {"coefficient": 0.5}},
+    "vaco": {"surrogate": {"delta": 0.6}},
+    "ctpo": {"clip": {"low": 0.3, "high": 0.5}},
 }
 
 
@@ -123,7 +129,7 @@ def test_loss_gradient_and_metrics_are_those_of_the_yaml(trainer, name, monkeypa
         }.items():
             assert metrics[f"clip_ratio/{side}_mean"] == pytest.approx(found[key], abs=1e-6)
         assert metrics.get("stabilizer/ctn_penalty", 0.0) == pytest.approx(found["ctn_penalty"], abs=1e-9)
-        assert (found["ctn_penalty"] > 0) == (name == "llds")
+        assert (found["ctn_penalty"] > 0) == (name in ("llds", "p3o", "dro", "prime_rl"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,6 +26,11 @@ KNOBS = {
     "llds": {"stabilizer": {"coefficient": 1.5}},
     "sequence_mask": {"surrogate": {"delta": 0.02}},
     "so_ppo_ctn_c": {"surrogate": {"threshold": 0.9}},
+    "drpo": {"surrogate": {"delta": 0.3}},
+    "geometric_mask": {"surrogate": {"width": 0.3}},
+    "prime_rl": {"stabilizer": {"coefficient": 0.5}},
+    "vaco": {"surrogate": {"delta": 0.6}},
+    "ctpo": {"clip": {"low": 0.3, "high": 0.5}},
 }
 
 
@@ -101,7 +106,7 @@ def test_metrics_count_what_the_method_restricts(name):
         "actor/ctn_penalty": "ctn_penalty",
     }.items():
         assert metrics[ours] == pytest.approx(found.diagnostics[theirs], abs=1e-12)
-    assert (metrics["actor/ctn_penalty"] > 0) == (name == "llds")
+    assert (metrics["actor/ctn_penalty"] > 0) == (name in ("llds", "p3o", "prime_rl"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,7 +157,7 @@ def test_micro_batches_add_up_unless_the_rule_sees_the_batch(name):
     loss, gradient = sum(part[0] for part in parts), torch.cat([part[1] for part in parts])
     whole = evaluated(rule, mask, old, new, advantages)
     sees = any(getattr(part, "sees_batch", False) for part in (rule.ratio, rule.clip, rule.surrogate))
-    assert sees == (name in ("m2po", "bapo", "bapo_ratio", "grpo_guard", "so_ppo_ctn_c"))
+    assert sees == (name in ("m2po", "bapo", "bapo_ratio", "grpo_guard", "so_ppo_ctn_c", "p3o"))
     if not sees:
         assert_same((loss, gradient), whole)
         return

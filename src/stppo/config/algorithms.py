@@ -24,8 +24,8 @@ PAPER = (
     *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
 )
 # Related methods and plain nulls, by kind: readings and cheap forms of the paper's, REINFORCE and
-# leave-one-out, clips, weights, masks, smooth forms and penalties, nulls, two baselines of the benchmark. A
-# picture of "every algorithm" shows them only where it is about them.
+# leave-one-out, clips, weights, masks, smooth forms and penalties, those of 2026, nulls, two baselines of the
+# benchmark. A picture of "every algorithm" shows them only where it is about them.
 RIVALS = (
     *("so_ppo_ctn_c", "s_ppo_cheap", "st_ppo_cheap"),
     *("reinforce", "reinforce_whitened", "rloo", "loop_token", "loop_turn", "loop_trajectory"),
@@ -44,6 +44,8 @@ RIVALS = (
     *("topr", "cispo", "tis", "vespo", "vcpo"),
     *("minirl", "icepop", "sequence_mask", "dppo", "m2po"),
     *("sapo", "gmpo", "llds"),
+    *("sao", "p3o", "decoupled_ppo", "a3po", "drpo", "geometric_mask", "dro", "prime_rl", "vaco"),
+    *("minpro", "ctpo", "gigpo", "sampo"),
     *("grad_clip", "kl_stop", "successes_only", "weight_one"),
     *("token_ppo_fixed", "turn_ppo_fixed"),
 )

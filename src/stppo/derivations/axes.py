@@ -70,9 +70,9 @@ TOKEN_RATIOS = (
     1.05,
 )
 TURN_ADVANTAGES = (1.0, -1.0, 1.0)
-# Of every token, for the rules that read them: its probability under pi_old, and the entropy where it was
-# drawn.
-PROBABILITY, ENTROPY = 0.25, 1.0
+# Of every token, for the rules that read them: its probability under pi_old, the entropy where it was drawn,
+# and how far from log pi_old to log pi the proximal policy is.
+PROBABILITY, ENTROPY, PROXIMAL = 0.25, 1.0, 0.5
 
 
 def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
@@ -125,6 +125,7 @@ def worked_example(algorithm: str) -> pd.DataFrame:
     known = {
         "behaviour_logprobs": torch.full_like(ratios, PROBABILITY).log(),
         "entropy": torch.full_like(ratios, ENTROPY),
+        "proximal": PROXIMAL * ratios.log(),
     }
     surrogate = objective.evaluate(log_ratio, advantages, layout, **known)
     (bias,) = torch.autograd.grad(surrogate.bias_surrogate, log_ratio, retain_graph=True)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from stppo.config import algorithms as registry
 from stppo.config.composition import compose
 from stppo.config.loading import build
-from stppo.derivations.axes import ENTROPY, PROBABILITY, worked_example
+from stppo.derivations.axes import ENTROPY, PROBABILITY, PROXIMAL, worked_example
 from stppo.figures.style import Plot, style
 from stppo.record.tidy import BASELINE
 from stppo.trajectories import Layout
@@ -29,7 +29,7 @@ POINTS = 403
 CAPTION = (
     "Trajectories of one token, one for each ratio and sign, in one minibatch: rules that look at a whole "
     f"minibatch see this one. Every token had probability {PROBABILITY:g} when it was sampled, so no ratio "
-    f"passes {WIDEST:g}, and is drawn at an entropy of {ENTROPY:g} nat."
+    f"passes {WIDEST:g}, and is drawn at an entropy of {ENTROPY:g} nat; a proximal policy stands halfway."
 )
 
 
@@ -60,6 +60,7 @@ def factor_table(
             layout,
             behaviour_logprobs=torch.full_like(ratios, math.log(PROBABILITY)),
             entropy=torch.full_like(ratios, ENTROPY),
+            proximal=PROXIMAL * ratios.log(),
         )
         (gradient,) = torch.autograd.grad(-surrogate.loss, log_ratio)
         frames.append(

@@ -59,6 +59,7 @@ class CreditRule(ABC):
     center: bool = False
 
     needs_critic: ClassVar[bool] = False
+    critic_passes: ClassVar[int] = 1  # over a batch, for each of training.critic_epochs
     group_size: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

@@ -76,13 +76,15 @@ class Objective:
         advantages: Tensor,
         weights: Tensor | None = None,
         entropy: Tensor | None = None,
+        proximal: Tensor | None = None,
     ) -> Surrogate:
         """Surrogate of a minibatch.
 
         logprobs (B, T): log pi_theta(token t | tokens before t) in nats, with graph; advantages (B, T) from
         `credit`; weights (B, T): constant factors of the terms, such as truncated importance weights against
         the engine that sampled; entropy (B, T) of the distribution that token t is drawn from under pi_theta,
-        for rules that read it. Only entries at agent tokens are read. Overflow and NaN are passed on, never
+        for rules that read it; proximal (B, T): log-probs under the proximal policy, likewise. Only entries
+        at agent tokens are read. Overflow and NaN are passed on, never
         masked. What comes in half precision is computed in float32: a turn of 1,000 tokens in bfloat16 would
         lose its ratio."""
         layout = batch.layout
@@ -90,6 +92,8 @@ class Objective:
         log_ratio = _single(layout.gather(logprobs)) - behaviour
         weights, entropy = (None if x is None else layout.gather(x.detach()) for x in (weights, entropy))
         known = {"behaviour_logprobs": behaviour, "entropy": entropy}
+        if proximal is not None:
+            known["proximal"] = _single(layout.gather(proximal.detach())) - behaviour
         return self.evaluate(log_ratio, layout.gather(advantages), layout, weights, **known)
 
     def loss(
@@ -99,14 +103,15 @@ class Objective:
         advantages: Tensor,
         agent_mask: Tensor,
         entropy: Tensor | None = None,
+        proximal_logprobs: Tensor | None = None,
     ) -> Surrogate:
         """Surrogate of a minibatch, for a loop of your own: minimise `Surrogate.loss`, or hand it to
         `backward`.
 
         All are (B, T): log-probs in nats of the tokens under the policy (with graph) and under the one that
         sampled them; advantages; agent_mask bool, true where the policy emitted the token. Turns are its runs
-        of ones. entropy: as in `__call__`. ValueError for shapes that differ, for a row without agent tokens
-        and for old log-probs or advantages that are not finite there.
+        of ones. entropy, and proximal_logprobs as proximal: as in `__call__`. ValueError for shapes that
+        differ, for a row without agent tokens and for old log-probs or advantages that are not finite there.
 
         It is the loss alone. Advantages are yours, and so is what else a method does: which trajectories it
         keeps (LOOP, StarPO-S), when it ends the updates on a batch (the KL stop), one update a turn
@@ -132,7 +137,11 @@ class Objective:
         behaviour = _single(layout.gather(old_logprobs))
         log_ratio = _single(layout.gather(logprobs)) - behaviour
         entropy = None if entropy is None else layout.gather(entropy.detach())
-        return self.evaluate(log_ratio, layout.gather(advantages), layout, None, behaviour, entropy)
+        proximal = None
+        if proximal_logprobs is not None:
+            proximal = _single(layout.gather(proximal_logprobs.detach())) - behaviour
+        known = (behaviour, entropy, None, proximal)
+        return self.evaluate(log_ratio, layout.gather(advantages), layout, None, *known)
 
     def evaluate(
         self,
@@ -143,10 +152,11 @@ class Objective:
         behaviour_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
         weights: Tensor | None = None,
+        proximal: Tensor | None = None,
     ) -> Surrogate:
         """The same from (N,) token log-ratios (with graph), advantages and factors of the terms, for callers
         with a mask alone. weights (N,): of the terms, in place of those of `loss_aggregation`, where a host
-        aggregates in its own way."""
+        aggregates in its own way. proximal (N,): as in `Tokens`."""
         log_ratio = _single(log_ratio)
         if not log_ratio.requires_grad:  # the diagnostics look at a gradient
             log_ratio = log_ratio.detach().requires_grad_()
@@ -155,7 +165,7 @@ class Objective:
         if factors is not None:
             weights = weights * factors.detach().to(log_ratio.dtype)
         with torch.enable_grad():
-            tokens = self.tokens(log_ratio, advantages, layout, behaviour_logprobs, entropy)
+            tokens = self.tokens(log_ratio, advantages, layout, behaviour_logprobs, entropy, proximal)
             terms, bounds = self.terms(tokens)
             scale = self.stabilizer.weights(tokens, terms)
             if scale is not None:
@@ -192,13 +202,14 @@ class Objective:
         layout: Layout,
         behaviour_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
+        proximal: Tensor | None = None,
     ) -> Tokens:
         """What the clip, the surrogate and the stabiliser see of (N,) log-ratios and advantages."""
         advantages = advantages.detach().to(log_ratio.dtype)
         if self.clip.clip_on == "turn":
             advantages = layout.turn_mean(advantages)[layout.turns]
         ratio = self.ratio(log_ratio, layout)
-        return Tokens(log_ratio, ratio, advantages, layout, behaviour_logprobs, entropy)
+        return Tokens(log_ratio, ratio, advantages, layout, behaviour_logprobs, entropy, proximal)
 
     def terms(self, tokens: Tokens) -> tuple[Terms, Bounds]:
         """The surrogate's terms and the (N,) bounds of the clip that they were made with."""

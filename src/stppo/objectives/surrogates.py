@@ -43,10 +43,13 @@ class SurrogateRule(ABC):
 
     sees_batch: declare it where a token's term depends on other trajectories, as for `ClipRule`.
     one_turn_at_a_time: the trainer makes one update for each turn of a minibatch, the last turns first.
-    """
+    proximal: where the trainer takes `Tokens.proximal` from, for a rule that reads it: "scored", the policy
+    as it was before the iteration's updates; "interpolated", on the line from log pi_old to log pi as far as
+    the updates before the iteration are of those since the trajectory was sampled."""
 
     sees_batch: ClassVar[bool] = False
     one_turn_at_a_time: ClassVar[bool] = False
+    proximal: ClassVar[str | None] = None
 
     @abstractmethod
     def terms(self, tokens: Tokens, bounds: Bounds) -> Terms:

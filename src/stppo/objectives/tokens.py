@@ -19,8 +19,10 @@ class Tokens:
     layout              rows, turns, sentences: `layout.segments(name)`
     behaviour_logprobs  log pi_old, nats; None for callers that know ratios alone
     entropy             of the policy's next-token distribution, nats, without graph; None likewise
+    proximal            log pi_prox - log pi_old, nats, without graph, of a policy between the one that
+                        sampled and this one, see `SurrogateRule.proximal`; None likewise
 
-    Training knows all of them. A rule that needs one of the last two asks for it by `known`.
+    Training knows all that a rule asks for. It asks for one of the last three by `known`.
     """
 
     log_ratio: Tensor
@@ -29,12 +31,13 @@ class Tokens:
     layout: Layout
     behaviour_logprobs: Tensor | None = None
     entropy: Tensor | None = None
+    proximal: Tensor | None = None
 
     def known(self, name: str) -> Tensor:
-        """(N,) `behaviour_logprobs` or `entropy`; ValueError for another name and where the caller did not
-        give it."""
-        if name not in ("behaviour_logprobs", "entropy"):
-            raise ValueError(f"known({name!r}): must be behaviour_logprobs or entropy")
+        """(N,) `behaviour_logprobs`, `entropy` or `proximal`; ValueError for another name and where the
+        caller did not give it."""
+        if name not in ("behaviour_logprobs", "entropy", "proximal"):
+            raise ValueError(f"known({name!r}): must be behaviour_logprobs, entropy or proximal")
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"{name}: a rule of this objective reads it, but the caller gave none")

@@ -19,6 +19,7 @@ from stppo.objectives import (
     Ratio,
     TokenGAE,
 )
+from stppo.objectives.rivals_2026 import EqualStates
 from stppo.oracle.estimators import UNCLIPPED, surrogate_gradient
 from stppo.oracle.exact import Oracle
 
@@ -91,6 +92,9 @@ def limiting_advantages(oracle: Oracle, rule: CreditRule) -> Tensor:
         advantages = oracle.credit(replace(rule, whiten=False, center=False, pooling="token"))
     elif rule.group_size > 1 and not rule.needs_critic:
         advantages = oracle.group_advantages(normalise=isinstance(rule, GroupNormalised))
+        if isinstance(rule, EqualStates):
+            of_turns = rule.of_turns(oracle.trajectories, oracle.probabilities)
+            advantages = advantages + rule.step_weight * of_turns[oracle.layout.turns]
     elif isinstance(rule, BatchBaseline):
         returns = oracle.tree.rewards
         advantages = (returns - oracle.probabilities @ returns)[oracle.layout.rows]
@@ -132,7 +136,8 @@ class _Batches:
         )
         behaviour = layout.gather(batch.behaviour_logprobs)
         log_ratio = (logprobs - behaviour).detach().requires_grad_()
-        found = objective.evaluate(log_ratio, advantages, layout, None, behaviour, entropy)
+        known = (behaviour, entropy, None, 0.5 * log_ratio.detach())
+        found = objective.evaluate(log_ratio, advantages, layout, None, *known)
         (coefficients,) = torch.autograd.grad(-found.loss, log_ratio, retain_graph=True)
         gradient = coefficients @ self.scores[edges]
         estimator = objective.stabilizer.estimator

@@ -107,7 +107,8 @@ def _terms(
         raise ValueError("advantages: must be finite")
     behaviour = oracle.behaviour_log_probs.reshape(-1)[oracle.tree.edges]
     entropy = oracle.token_entropy(theta)
-    tokens = objective.tokens(log_ratio, advantages, oracle.layout, behaviour, entropy)
+    halfway = 0.5 * log_ratio.detach()  # a proximal policy, for the rules that read one
+    tokens = objective.tokens(log_ratio, advantages, oracle.layout, behaviour, entropy, halfway)
     return tokens, *objective.terms(tokens)
 
 

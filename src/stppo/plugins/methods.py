@@ -23,10 +23,12 @@ OFFERED = {
     "verl": (
         *("topr", "minirl", "m2po", "bapo", "bapo_ratio", "vespo"),
         *("grpo_guard", "llds", "agilerl_turn", "sequence_mask", "so_ppo_ctn_c"),
+        *("p3o", "drpo", "geometric_mask", "prime_rl", "vaco", "minpro", "ctpo"),
     ),
     "trl": (
         *("topr", "minirl", "m2po", "bapo", "bapo_ratio", "grpo_guard"),
         *("llds", "tis", "icepop", "dppo", "reinforce"),
+        *("p3o", "drpo", "geometric_mask", "dro", "prime_rl", "vaco", "minpro", "ctpo"),
     ),
 }
 
@@ -38,12 +40,17 @@ _MORE_THAN_A_LOSS = {
     "seeupo": "it makes one update for each turn of a minibatch, which is the trainer's business",
     "starpo_s": "it leaves questions out of the batch, which happens before any loss",
     **dict.fromkeys(("loop_token", "loop_turn", "loop_trajectory"), _DROPS),
+    **dict.fromkeys(
+        ("decoupled_ppo", "a3po"),
+        "it reads log-probabilities of three policies, of which a host's loss gets two",
+    ),
     "kl_stop": "it ends the updates on a batch, which a loss cannot",
 }
 _NULL = "it is a null of the studies: minirl's mask without minirl's weight"
 _LAST_BLOCK = "it needs the last block's gradient; {} has the cheap divisor that a loss can have"
 _CREDIT = "its credit differs: {}"
 _CRITIC = _CREDIT.format("TRL has no critic")
+_STATES = _CREDIT.format("none here compares turns that began in equal states")
 
 
 class Options(NamedTuple):
@@ -75,7 +82,7 @@ _MEAN, _TOKENS, _PPO, _SINGLE = "seq-mean-token-mean", "token-mean", (0.2, 0.2),
 _vanilla_ppo = verl_line("vanilla", _MEAN, _SINGLE, clip=_PPO, credit="gae")
 
 
-def _corrected(threshold: str) -> Options:
+def _corrected(threshold: str, mean: str = _MEAN, credit: str = "grpo") -> Options:
     """verl's own importance weights. Its default trainer does not hand `algorithm.rollout_correction` to the
     loss, so the line does."""
     rules = {"bypass_mode": "true", "loss_type": "reinforce", "rollout_is": "token"}
@@ -83,7 +90,7 @@ def _corrected(threshold: str) -> Options:
     given = [f"algorithm.rollout_correction.{key}={value}" for key, value in rules.items()]
     wired = f"'+{_ACTOR}policy_loss.rollout_correction=${{algorithm.rollout_correction}}'"
     sampled = "actor_rollout_ref.rollout.calculate_log_probs=true"
-    return Options(f"{verl_line('bypass_mode', _MEAN, sampled, *given, credit='grpo')} {wired}")
+    return Options(f"{verl_line('bypass_mode', mean, sampled, *given, credit=credit)} {wired}")
 
 
 GROUPS_MEAN = _CREDIT.format("the group's mean, not the batch's, is the baseline")
@@ -113,6 +120,13 @@ _ELSEWHERE: dict[str, dict[str, str | Options]] = {
         "dppo": Options(verl_line("dppo_tv", _TOKENS, "clip_ratio_c=20", clip=_PPO, credit="grpo")),
         "tis": _corrected("2.0"),
         "icepop": _corrected("0.5_5.0"),
+        "sao": Options(f"{_corrected('0.2_4.0', _TOKENS, 'gae').line} critic.ppo_epochs=2"),
+        "dro": Options(
+            verl_line("dro", _TOKENS, "policy_loss.dro_beta=0.05", credit="grpo")
+            + " algorithm.norm_adv_by_std_in_grpo=false"
+        ),
+        "gigpo": Options(verl_line("vanilla", _TOKENS, _SINGLE, clip=_PPO, credit="grpo"), _STATES),
+        "sampo": Options(verl_line("gspo", _MEAN, clip=(3e-4, 4e-4), credit="grpo"), _STATES),
         "reinforce": Options(verl_line("gpg", _MEAN, credit="batch_mean")),
         "reinforce_whitened": Options(verl_line("gpg", _MEAN, credit="reinforce_plus_plus")),
         "rloo": Options(verl_line("gpg", _MEAN, credit="rloo")),
@@ -154,6 +168,17 @@ _ELSEWHERE: dict[str, dict[str, str | Options]] = {
         "gspo": Options(
             'GRPOConfig(importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, '
             "epsilon_high=4e-4)"
+        ),
+        "sao": Options(
+            'TurnGRPOConfig(objective="icepop", knobs={"clip": {"epsilon_low": 0.8, "epsilon_high": 3.0}}, '
+            'loss_type="dapo")',
+            _CRITIC,
+        ),
+        "gigpo": Options('GRPOConfig(loss_type="dapo")', _STATES),
+        "sampo": Options(
+            'GRPOConfig(importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, '
+            "epsilon_high=4e-4)",
+            _STATES,
         ),
         "so_grpo": Options(_SO_GRPO),
         "so_grpo_ctn": Options(_SO_GRPO_CTN),

@@ -45,13 +45,17 @@ class Models:
         if self.reference is None:
             return None
         off = self.policy.disable_adapter if self.reference is self.policy else contextlib.nullcontext
-        parts = passes.cut(batch)
-        chunks = passes.chunks_of(parts)
-        with torch.no_grad(), off():
-            scored = [
-                (rows, score(self.reference, part, temperature, chunks).logprobs) for rows, part in parts
-            ]
-        return join(scored, batch.tokens)
+        with off():
+            return logprobs(self.reference, batch, passes, temperature)
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel, batch: Trajectories, passes: Passes, temperature: float) -> Tensor:
+    """(B, T) log-probs of the agent tokens under a model, nats, without graph."""
+    parts = passes.cut(batch)
+    chunks = passes.chunks_of(parts)
+    scored = [(rows, score(model, part, temperature, chunks).logprobs) for rows, part in parts]
+    return join(scored, batch.tokens)
 
 
 def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, critic: bool) -> Models:

@@ -31,7 +31,7 @@ from stppo.training.controls import ReplayedDivisors
 from stppo.training.gradients import Passes
 from stppo.training.loggers import Logger, Loggers
 from stppo.training.metrics import evaluate
-from stppo.training.models import make_models
+from stppo.training.models import logprobs, make_models
 from stppo.training.optimizers import make_optimizer
 from stppo.training.updates import CriticUpdates, PolicyUpdates
 from stppo.training.warm_start import evaluation_questions, load_warm_start, made_for
@@ -166,6 +166,9 @@ class Trainer:
             **self._train_critic(queued, batch, credit, values),
         }
         self.iteration += 1
+        proximal, begun = None, self.update
+        if self.objective.surrogate.proximal == "scored":
+            proximal = logprobs(self.policy, batch, self.passes, self.settings.rollout.temperature)
         for epoch, minibatch, rows, turn in self._minibatches(batch, credit.kept):
             row = Row(UPDATE_COLUMNS, shared)
             row |= {"iteration": self.iteration, "epoch": epoch, "minibatch": minibatch}
@@ -182,6 +185,8 @@ class Trainer:
                 credit.advantages[rows],
                 None if reference is None else reference[rows],
                 weights,
+                None if proximal is None else proximal[rows],
+                begun,
             )
             self.loggers.update_row(row)
             if training.target_kl is not None and row["kl_behaviour_k3"] > training.target_kl:
@@ -204,7 +209,8 @@ class Trainer:
             row["critic_value_rmse"], row["true_value_std"] = queued.truth.error(values, batch.layout)
         row["critic_explained_variance"] = explained_variance(values, credit.returns, credit.value_mask)
         row["critic_loss"] = self.critic_updates.regress(
-            batch, credit.returns, credit.value_mask, values, self.generator, self.update, self.iteration
+            *(batch, credit.returns, credit.value_mask, values, self.generator, self.update, self.iteration),
+            passes=self.objective.credit.critic_passes,
         )
         return row | {"seconds_critic": time.perf_counter() - began}
 

@@ -38,6 +38,17 @@ def require_finite(value: Tensor | float, what: str, update: int, iteration: int
         raise NonFinite(f"non-finite {what} at update {update}, iteration {iteration}")
 
 
+def interpolated(logprobs: Tensor, batch: Trajectories, begun: int, done: int) -> Tensor:
+    """(B, T) log pi_prox = log pi_old + a (log pi - log pi_old) of A-3PO (arXiv 2512.06547), a the share of
+    the updates since a trajectory was sampled that were made before this iteration; 0 where none was made
+    since.
+
+    logprobs (B, T) under the policy after `done` updates, `begun` of them before this iteration's."""
+    since = done - batch.policy_updates
+    share = (begun - batch.policy_updates) / since.clamp_min(1)
+    return torch.lerp(batch.behaviour_logprobs, logprobs, share[:, None].to(logprobs))
+
+
 class PolicyUpdates:
     """Steps of the policy's optimiser.
 
@@ -75,9 +86,11 @@ class PolicyUpdates:
         advantages: Tensor,
         reference: Tensor | None,
         weights: Tensor | None,
+        proximal: Tensor | None = None,
+        begun: int = 0,
     ) -> None:
-        """One step on a minibatch; advantages, log-probs of the reference (None: not scored) and weights are
-        (B, T) or wider.
+        """One step on a minibatch; advantages, log-probs of the reference (None: not scored), weights and
+        log-probs of a scored proximal policy are (B, T) or wider. begun: updates before this iteration's.
 
         row: holds update, iteration, epoch and minibatch; it is filled on the way, so that a non-finite stop
         keeps what it measured. Raises NonFinite."""
@@ -86,6 +99,7 @@ class PolicyUpdates:
         advantages = advantages[:, :width]
         reference = None if reference is None else reference[:, :width]
         weights = None if weights is None else weights[:, :width]
+        proximal = None if proximal is None else proximal[:, :width]
         row |= {
             "learning_rate": training.learning_rate,
             "staleness_updates": float(row["update"] - 1 - batch.policy_updates.float().mean()),
@@ -94,7 +108,9 @@ class PolicyUpdates:
             self.policy, batch, self.passes, self.temperature, training.entropy_coefficient > 0
         )
         scores = scored.scores
-        surrogate = self.objective(scores.logprobs, batch, advantages, weights, scores.entropy)
+        if self.objective.surrogate.proximal == "interpolated":
+            proximal = interpolated(scores.logprobs.detach(), batch, begun, row["update"] - 1)
+        surrogate = self.objective(scores.logprobs, batch, advantages, weights, scores.entropy, proximal)
         row |= surrogate.diagnostics
         loss = self._regularised(surrogate, scores, batch, reference, row)
         self._require_finite(loss, "loss", row)
@@ -249,15 +265,16 @@ class CriticUpdates:
         generator: torch.Generator,
         update: int,
         iteration: int,
+        passes: int = 1,
     ) -> float:
         """Regress V on the value targets (B, T) where mask (B, T) holds; `old` (B, T) are the values before.
 
-        Returns the mean loss of the pass (half squared error); raises NonFinite.
+        passes: in place of each epoch. Returns the mean loss (half squared error); raises NonFinite.
         """
         training = self.training
         size = training.trajectories_per_iteration // training.minibatches
         losses = []
-        for _ in range(training.critic_epochs):
+        for _ in range(training.critic_epochs * passes):
             for rows in torch.randperm(len(batch.lengths), generator=generator).split(size):
                 minibatch = batch.select(rows)
                 loss = self._backward(minibatch, returns[rows], mask[rows], old[rows])
