@@ -216,7 +216,9 @@ def test_completions_that_trl_masks_out_count_as_nothing(trainer, name, monkeypa
     terms = evaluated(replace(rule, stabilizer=NoStabilizer()), *first)
     share = 4 / 6 if rule.loss_aggregation == "trajectory_mean" else 1.0
     assert_same((loss, gradient[:4]), [w + (share - 1) * t for w, t in zip(whole, terms, strict=True)])
-    assert gradient[:4].abs().sum() > 0 and not gradient[4:].any()
+    if name != "geometric_mask":  # no row of this batch is as near to the old policy as that
+        assert gradient[:4].abs().sum() > 0
+    assert not gradient[4:].any()
     inputs["completion_mask"][:] = 0
     loss, gradient = loss_and_gradient(made, new, inputs, monkeypatch)
     assert loss == 0 and not gradient.any()

@@ -15,7 +15,7 @@ class with one method to write, in any module, named by `_target_` in an algorit
 | stabiliser: weighs each sample | SampleWeight | weights | OwnClippingBias |
 | the same, as a mean over tokens | TokenPenalty | costs | |
 
-The rules of related methods are in `stppo.objectives.rivals`.
+The rules of related methods are in `stppo.objectives.rivals` and `stppo.objectives.rivals_2026`.
 Clip, surrogate and penalty see `Tokens`: everything known of all agent tokens of the minibatch.
 """
 

@@ -107,11 +107,11 @@ class PrefixWeight(RatioRule):
 
 
 def _before(values: Tensor, layout: Layout, running, first: float) -> Tensor:
-    """(N,) of each agent token what `running` makes of the rows (B, L) of values before it; `first` of a
+    """(N,) of each agent token what `running` makes of the rows (B, T) of values before it; `first` of a
     row's first token."""
     rows = layout.segments("sequence")
     place = torch.arange(len(values), device=values.device) - rows.share(rows.starts)
-    table = values.new_zeros(layout.shape[0], int(layout.row_lengths.max()))
+    table = values.new_zeros(layout.shape)
     upto = running(table.index_put((layout.rows, place), values))
     found = upto[layout.rows, (place - 1).clamp_min(0)]
     return torch.where(place > 0, found, first)
