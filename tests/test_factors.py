@@ -35,7 +35,10 @@ def test_on_fresh_data_the_factor_is_one(table):
     # other tokens are
     # clipped.
     assert fresh.loc["successes_only"].to_dict() == {-1: 0.0, 1: 1.0}
-    rest = fresh.drop("successes_only")
+    # P3O's cap is the batch's sample size, below 1 for both signs alike.
+    low, high = fresh.loc["p3o"]
+    assert low == high and 0 < low < 1
+    rest = fresh.drop(["successes_only", "p3o"])
     assert np.allclose(rest.drop("so_ppo_ctn_c"), 1.0) and np.allclose(rest, 1.0, atol=0.01)
 
 
