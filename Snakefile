@@ -18,6 +18,7 @@
 #
 # What a run depends on is content: its composed config, and the syntax of the modules that it imports. Both
 # go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
+import atexit
 import json
 import os
 import re
@@ -50,7 +51,7 @@ from stppo.record.progress import follow
 from stppo.record.runs import missing_runs, uncollected
 from stppo.config.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.derivations.interact import NBCONVERT_OPTIONS
-from stppo.record.ownership import announce_parent
+from stppo.record.ownership import FolderInUse, FolderLock, announce_parent
 from stppo import preloaded
 from stppo.rollout import ENGINES
 
@@ -218,6 +219,15 @@ wildcard_constraints:
 
 
 onstart:
+    # Snakemake's own lock (off in our profiles) outlives a kill, and goes when a run of another preset ends.
+    lock = FolderLock(Path(RESULTS, "logs"))
+    try:
+        lock.__enter__()
+    except FolderInUse as error:
+        raise WorkflowError(
+            f"{error}; another snakemake makes preset={PRESET} here, and two would delete each other's results"
+        )
+    atexit.register(lock.__exit__)
     if not workflow.non_local_exec:
         preloaded.start()
     else:  # jobs take this environment along, and one run by a server here would escape its limits

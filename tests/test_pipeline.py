@@ -11,6 +11,7 @@ import pytest
 
 from stppo.config.planned import planned_runs
 from stppo.derivations.interact import WIDGET_VIEW
+from stppo.record.ownership import FolderLock
 from stppo.record.runs import collect
 from tests.synthetic_runs import make_run
 
@@ -130,6 +131,22 @@ def test_recorded_metrics_are_rendered_without_training_and_a_missing_run_is_nam
     assert planned(allowed, "collect") == planned(allowed, "figures") == planned(allowed, "report") == 1
     trained = snakemake(tmp_path, "--config", "preset=smoke", RECORDED, "retrain=true")
     assert planned(trained, "train") == 9
+
+
+@pytest.mark.slow
+def test_two_of_one_preset_are_refused_and_a_killed_one_is_followed(tmp_path, recorded):
+    target, options = "results/smoke/metrics/runs.json", ("--config", "preset=smoke", RECORDED)
+    killed = tmp_path / ".snakemake/locks/0.output.lock"  # as Snakemake leaves it
+    killed.parent.mkdir(parents=True)
+    killed.write_text(target + "\n")
+    with FolderLock(tmp_path / "results/smoke/logs"):
+        second = snakemake(tmp_path, *options, targets=[target])
+    assert second.returncode != 0 and not (tmp_path / target).exists()
+    said = [line for line in (second.stdout + second.stderr).splitlines() if f"process {os.getpid()}" in line]
+    assert len(said) == 1 and "preset=smoke" in said[0] and "wait for it or end it" in said[0]
+    third = snakemake(tmp_path, *options, targets=[target])
+    assert third.returncode == 0 and (tmp_path / target).exists(), third.stderr
+    assert not (tmp_path / "results/smoke/logs/.lock").exists()
 
 
 @pytest.mark.slow
