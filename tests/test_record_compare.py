@@ -134,6 +134,23 @@ def test_table_fits_a_terminal_and_says_on_what_its_numbers_rest(sweep, tmp_path
     assert "10-40" in text(mixed)
 
 
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({"versions": {"torch": "2.13.0+cpu"}}, ""),
+        ({"versions": None}, ""),
+        ({"versions": {"torch": "2.9.1"}}, "runs made with torch 2.13.0, 2.9.1"),
+        ({"resumed_on": [{"versions": {"torch": "2.9.1"}}]}, "runs made with torch 2.13.0, 2.9.1"),
+    ],
+)
+def test_runs_of_another_torch_are_not_alike(tmp_path, second, said):
+    for seed, recorded in enumerate([{}, second]):
+        made = make_run(tmp_path / f"run{seed}", "st_ppo", seed, iterations=10)
+        record = json.loads((made / schema.RUN_FILE).read_text()) | {"versions": {"torch": "2.13.0"}}
+        (made / schema.RUN_FILE).write_text(json.dumps(record | recorded))
+    assert compare_runs([tmp_path]).attrs["torch"] == said
+
+
 def test_a_run_that_ended_non_finite_counts_as_zero_from_there(tmp_path):
     make_run(tmp_path / "long", "st_ppo", 0, iterations=40)
     make_run(tmp_path / "ended", "st_ppo", 1, iterations=10, non_finite=True)

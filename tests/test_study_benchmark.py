@@ -252,6 +252,8 @@ def test_a_run_that_differs_is_named_on_the_same_processor_alone():
     assert "token_ppo at point 3: its evaluations" in benchmark.differs(recorded, other)[0][0]
     elsewhere = runs({BASELINE: 0.6}, numbers=[3], hardware={"cpu": "another"})
     assert benchmark.differs(recorded, elsewhere)[0] == []
+    other_torch = runs({BASELINE: 0.6}, numbers=[3], versions={"torch": "1.0"})
+    assert "made with torch 1.0 and " in benchmark.differs(recorded, other_torch)[1][0]
     same_name = runs({BASELINE: 0.6}, numbers=[3], warm_start={"success_sampled": 0.171})
     lines, why = benchmark.differs(recorded, same_name)
     assert lines == [] and "its warm start came out as {'success_sampled': 0.171}" in why[0]

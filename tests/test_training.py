@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
+from stppo.config.provenance import environment
 from stppo.files import write_atomically
 from stppo.policy.policy import load_policy
 from stppo.record.ownership import PARENT, FolderInUse
@@ -215,6 +216,21 @@ def test_a_resumed_run_keeps_the_environment_it_began_with(tmp_path, tiny, barel
     for name in ("versions", "hardware", "git_commit", "git_dirty", "started"):
         assert ended[name] == began[name], name
     assert ended["resumed_on"] == [there], "the second part ran where the first did"
+
+
+def test_another_torch_under_a_run_is_said(tmp_path, tiny, barely_trained, monkeypatch, caplog):
+    interrupted(tiny(), tmp_path, barely_trained)
+    assert "torch" not in caplog.text
+    older = environment()["versions"] | {"torch": "1.2.3"}
+    state = newest(tmp_path / "checkpoint") / "state.json"
+    written = json.loads(state.read_text())
+    written["state"]["environment"]["versions"] = older
+    state.write_text(json.dumps(written))
+    run(tiny(), tmp_path, barely_trained)
+    said = [line for line in caplog.messages if "made with torch 1.2.3" in line]
+    assert len(said) == 1 and str(tmp_path) in said[0]
+    run(tiny(), tmp_path, barely_trained)  # finished: nothing is trained, and it is said of what is there
+    assert len([line for line in caplog.messages if "made with torch 1.2.3" in line]) == 2
 
 
 def test_a_world_without_a_seed_is_recorded_as_world_0(tmp_path, tiny, barely_trained):

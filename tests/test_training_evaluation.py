@@ -266,6 +266,22 @@ def test_results_stay_valid_where_the_retrieval_server_moves(bench, overrides, t
     assert rows[0] == rows[1], "nothing is played again, not even timed again"
 
 
+def test_results_and_runs_of_another_torch_are_said(bench, overrides, tmp_path, caplog):
+    overrides = [*overrides, "world.benchmark=[bamboogle]"]
+    run(bench, overrides, tmp_path)
+    assert "torch" not in caplog.text
+    result = tmp_path / "bamboogle/greedy/result.json"
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"versions": {"torch": "1.2.3"}}))
+    its_run = tmp_path / "run"
+    shutil.copytree(bench / "model", its_run / "policy")
+    (its_run / "run.json").write_text('{"versions": {"torch": "4.5.6"}}')
+    evaluate_checkpoint(its_run, compose(overrides), tmp_path, progress=False)
+    for version, place in (("1.2.3", result), ("4.5.6", its_run)):
+        assert [str(place) in line for line in caplog.messages if f"made with torch {version}" in line] == [
+            True
+        ]
+
+
 def test_a_damaged_result_is_named(bench, overrides, tmp_path):
     run(bench, overrides, tmp_path)
     (tmp_path / "nq/greedy/result.json").write_text('{"row": ')
@@ -473,6 +489,14 @@ def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, monke
     unfinished.mkdir()
     (unfinished / "run.json").write_text("{}")
     model = bench / "model"
+    heads, cut, trained = (tmp_path / name for name in ("heads", "cut", "trained"))
+    for folder in (heads, cut, trained / "policy"):
+        shutil.copytree(model, folder)
+    shape = json.loads((heads / "config.json").read_text())
+    (heads / "config.json").write_text(json.dumps(shape | {"num_attention_heads": 0}))
+    (cut / "tokenizer.json").write_text("{}")
+    (trained / "run.json").write_text("{}")
+    (trained / "config.yaml").write_text("world: {train: 7, split_by: gold_title}")
     cases = [
         ([tmp_path / "none", *overrides], "none cannot be loaded"),
         ([unfinished, *overrides], "no folder `policy` yet"),
@@ -484,6 +508,11 @@ def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, monke
         ([model, *overrides, "world.records=none.jsonl"], "records: no file none.jsonl"),
         ([model, *overrides, "rollout.max_tokens=100"], "rollout.max_tokens=100 leaves no room"),
         ([model, *overrides, "--decoding", "beam"], "allowed are greedy, sampled, both"),
+        ([model, *overrides, "world.benchmark=7"], "benchmark must be a name or a list of names, got 7"),
+        ([model, *overrides, "world.train={nq: x}"], "shares must be positive"),
+        ([heads, *overrides], "heads cannot be loaded"),
+        ([cut, *overrides], "the tokenizer at .*cut cannot be loaded"),
+        ([trained, *overrides], "config.yaml: train must be a name or a list of names, got 7"),
     ]
     for arguments, message in cases:
         status, _, error = command(monkeypatch, capsys, "evaluate", *arguments, "--out", tmp_path / "out")

@@ -268,6 +268,7 @@ def bench(
 
     Example: `stppo bench my_configs/algorithm/my_method.yaml --jobs 4`
     """
+    from stppo.config.provenance import torches
     from stppo.record.runs import collect as collect_runs
     from stppo.study import benchmark
     from stppo.study.benchmark_figures import pictures
@@ -322,6 +323,8 @@ def bench(
         names = ", ".join("/".join(folder.parts[-2:]) for folder in older)
         typer.echo(f"left out, of another code: {names} (delete them and they are made again)")
     metrics = collect_runs([*kept, *made], out / "metrics")
+    if len(made_with := torches(metrics.runs)) > 1:
+        typer.echo(f"not alike: runs made with torch {', '.join(made_with)}", err=True)
     for plot in pictures(metrics):
         typer.echo(f"{plot.title}\n{plot.save(out)[1]}")
     for _, row in (table := benchmark.leaderboard(metrics))[table["method"] == method].iterrows():
@@ -359,7 +362,7 @@ def _rerun(n: int, seed: int, jobs: int | None) -> None:
     typer.echo(f"{', '.join(run.name for run in runs)}: made at their points (draw {seed})")
     typer.echo(f"{len(runs) - len(elsewhere)} of {len(runs)} equal in every number")
     for line in elsewhere:
-        typer.echo(f"not compared in its numbers, because on another kind of processor: {line}")
+        typer.echo(f"not compared in its numbers: {line}")
 
 
 def _preset(overrides: list[str] | None) -> tuple[str, list[str]]:
@@ -806,8 +809,8 @@ def compare(
         typer.echo(f"left out, unfinished: {run}", err=True)
     for run in table.attrs["non_finite"]:
         typer.echo(f"ended by a number that is not finite, 0 from there on: {run}", err=True)
-    if table.attrs["lengths"]:
-        typer.echo(f"not alike: {table.attrs['lengths']}", err=True)
+    for unlike in filter(None, (table.attrs["lengths"], table.attrs["torch"])):
+        typer.echo(f"not alike: {unlike}", err=True)
     typer.echo(text(table))
     if csv is not None:
         write_atomically(csv, lambda part: table.to_csv(part, index=False, float_format="%.6g"))

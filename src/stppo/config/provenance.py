@@ -316,6 +316,25 @@ def versions() -> dict[str, str]:
     return found
 
 
+def torches(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Releases of torch that made runs, also their resumed parts, sorted. records: of runs, or what
+    `environment` gives."""
+    parts = [part for record in records for part in (record, *(record.get("resumed_on") or ()))]
+    said = [part["versions"] for part in parts if isinstance(part.get("versions"), Mapping)]
+    return sorted({str(versions["torch"]).partition("+")[0] for versions in said if "torch" in versions})
+
+
+def other_torch(record: Mapping[str, Any]) -> str | None:
+    """What to say of a record that names another release of torch than the one here; None of any other."""
+    here, made_with = torches([{"versions": versions()}]), torches([record])
+    if not here or set(made_with) <= set(here):
+        return None
+    return (
+        f"made with torch {' and '.join(made_with)}, here is {here[0]}: numbers may differ by rounding, "
+        "which training amplifies"
+    )
+
+
 def usable_cores() -> int:
     """Cores that this process may use; a scheduler or `taskset` can leave it fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

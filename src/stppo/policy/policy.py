@@ -39,6 +39,7 @@ UNREADABLE = (
     OSError,
     ValueError,
     LookupError,
+    ArithmeticError,
     TypeError,
     AttributeError,
     RuntimeError,

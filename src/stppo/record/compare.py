@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from stppo.config.provenance import torches
 from stppo.files import parse_json, printable
 from stppo.record import schema
 from stppo.record.runs import together, told_apart
@@ -56,7 +57,8 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     evaluation. As in `Metrics.summary` a run that ended in a number that is not finite counts as 0 from there
     to the longest run of its regime. Unfinished runs are left out; `attrs["unfinished"]` names them,
     `attrs["non_finite"]` those that such a number ended,
-    `attrs["lengths"]` says where finished runs differ in length, `attrs["asked"]` what the numbers rest on.
+    `attrs["lengths"]` and `attrs["torch"]` say where finished runs differ in length and in torch's release,
+    `attrs["asked"]` what the numbers rest on.
     ValueError if no run is finished or one is given twice; other errors are those of `find_runs` and
     `runs.read_run`.
     """
@@ -85,6 +87,8 @@ def compare_runs(folders: Iterable[str | Path]) -> pd.DataFrame:
     table.attrs["unfinished"] = [str(folder) for folder in unfinished]
     ended = each.loc[each["status"] == "completed", "iterations"]
     table.attrs["lengths"] = f"runs of {_span(ended)} iterations" if ended.nunique() > 1 else ""
+    made_with = torches(metrics.runs)
+    table.attrs["torch"] = f"runs made with torch {', '.join(made_with)}" if len(made_with) > 1 else ""
     table.attrs["asked"] = (
         f"start: the warm start, on {_span(each['samples'])} samples; "
         f"the others: evaluations, on {_span(metrics.evaluations['n_questions'])} questions"

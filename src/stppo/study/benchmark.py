@@ -24,6 +24,7 @@ from stppo.config.algorithms import in_order, look
 from stppo.config.files import NO_KNOB, ConfigError, Prior, lineage, options
 from stppo.config.files import value as stated
 from stppo.config.planned import PlannedRun
+from stppo.config.provenance import torches
 from stppo.files import parse_json, repository_path
 from stppo.record.runs import Metrics, load_metrics
 from stppo.record.schema import COMPLETED, NON_FINITE, RUN_FILE
@@ -340,10 +341,10 @@ def cheapest(metrics: Metrics, n: int, seed: int) -> list[PlannedRun]:
 def differs(recorded: Metrics, again: Metrics) -> tuple[list[str], list[str]]:
     """What runs made again have other than the recorded ones, and why some were not compared; a line a run.
 
-    On the same kind of processor every success and every norm must be the recorded one. On another, rounding
-    differs, and training carries that as far apart as two seeds. A processor's name does not tell its kind
-    (virtual machines share one), so the warm start, itself hundreds of updates, is asked too: where it came
-    out otherwise, only the setting is compared (`check`).
+    On the same kind of processor, with one torch, every success and norm must be the recorded one. Else
+    rounding differs, and training carries that as far apart as two seeds. A processor's name does not tell
+    its kind (virtual machines share one), so the warm start, itself hundreds of updates, is asked too: where
+    it came out otherwise, only the setting is compared (`check`).
     """
     lines, elsewhere = [], []
     for record in again.runs:
@@ -354,6 +355,9 @@ def differs(recorded: Metrics, again: Metrics) -> tuple[list[str], list[str]]:
         name = f"{key[1]} at point {key[2]}"
         if old["hardware"]["cpu"] != record["hardware"]["cpu"]:
             elsewhere.append(f"{name}: recorded on another processor, {old['hardware']['cpu']}")
+            continue
+        if len(made_with := torches([old, record])) > 1:
+            elsewhere.append(f"{name}: made with torch {' and '.join(made_with)}")
             continue
         if (began := record.get("warm_start")) != (then := old.get("warm_start")):
             elsewhere.append(f"{name}: its warm start came out as {began}, recorded is {then}")

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from stppo.config.files import Config
 from stppo.config.identity import data_section, fingerprint, world_section
 from stppo.config.loading import load
-from stppo.config.provenance import environment
+from stppo.config.provenance import environment, other_torch, versions
 from stppo.files import parse_json, read_yaml, write_atomically, write_json
 from stppo.policy.compiled import choose_kernels
 from stppo.policy.compute import place, resolve_device
@@ -112,6 +112,7 @@ def evaluate_checkpoint(
         identity = {**shared, "questions": _hash(map(repr, chosen)), "decoding": decoding}
         identity |= {"seed": seed} if decoding == "sampled" else {}
         parts.append((out / benchmark / decoding, benchmark, decoding, fingerprint(identity)))
+    _say_other_torch(Path(checkpoint) / RUN_FILE)
     with FolderLock(out):
         rows = {part: row for part, *_, made_for in parts if (row := _finished(part, made_for))}
         about = {
@@ -231,7 +232,7 @@ def find_tokenizer(
     try:
         own = load_tokenizer(given or folder)
     except FileNotFoundError:
-        if given is not None or not Path(folder).is_dir():
+        if given is not None or not Path(folder).is_dir() or Path(folder, "tokenizer.json").exists():
             raise
     theirs = world.tokenizer
     if own is None and theirs is None:
@@ -269,6 +270,16 @@ def _config_of(checkpoint: str | Path) -> Config:
     return found
 
 
+def _say_other_torch(record: Path) -> None:
+    """A line of the log where the checkpoint is a run's that another torch made."""
+    try:
+        said = other_torch(parse_json(record.read_bytes()))
+    except (OSError, ValueError, TypeError, AttributeError):  # no run, or a record that nothing here rests on
+        return
+    if said:
+        log.warning("%s: %s", record.parent, said)
+
+
 def _unseen(asked: list[Question], trained_on: Config, world: Config) -> list[Question]:
     """Without what training has met: other benchmarks may ask for the passages of one divided by gold title,
     and a file has no split that is kept for testing.
@@ -288,6 +299,8 @@ def _unseen(asked: list[Question], trained_on: Config, world: Config) -> list[Qu
         fields["corpus"], files = CONTEXTS, ["records"]
     try:
         kept = BenchmarkWorld(**fields).unseen(asked)
+    except ValueError as error:
+        raise ValueError(f"the world of the training's {CONFIG_FILE}: {error}") from error
     except OSError as error:
         here = {name: world[name] for name in files if world.get(name) is not None}
         try:
@@ -310,7 +323,7 @@ def _of_files(world: Config) -> bool:
     """Whether a world of benchmarks reads records of a file; those of the hub and of folders have splits."""
     records = world.get("records")
     places = records.values() if isinstance(records, dict) else [records]
-    return any(place and Path(place).suffix in FILES for place in places) and (
+    return any(isinstance(place, str) and Path(place).suffix in FILES for place in places) and (
         world.get("_target_") == "stppo.world.BenchmarkWorld"
     )
 
@@ -337,8 +350,8 @@ def _finished(part: Path, made_for: str) -> dict[str, Any] | None:
         return None
     try:
         result = parse_json(file.read_bytes())
-        row, of = result["row"], result["made_for"]
-    except (ValueError, KeyError, TypeError) as error:
+        row, of, said = result["row"], result["made_for"], other_torch(result)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged; delete it to play this part again") from error
     if of != made_for:
         raise ValueError(
@@ -346,6 +359,8 @@ def _finished(part: Path, made_for: str) -> dict[str, Any] | None:
             "folder with --out"
         )
     log.info("%s is done already", part)
+    if said:
+        log.warning("%s: %s; delete it to play this part again", file, said)
     return row
 
 
@@ -389,7 +404,8 @@ def _play(
     ]
     write_json(folder / TRAJECTORIES_FILE, kept)
     write_json(
-        folder / RESULT_FILE, {"made_for": made_for, "row": row, "questions": replies}
+        folder / RESULT_FILE,
+        {"made_for": made_for, "versions": versions(), "row": row, "questions": replies},
     )  # last: it is done
     return row
 

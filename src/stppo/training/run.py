@@ -15,7 +15,7 @@ from stppo.config.files import dotted
 from stppo.config.identity import code_of, fingerprint, identity_section, targets
 from stppo.config.loading import LoadedRun
 from stppo.config.planned import label_of
-from stppo.config.provenance import environment
+from stppo.config.provenance import environment, other_torch
 from stppo.config.settings import RunConfig
 from stppo.files import parse_json, write_atomically, write_json
 from stppo.policy.compute import device_of
@@ -300,12 +300,17 @@ class Run:
             return None
         if record.get("status") == NON_FINITE:
             self.trainer.update_rows, self.trainer.evaluation_rows = rows
+            self._say_other_torch(record)
             return record
         whole = state is not None and state["iteration"] == self.settings.training.iterations
         if record.get("status") != COMPLETED or not whole or not (self.folder / POLICY_DIR).is_dir():
             return None
         self._take_up(state)
         return record
+
+    def _say_other_torch(self, made: dict[str, Any]) -> None:
+        if said := other_torch(made):
+            log.warning("%s: %s; --resume never makes the run anew", self.folder, said)
 
     def _take_up(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint's state, or make room for a run that begins."""
@@ -323,6 +328,7 @@ class Run:
             self.kernels = [*self.kernels, here]
         here, self.environment = self.environment, state["environment"]
         self.resumed_on = state["resumed_on"]
+        self._say_other_torch(self.environment | {"resumed_on": self.resumed_on})
         if here != (self.resumed_on or [self.environment])[-1]:
             self.resumed_on = [*self.resumed_on, here]
         self.started, self.seconds_before = state["started"], state["seconds"]

@@ -100,6 +100,10 @@ class BenchmarkWorld:
         one_of(self, "split_by", SPLITS_BY)
         one_of(self, "prompt", PROMPTS)
         whole_number(self, "top_k")
+        for field in ("benchmark", "train"):
+            value = getattr(self, field)
+            if not isinstance(value, str | Sequence | Mapping) and (value, field) != (None, "train"):
+                raise ValueError(f"{field} must be a name or a list of names, got {value!r}")
         if not self._tested:
             raise ValueError("benchmark is empty: name what to evaluate on")
         for field, names, allowed in (
@@ -110,7 +114,8 @@ class BenchmarkWorld:
             if unknown := [name for name in names if name not in allowed]:
                 raise ValueError(f"{field} must be of {', '.join(allowed)}, got {unknown[0]!r}")
         shares = self._shares.values()
-        if shares and (min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6):
+        numbers = all(isinstance(share, int | float) for share in shares)
+        if shares and (not numbers or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6):
             raise ValueError(f"train: shares must be positive and sum to 1, got {dict(self._shares)}")
         if not isinstance(self.held_out, int | float) or not 0 < self.held_out < 0.5:
             raise ValueError(f"held_out must be above 0 and below 0.5, got {self.held_out!r}")

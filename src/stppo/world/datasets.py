@@ -332,7 +332,7 @@ def _explained(benchmark: str, path: str) -> Iterator[None]:
 
     try:
         yield
-    except (DatasetsError, HTTPError, OSError, RuntimeError, ValueError) as error:
+    except (DatasetsError, HTTPError, OSError, RuntimeError, ValueError, LookupError) as error:
         local = Path(path)
         if local.suffix in (".jsonl", ".json"):
             raise
