@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import itertools
 import json
 import logging
@@ -25,13 +24,14 @@ import typer
 
 from stppo.checks import install
 from stppo.config.files import VARIABLE, ConfigError, algorithm_name, groups, own_config_dir, use_config_dir
-from stppo.files import printable
+from stppo.files import printable, told
 from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
 
 if TYPE_CHECKING:
     from stppo.config.loading import LoadedRun
     from stppo.config.settings import RunConfig
+    from stppo.training.campaign import Done
     from stppo.world.episodes import Episode
 
 app = typer.Typer(
@@ -235,9 +235,13 @@ def train_planned_command(
         failed = train_planned(preset, runs, jobs, _progress())
     if failed:
         raise ValueError(
-            f"{len(failed)} of {len(runs)} runs and their warm starts failed, the first: {failed[0].name}: "
-            f"{failed[0].error}"
+            f"{_failures(failed)} of {len(runs)} runs failed, first {failed[0].name}: {failed[0].error}"
         )
+
+
+def _failures(failed: list[Done]) -> int:
+    """How many runs are among the jobs that failed; with a warm start all of its own do."""
+    return sum(not done.name.startswith("warm start") for done in failed)
 
 
 @app.command()
@@ -308,7 +312,7 @@ def bench(
             f"; for a changed method delete {folders[0].parent} or give it another name" if changed else ""
         )
         raise ValueError(
-            f"{len(failed)} of {len(runs)} runs and their warm starts failed, the first: {failed[0].name}: "
+            f"{_failures(failed)} of {len(runs)} runs failed, first {failed[0].name}: "
             f"{failed[0].error}{remedy}"
         )
     made = sorted(
@@ -389,8 +393,6 @@ def _numbers(text: str) -> list[int]:
 def _progress():
     """Prints a line a finished job, with the time that is left; what was there already says nothing about
     it."""
-    from stppo.training.campaign import Done
-
     worked: list[float] = []  # when each job that took its time had begun
 
     def report(done: Done, n: int, total: int) -> None:
@@ -639,7 +641,7 @@ def evaluate(
     questions: Annotated[
         int | None, typer.Option(min=1, help="Most questions per benchmark, a random sample (--seed).")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of that sample, and of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of that sample, and of sampling.")] = 0,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or hub name, where the checkpoint brings none.")
     ] = None,
@@ -909,23 +911,6 @@ def _missing(error: ModuleNotFoundError) -> str:
     return str(error)
 
 
-_REMEDIES = {
-    errno.EROFS: "choose another place (--out), or work in a folder that can be written",
-    errno.ENOSPC: "make room and run the same command again",
-    errno.EEXIST: "a file is in the way; move it, or choose another place",
-    errno.ENOTDIR: "a file is in the way; move it, or choose another place",
-}
-
-
-def _told(error: Exception) -> str:
-    """The message of an error; one of the system says where, what, and what to do."""
-    if not isinstance(error, OSError) or error.errno is None or error.strerror is None:
-        return str(error)
-    place = "" if error.filename is None else f"{error.filename}: "
-    remedy = f"; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
-    return f"{place}{error.strerror}{remedy}"
-
-
 _MOST_OF_AN_ERROR = 2000  # characters
 _MAY_BE_EMPTY = {"--query-prefix", "--passage-prefix"}  # of encoders that were trained without
 _EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
@@ -949,7 +934,7 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("STPPO_DEBUG"):
             traceback.print_exc()
-        message = _missing(error) if isinstance(error, ModuleNotFoundError) else _told(error)
+        message = _missing(error) if isinstance(error, ModuleNotFoundError) else told(error)
         message = printable(message, _MOST_OF_AN_ERROR) or type(error).__name__
         if not isinstance(error, _EXPECTED) or isinstance(error, _UNFORESEEN):
             kind, file = type(error).__name__, _report_file(error)

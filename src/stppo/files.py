@@ -4,6 +4,7 @@ safe."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -43,8 +44,28 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         write(Path(name))
         os.chmod(name, 0o644)
         os.replace(name, path)
+    except OSError as error:  # whoever wrote may not say where, and the temporary name tells nobody anything
+        error.filename, error.filename2 = str(path), None
+        raise
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+_REMEDIES = {
+    errno.EROFS: "choose another place (--out), or work in a folder that can be written",
+    errno.ENOSPC: "make room and run the same command again",
+    errno.EEXIST: "a file is in the way; move it, or choose another place",
+    errno.ENOTDIR: "a file is in the way; move it, or choose another place",
+}
+
+
+def told(error: Exception) -> str:
+    """The message of an error; one of the system says where, what, and what to do."""
+    if not isinstance(error, OSError) or error.errno is None or error.strerror is None:
+        return str(error)
+    place = "" if error.filename is None else f"{error.filename}: "
+    remedy = f"; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
+    return f"{place}{error.strerror}{remedy}"
 
 
 def write_json(path: Path, content: Any) -> None:

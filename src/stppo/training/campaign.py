@@ -25,7 +25,7 @@ from typing import Any
 from stppo.config.identity import warm_start_dir
 from stppo.config.planned import PlannedRun
 from stppo.config.provenance import code_hash, usable_cores
-from stppo.files import repository_path
+from stppo.files import repository_path, told
 from stppo.preloaded import JOB, TRAINING, Fork, serving
 from stppo.record.ownership import announce_parent
 from stppo.waiting import saying
@@ -202,4 +202,4 @@ def _line(error: Exception) -> str:
         and not re.search(r"[/\\](site-packages|lib[/\\]python[^/\\]*)[/\\]|^<", frame.filename)
     ]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    return f"{type(error).__name__}: {' '.join(told(error).split())}{place}"
