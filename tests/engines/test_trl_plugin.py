@@ -1005,6 +1005,10 @@ def test_the_rollouts_log_probs_are_the_old_ones_where_asked_for(world, tmp_path
     ("change", "message"),
     [
         (
+            lambda found: [found[name].pop() for name in found],
+            "rollout_func: 7 completion_ids for 8 prompts",
+        ),
+        (
             lambda found: found["completion_ids"].__setitem__(1, []),
             r"completion_ids\[1\] is empty; a completion",
         ),

@@ -367,8 +367,9 @@ class TurnGRPOTrainer(GRPOTrainer):
     tokens.
 
     Raises ValueError for another kind of `args`, a divisor under DeepSpeed, an exact one in several
-    processes, a reference (beta > 0) that is not the model, and, while training, for empty completions, masks
-    that leave a completion without a turn, and log-probs that `old_logprobs` wants and a roll-out lacks."""
+    processes, a reference (beta > 0) that is not the model, and, while training, for empty or missing
+    completions, masks that leave a completion without a turn, and log-probs that `old_logprobs` wants and a
+    roll-out lacks."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         try:
@@ -643,8 +644,12 @@ _NO_REFERENCE = (
 
 
 def _checked_rollout(rollout: Callable, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
-    """What the roll-out gave; ValueError for an empty completion."""
+    """What the roll-out gave; ValueError for an empty completion, and where there is not one a prompt."""
     found = rollout(prompts, trainer)
+    if (made := len(found.get("completion_ids", prompts))) != len(prompts):
+        raise ValueError(
+            f"rollout_func: {made} completion_ids for {len(prompts)} prompts; give each its own, in order"
+        )
     for i, completion in enumerate(found.get("completion_ids", ())):
         if len(completion) == 0:
             raise ValueError(
