@@ -347,10 +347,7 @@ def test_arms_replicates_and_entries_of_one_regime(study_like):
     assert (wide["world"]["seed"], wide["warm_start_seed"]) == (4, 40)
     assert wide["algorithm"]["name"] == "wide_ppo"
     assert wide["algorithm"]["objective"]["clip"]["epsilon_high"] == 0.4
-    assert (label_of(wide), label_of(later)) == (
-        "Turn-PPO, wide",
-        later["algorithm"].get("label"),
-    )
+    assert (label_of(wide), label_of(later)) == ("Turn-PPO, wide", later["algorithm"].get("label"))
     assert (later["training"]["regime"], later["training"]["epochs"]) == ("A", 2)
 
 

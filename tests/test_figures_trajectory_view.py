@@ -3,14 +3,7 @@ import re
 
 import pytest
 
-from stppo.figures.trajectory_view import (
-    DOWN,
-    MEASURES,
-    UP,
-    boundary_strips,
-    ladder,
-    show_trajectories,
-)
+from stppo.figures.trajectory_view import DOWN, MEASURES, UP, boundary_strips, ladder, show_trajectories
 
 PLAIN = {
     "question": "mentor of dorn ?",

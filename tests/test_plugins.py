@@ -51,11 +51,7 @@ def absent(host):
 @pytest.mark.parametrize("host", plugins.SUPPORTED)
 def test_a_missing_host_is_one_line_with_the_remedy(check, monkeypatch, host):
     monkeypatch.setattr(plugins, "version", absent)
-    assert check(host) == (
-        1,
-        "",
-        f"error: {host} is not installed; {install(host)}\n",
-    )
+    assert check(host) == (1, "", f"error: {host} is not installed; {install(host)}\n")
 
 
 def test_an_unsupported_version_is_one_line_with_the_supported_ones(check, monkeypatch):

@@ -34,10 +34,7 @@ def test_it_stays_while_another_process_uses_it(tmp_path):
         "print(folder.path, flush=True); input(); folder.close()"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     theirs = child.stdout.readline().strip()
     ours = SharedFolder(tmp_path, writing("a"))

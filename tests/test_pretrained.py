@@ -138,11 +138,7 @@ def planned(pretrained):
 @pytest.mark.parametrize("name", ["/no/such", "smollm3", "a/b/c"])
 def test_the_hub_is_no_remedy_for_what_is_no_name_of_it(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for read in (
-        load_policy,
-        load_tokenizer,
-        lambda name: models_of(planned(name)),
-    ):
+    for read in (load_policy, load_tokenizer, lambda name: models_of(planned(name))):
         with pytest.raises(FileNotFoundError, match=r"no such folder, and the short names are smollm2$"):
             read(name)
 

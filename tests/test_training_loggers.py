@@ -214,7 +214,4 @@ def test_scalars_are_the_finite_numbers_by_tag():
     row = {"update": 3, "iteration": 1, "entropy": 0.5, "critic_loss": float("nan"), "epoch": 0}
     assert update_scalars(row) == {"update/entropy": 0.5, "update/epoch": 0}
     row = {"update": 3, "iteration": 1, "temperature": 0.0, "success": 0.25, "by_benchmark": {"nq": 0.5}}
-    assert evaluation_scalars(row) == {
-        "evaluation/success/greedy": 0.25,
-        "evaluation/success/greedy/nq": 0.5,
-    }
+    assert evaluation_scalars(row) == {"evaluation/success/greedy": 0.25, "evaluation/success/greedy/nq": 0.5}

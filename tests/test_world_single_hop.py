@@ -114,10 +114,7 @@ def test_a_subject_may_be_a_title_without_its_bracket_if_only_one_fits():
 
 def test_other_layouts_of_the_records_give_the_same_questions():
     columns = dict(zip(("fact", "relation", "entity"), zip(*TWO_WIKI["evidences"], strict=True), strict=True))
-    context = {
-        "title": [t for t, _ in TWO_WIKI["context"]],
-        "content": [s for _, s in TWO_WIKI["context"]],
-    }
+    context = {"title": [t for t, _ in TWO_WIKI["context"]], "content": [s for _, s in TWO_WIKI["context"]]}
     wanted = asked("2wiki_single_hop", TWO_WIKI)
     for changes in (
         {"evidences": columns, "context": context},

@@ -222,8 +222,7 @@ def without_reference_model(changes):
 
 @pytest.mark.parametrize("name", TRL_OPTIONS)
 @pytest.mark.parametrize(
-    ("level", "lengths"),
-    [("token", [[1, 1, 1], [1], [1, 1], [1] * 5]), ("sequence", [[3], [1], [6], [2]])],
+    ("level", "lengths"), [("token", [[1, 1, 1], [1], [1, 1], [1] * 5]), ("sequence", [[3], [1], [6], [2]])]
 )
 def test_one_token_turns_are_trls_token_level_and_single_turns_its_sequence_level(
     turn_trainer, trl_trainer, level, lengths, name, monkeypatch

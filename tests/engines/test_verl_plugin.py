@@ -171,11 +171,7 @@ def test_the_penalty_multiplies_means_where_asked():
     batch, options = a_batch(), {"reading": "B", "ctn_formula": "outside", "turn_mean": False}
     got = plugged("so_grpo", batch, actor("seq-mean-token-mean", options, "so_grpo"))
     spec = Objective(
-        TokenGAE(),
-        Ratio("turn", "arithmetic"),
-        Clip(0.2, 0.28),
-        CtnKL(formula="outside"),
-        "trajectory_mean",
+        TokenGAE(), Ratio("turn", "arithmetic"), Clip(0.2, 0.28), CtnKL(formula="outside"), "trajectory_mean"
     )
     expected = spec(
         torch.nn.functional.pad(batch["log_prob"], (1, 0)),
