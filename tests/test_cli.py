@@ -19,7 +19,6 @@ from stppo.config.composition import compose
 from stppo.config.identity import warm_start_dir
 from stppo.record.ownership import FolderLock
 from tests.conftest import TINY
-from tests.sample_data import DATA, real_data
 
 
 @pytest.fixture
@@ -64,11 +63,6 @@ def test_help_shows_an_example(command):
     assert shown.exit_code == 0
     after = shown.output.split("Example", 1)
     assert len(after) == 2 and f"stppo {command} " in after[1]
-
-
-def test_help_lists_every_subcommand():
-    shown = CliRunner().invoke(cli.app, ["--help"], env={"NO_COLOR": "1"}).output
-    assert all(name in shown for name in ("train", "warm-start", "play", "collect", "report", "plugins"))
 
 
 # ---- errors -------------------------------------------------------------------------------------
@@ -192,12 +186,6 @@ def test_bad_input_is_one_line(stppo, tmp_path, arguments, parts):
     assert not list(tmp_path.iterdir()), "nothing was started"
 
 
-def test_broken_record_of_a_run_is_one_line(stppo, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text("{")
-    assert_one_line_error(stppo("collect", "metrics", "run"), "run/run.json is unreadable")
-
-
 @pytest.mark.parametrize(
     ("content", "part"),
     [
@@ -272,11 +260,6 @@ def test_an_own_file_with_keys_missing_is_named_with_them(stppo, tmp_path):
     assert_one_line_error(result, str(file), "missing objective._target_, objective.credit, objective.clip")
 
 
-def test_short_runs_are_planned_in_seconds(stppo):
-    _, out, _ = stppo("plan", "preset=smoke")
-    assert re.search(r"token_ppo +1 runs +[1-9]\d* s$", out, re.M) and "of one core; warm starts" in out
-
-
 def test_ctrl_c_in_a_warm_start_says_that_it_begins_anew(stppo, monkeypatch):
     def interrupted(loaded):
         raise KeyboardInterrupt
@@ -284,22 +267,6 @@ def test_ctrl_c_in_a_warm_start_says_that_it_begins_anew(stppo, monkeypatch):
     monkeypatch.setattr("stppo.training.warm_start.ensure_warm_start", interrupted)
     code, _, err = stppo("train", "preset=smoke")
     assert code == 130 and "a warm start from its beginning" in err
-
-
-def test_play_refuses_no_questions(stppo):
-    assert stppo("play", "--questions", "0")[0] == 2
-
-
-@real_data
-def test_play_real_benchmark(stppo):
-    records, corpus = DATA / "hotpotqa" / "records.jsonl", DATA / "corpus.jsonl"
-    summary = summary_of(
-        stppo(
-            *("play", "world=benchmark", "world.benchmark=hotpotqa", "world.cache_dir=null"),
-            *(f"world.records={records}", f"world.corpus={corpus}", "--questions", "10"),
-        )
-    )
-    assert summary["n"] == 10 and summary["recall_at_3"] > 0 and summary["em"] > 0
 
 
 # ---- train --------------------------------------------------------------------------------------
@@ -437,11 +404,6 @@ def test_edited_class_of_ones_own_is_not_taken_for_the_same_run(started, tmp_pat
     assert "completed: 1 iterations" in train("--resume", "set_aside").stdout
 
 
-def test_version_is_that_of_the_package(stppo):
-    code, out, _ = stppo("--version")
-    assert code == 0 and re.fullmatch(r"stppo [\d.]+\w*( \(git [0-9a-f]{12}(, changed)?\))?\n", out)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_interrupted_run_says_how_to_go_on_and_does(stppo, started, sent):
@@ -502,16 +464,6 @@ def test_an_error_in_a_class_of_ones_own_names_its_line(stppo, started):
     )
     result = stppo("train", *TINY, "algorithm=mine", "training.iterations=1", "--config-dir", "mine")
     assert_last_line(result, f"{file}, line 8: KeyError: 'no such key'")
-
-
-def test_damaged_checkpoint_is_one_line_and_set_aside_on_request(stppo, started):
-    folder = started / "run"
-    (folder / "checkpoint" / "1").mkdir(parents=True)
-    (folder / "checkpoint" / "1" / "state.json").write_bytes(b"not a checkpoint")
-    result = stppo("train", *TINY, "--out", "run")
-    assert_last_line(result, "run/checkpoint/1 cannot be read")
-    code, out, _ = stppo("train", *TINY, "training.iterations=1", "--out", "run", "--resume", "set_aside")
-    assert code == 0 and "completed" in out and (folder / "earlier-1" / "checkpoint").exists()
 
 
 def test_progress_says_how_far_runs_are(stppo, tmp_path):

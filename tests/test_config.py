@@ -125,21 +125,6 @@ def test_a_key_that_exists_but_is_not_set_says_how_to_set_it():
             check(chosen, f"{key}=1")
 
 
-def test_unknown_key_of_lora_lists_the_keys_of_lora():
-    with pytest.raises(
-        ConfigError,
-        match=r"^policy\.lora\.rnak: unknown key; allowed: rank, alpha, target_modules; did you mean rank\?$",
-    ):
-        check("policy.lora={rnak: 4}")
-
-
-def test_unknown_key_lists_the_keys_of_the_chosen_algorithm():
-    with pytest.raises(ConfigError, match=r"clip\.epsilon: unknown key; allowed: epsilon_low"):
-        check("algorithm=grpo", "algorithm.objective.clip.epsilon=0.1")
-    with pytest.raises(ConfigError, match=r"credit\.lam: unknown key; allowed: group_size"):
-        check("algorithm=grpo", "algorithm.objective.credit.lam=0.9")
-
-
 GRPO = "algorithm=grpo"
 OBJECTIVE = "algorithm.objective"
 

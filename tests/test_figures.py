@@ -9,8 +9,7 @@ import pandas as pd
 import pytest
 
 from stppo.config.files import VARIABLE
-from stppo.figures import curves
-from stppo.figures.curves import Panel, band, source_of
+from stppo.figures.curves import Panel, band
 from stppo.figures.figures import FIGURES
 from stppo.figures.style import words_of
 from stppo.figures.words import compare, headline
@@ -124,16 +123,6 @@ def test_nothing_drawn_is_cut_off_and_texts_stand_apart(plots):
             assert box.x0 >= 0 and box.x1 <= fig.bbox.x1 + 1 and box.y1 <= fig.bbox.y1 + 1, (name, parts[i])
             for k, other in enumerate(boxes[:i]):
                 assert not box.overlaps(other), (name, parts[i], parts[k])
-
-
-def test_sources_name_model_world_and_runs(metrics):
-    source = source_of(metrics.main)
-    for words in ("tiny policy (0.12 M)", "synthetic world", "3 worlds", "40 iterations"):
-        assert words in source
-    runs = [simulate("st_ppo", seed) for seed in range(3)]
-    for (record, *_), size in zip(runs, (1_543_000_000, 9_100_000, 134_500_000), strict=True):
-        record["policy_parameters"] = size
-    assert source_of(gather(runs).all).startswith("tiny policy (9.1–1500 M)")
 
 
 def test_saved_files_are_complete_and_reproducible(plots, tmp_path):
@@ -257,14 +246,6 @@ def test_titles_of_all_algorithms_count():
     )
 
 
-def test_clip_title_gives_both_definitions():
-    runs = study_of(("token_ppo", "st_ppo"), 8)
-    for _, updates, _ in runs:
-        updates["out_of_range_fraction_token"] = updates["clip_fraction"] / 2
-    title = FIGURES["clip_ratio"].draw(gather(runs)).title
-    assert re.match(r"ST-PPO clips 3\d % of tokens, token PPO [12]\d %; by .* 1\d % and \d+ %", title)
-
-
 def test_a_run_that_stops_at_once_is_a_collapse_and_not_too_short():
     runs = [simulate("token_ppo", w, iterations=5, every=1, non_finite=True) for w in range(8)]
     assert "collapses in 8" in FIGURES["learning"].draw(gather(runs)).title
@@ -296,9 +277,3 @@ def test_the_headline_shows_algorithms_with_a_file_of_ones_own(tmp_path, monkeyp
     assert drawn("token_ppo", "own_a", "own_b") == {"token_ppo", "own_a", "own_b"}
     assert drawn("own_a", "own_b") == {"own_a", "own_b"}
     assert drawn(*four, *own) == {"token_ppo", "st_ppo", *own}, "two of the four leave room"
-
-
-def test_no_line_parts_a_number_from_its_percent_sign():
-    for length in range(60, 80):  # so that the first line ends before, in and behind it
-        fig = curves.page("x" * length + " 15 % and 20 % more", "", "", 2.0)
-        assert not re.search(r"\n%", fig.texts[0].get_text())

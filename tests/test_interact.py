@@ -1,7 +1,6 @@
 """Widgets that degrade to pictures: in the process, and through papermill and nbconvert."""
 
 import base64
-import json
 import re
 import subprocess
 import sys
@@ -59,11 +58,6 @@ def test_a_moved_slider_draws_its_value(shown):
     assert "'staleness': 1.5" in shown[-1]["text/html"]
     box.children[1].value = 7
     assert Drawn.calls[-1] == {"staleness": 1.5, "n": 7}
-
-
-def test_live_area_does_not_repeat_the_static_note():
-    box, _ = interact.controls(Drawn, {"n": (1, 9)}, {})
-    assert "Drawn at" not in box.children[-1].outputs[0]["data"]["text/html"]
 
 
 def test_note_names_the_entry_of_a_menu_not_its_value(shown):
@@ -156,13 +150,6 @@ def convert(notebook: Path, *options: str) -> str:
     return notebook.with_suffix(".html").read_text(encoding="utf-8")
 
 
-def test_executed_notebook_keeps_widget_and_picture_in_one_output(executed):
-    notebook = json.loads(executed.read_text(encoding="utf-8"))
-    assert "widgets" in notebook["metadata"]  # else the next test would prove nothing
-    (output,) = notebook["cells"][-1]["outputs"]
-    assert {interact.WIDGET_VIEW, "text/html"} <= set(output["data"])
-
-
 def test_html_shows_the_picture_and_loads_no_widget_script(executed):
     page = convert(executed, *interact.NBCONVERT_OPTIONS)
     assert page.count('src="data:image/png;base64,') == 1
@@ -170,7 +157,3 @@ def test_html_shows_the_picture_and_loads_no_widget_script(executed):
     for trace in ("jupyter-widgets", "widget-view", "widget-state", "html-manager", "Could not load widget"):
         assert trace not in page, trace
     assert "celltag_a_tag" in page  # cells keep their metadata
-
-
-def test_without_these_options_the_page_would_want_a_widget_script(executed):
-    assert "html-manager" in convert(executed, "--to", "html")

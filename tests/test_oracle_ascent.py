@@ -34,19 +34,6 @@ def test_sgd_steps_along_the_limit_of_the_estimator():
     assert max(row["divisor"] for row in rows) > 1.5
 
 
-def test_first_update_of_an_iteration_is_on_policy():
-    rows = run(small_oracle("neural"), objective(stabilizer=ClippingBiasNorm(c0=0.001)))
-    for row in rows:
-        on_policy = row["update"] % 6 == 0
-        assert (row["clip_fraction"] == 0) == on_policy
-        assert (row["divisor"] == 1) == on_policy
-
-
-def test_ascent_raises_the_return():
-    rows = run(small_oracle("neural"), objective(), iterations=5)
-    assert rows[-1]["expected_return"] > 1.5 * rows[0]["expected_return"]
-
-
 def test_adam_ignores_a_constant_divisor():
     oracle = small_oracle("neural")
     # A floor that no bias reaches divides every gradient by the same number.

@@ -9,7 +9,6 @@ from stppo.config import files as config_files
 from stppo.config.composition import compose
 from stppo.config.files import ConfigError, options
 from stppo.config.loading import build, load
-from stppo.config.plan import plan
 from stppo.config.provenance import config_targets, imported_files
 
 RATIO = """
@@ -160,11 +159,6 @@ def test_key_of_the_file_itself_is_not_called_inherited(own):
     own("algorithm/bad.yaml", "defaults: [turn_ppo]\nname: bad\nobjective: {clip: {epsilon: 0.1}}\n")
     message = refused("algorithm=bad")
     assert "clip.epsilon: unknown key" in message and "inherited" not in message
-
-
-def test_plan_counts_an_own_algorithm(own):
-    groups = plan("smoke", ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,my_ppo]"])
-    assert ("OFF_POLICY", "my_ppo", 1) in {(g.regime, g.algorithm, g.runs) for g in groups}
 
 
 def test_command_takes_the_folder(own, tmp_path, monkeypatch):

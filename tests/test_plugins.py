@@ -101,14 +101,6 @@ def test_the_recorded_tracking_is_what_the_verl_plugin_says():
         assert (ratio, exact) == (f"{row['ratio']:.1f}", f"{row['exact']:.2f}")
 
 
-def test_cluster_configs_are_no_option_of_ours():
-    from stppo.config.composition import compose
-    from stppo.config.files import ConfigError
-
-    with pytest.raises(ConfigError, match="cluster: unknown key; allowed: "):
-        compose(["cluster=verl_search"])
-
-
 @pytest.mark.parametrize("host", plugins.SUPPORTED)
 def test_every_algorithm_is_offered_or_said_why_not(host):
     """Once each, and no name that has no file."""

@@ -245,19 +245,6 @@ def test_one_token_turns_are_trls_token_level_and_single_turns_its_sequence_leve
             assert metrics[key] == pytest.approx(values, nan_ok=True, abs=1e-6), key
 
 
-@pytest.mark.parametrize("name", TRL_OPTIONS)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_trls_levels_stay_trls(turn_trainer, trl_trainer, level, name, monkeypatch):
-    changes, beta = without_reference_model(TRL_OPTIONS[name])
-    logprobs, inputs = batch_of()
-    results = []
-    for make in (turn_trainer, trl_trainer):
-        trainer = make(importance_sampling_level=level, **changes)
-        trainer.beta = beta
-        results.append(loss_and_gradient(trainer, logprobs, inputs, monkeypatch))
-    assert_same(*results, tolerance=0)
-
-
 # Against our own objective
 
 
@@ -789,51 +776,6 @@ def test_a_rollout_refuses_foreign_prompts(world, warm, tmp_path):
 
 
 # Learning
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_learns_on_the_synthetic_world(world, tmp_path, seed):
-    """SO-GRPO, four updates a batch: the mean reward of the last 15 batches of 70 against the first 15.
-
-    The unit of the standard error is a batch of 64 episodes on 8 questions, whose luck it includes. Four standard
-    errors keep chance out; what the policy learns within a window only makes them larger.
-    """
-    config = TurnGRPOConfig(
-        **options(
-            tmp_path,
-            stabilizer="clipping_bias_norm",
-            bias_norm_c0=1e-2,
-            learning_rate=1e-3,
-            per_device_train_batch_size=32,
-            steps_per_generation=2,
-            num_iterations=2,
-            num_generations=8,
-            max_steps=280,
-            seed=seed,
-        )
-    )
-    trainer = trainer_of(TurnGRPOTrainer, config, world, warmed_up(world, seed))
-    trainer.train()
-    history = trainer.state.log_history
-    rewards = torch.tensor([row["reward"] for row in history if "reward" in row])
-    first, last = rewards[:15], rewards[-15:]
-    error = ((first.var() + last.var()) / 15).sqrt()
-    gain = last.mean() - first.mean()
-    print(
-        f"seed {seed}: reward {first.mean():.3f} -> {last.mean():.3f}, gain {gain:.3f}, standard error {error:.3f}"
-    )
-    assert len(rewards) == 70
-    assert gain > 4 * error
-    rows = [row for row in history if "stabilizer/divisor" in row]
-    clipped = [row["clip_ratio/turn_region_mean"] for row in rows]
-    divisors = [row["stabilizer/divisor"] for row in rows]
-    print(
-        f"  clipped {sum(clipped) / len(rows):.3f}, divisor up to {max(divisors):.2f}, "
-        f"above 1 in {sum(d > 1 for d in divisors)} of {len(rows)} updates"
-    )
-    assert max(divisors) > 1
-    assert [row["importance_ratio/mean"] for row in rows][0] == pytest.approx(1, abs=1e-5)
-    assert all(row["completions/mean_turns"] > 1.5 for row in rows), "multi-turn to the end"
 
 
 def scored(model, inputs):
