@@ -2,11 +2,13 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from stppo.config import files as config_files
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
 from stppo.policy.policy import build_policy, score
@@ -47,6 +49,20 @@ def no_parent(monkeypatch):
 def tiny():
     """Compose the shrunk config with further overrides."""
     return lambda *overrides: compose([*TINY, *overrides])
+
+
+@pytest.fixture
+def configs(tmp_path, monkeypatch) -> Path:
+    """A copy of the shipped configs, which is in use."""
+    shutil.copytree(config_files.config_dir(), tmp_path / "configs")
+    monkeypatch.setattr(config_files, "config_dir", lambda: tmp_path / "configs")
+    return tmp_path / "configs"
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1, (file, old)
+    file.write_text(text.replace(old, new))
 
 
 @pytest.fixture(scope="session")

@@ -167,19 +167,6 @@ def test_clipping_bias_is_what_clipping_removed(setting, granularity, aggregatio
     close(policy.gradient(-got.ppo_loss), policy.gradient(-free.ppo_loss) - bias)
 
 
-def pooled(batch, values, level, mean):
-    out = torch.zeros_like(values)
-    for i in range(len(batch)):
-        ids = batch.turn_ids[i]
-        if level == "sentence":
-            groups = sentences_of(batch, i)
-        else:
-            groups = [ids == k for k in range(int(ids.max()) + 1)] if level == "turn" else [ids >= 0]
-        for at in groups:
-            out[i, at] = values[i, at].mean() if mean else values[i, at].sum()
-    return out
-
-
 # --- granularity identities --------------------------------------------------------------------------------
 
 

@@ -243,10 +243,6 @@ def derivation(request) -> Path:
     return request.param
 
 
-def prose(notebook: Path) -> str:
-    return "\n\n".join(cell["source"] for cell in cells_of(notebook, "markdown"))
-
-
 def test_derivation_has_its_parameters_and_tests_run_it_fast(derivation):
     (cell,) = (c for c in code_cells(derivation) if "parameters" in c["metadata"].get("tags", []))
     values = {n.targets[0].id: ast.literal_eval(n.value) for n in ast.parse(cell["source"]).body}

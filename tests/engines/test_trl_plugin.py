@@ -535,59 +535,48 @@ def test_evaluation_has_no_divisor(turn_trainer, monkeypatch):
 
 # Bad input
 
+BIAS = dict(stabilizer="clipping_bias_norm")
+
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("field", "changes"),
     [
+        ("importance_sampling_level", dict(importance_sampling_level="sentence")),
+        ("importance_sampling_level", dict(importance_sampling_level=3)),
+        ("ratio_aggregation", dict(ratio_aggregation="median")),
+        ("stabilizer", dict(stabilizer="norm")),
+        ("stabilizer", dict(stabilizer=None)),
+        ("bias_norm_c0", dict(bias_norm_c0="0.1")),
+        ("bias_norm_c0", dict(bias_norm_c0=0)),
+        ("bias_norm_c0", BIAS),
+        ("bias_norm_form", dict(bias_norm_form="min")),
+        ("bias_norm_estimator", dict(bias_norm_estimator="fisher")),
+        ("bias_norm_estimator", BIAS | dict(bias_norm_c0=0.1, bias_norm_estimator="logit")),
+        ("bias_norm_estimator", BIAS | dict(bias_norm_c0=0.1, bias_norm_estimator="last_block")),
         (
-            dict(importance_sampling_level="sentence"),
-            "importance_sampling_level='sentence': must be one of token",
+            "gradient_checkpointing_kwargs",
+            BIAS | dict(bias_norm_estimator="exact", gradient_checkpointing_kwargs={"use_reentrant": True}),
         ),
-        (dict(importance_sampling_level=3), "importance_sampling_level=3"),
-        (dict(ratio_aggregation="median"), "ratio_aggregation='median': must be one of geometric"),
-        (dict(stabilizer="norm"), "stabilizer='norm': must be one of none, clipping_bias_norm, ctn_kl"),
-        (dict(stabilizer=None), "stabilizer=None: must be one of"),
-        (dict(bias_norm_c0="0.1"), "bias_norm_c0='0.1': must be a number"),
-        (dict(bias_norm_c0=0), "bias_norm_c0=0: must be a number in (0"),
-        (dict(bias_norm_form="min"), "bias_norm_form='min': must be one of max"),
-        (dict(bias_norm_estimator="fisher"), "bias_norm_estimator='fisher': must be one of exact"),
-        (dict(ctn_coefficient=-1.0), "ctn_coefficient=-1.0: must be a number in [0"),
-        (dict(ctn_formula="both"), "ctn_formula='both': must be one of inside"),
-        (dict(ctn_kl="k3"), "ctn_kl='k3': must be one of policy_to_behaviour"),
-        (dict(epsilon=-0.2), "TurnGRPOConfig.epsilon=-0.2: must be a number"),
-        (dict(epsilon_high="wide"), "TurnGRPOConfig.epsilon_high='wide': must be a number"),
-        (dict(loss_type="vespo"), "vespo' has a ratio of its own"),
-        (dict(loss_type="luspo"), "luspo' is an objective of whole sequences"),
-        (
-            dict(loss_type="sapo", stabilizer="ctn_kl"),
-            "answers to a clip, which loss_type='sapo' does not have",
-        ),
-        (
-            dict(stabilizer="clipping_bias_norm"),
-            "bias_norm_c0 has no default for bias_norm_estimator='logprob'",
-        ),
-        *(
-            (
-                dict(stabilizer="clipping_bias_norm", bias_norm_c0=0.1, bias_norm_estimator=other),
-                "use 'logprob' or 'exact'",
-            )
-            for other in ("logit", "last_block")
-        ),
-        (
-            dict(
-                stabilizer="clipping_bias_norm",
-                bias_norm_estimator="exact",
-                gradient_checkpointing_kwargs={"use_reentrant": True},
-            ),
-            "set gradient_checkpointing_kwargs={'use_reentrant': False}",
-        ),
+        ("ctn_coefficient", dict(ctn_coefficient=-1.0)),
+        ("ctn_formula", dict(ctn_formula="both")),
+        ("ctn_kl", dict(ctn_kl="k3")),
+        ("epsilon", dict(epsilon=-0.2)),
+        ("epsilon_high", dict(epsilon_high="wide")),
+        ("loss_type", dict(loss_type="vespo")),
+        ("loss_type", dict(loss_type="luspo")),
+        ("loss_type", dict(loss_type="sapo", stabilizer="ctn_kl")),
+        # No clip: every weight would be held at epsilon_high itself.
+        ("epsilon_high", dict(loss_type="cispo", importance_sampling_level="token")),
+        ("epsilon_high", dict(loss_type="cispo", importance_sampling_level="token", epsilon_high=0.28)),
+        ("old_logprobs", dict(old_logprobs="vllm")),
+        ("vllm_importance_sampling_correction", dict(old_logprobs="rollout", use_vllm=True)),
     ],
 )
-def test_bad_options_are_named_in_one_line(tmp_path, changes, message):
+def test_bad_options_are_named_in_one_line(tmp_path, field, changes):
     with pytest.raises(ValueError) as error:
         TurnGRPOConfig(**options(tmp_path, **changes))
     text = str(error.value)
-    assert message in text and text.startswith("TurnGRPOConfig.") and "\n" not in text
+    assert field in text and text.startswith("TurnGRPOConfig.") and "\n" not in text
 
 
 @pytest.mark.parametrize("found", ["1.15.2", "1.17.0"])
@@ -781,12 +770,9 @@ def test_a_rollout_refuses_foreign_prompts(world, warm, tmp_path):
 def scored(model, inputs):
     """(B, T) log-probs of TRL's batch by a plain forward pass a row, without padding."""
     logprobs = torch.zeros_like(inputs["old_per_token_logps"])
-    for i, (prompt, of_prompt, completion, of_completion) in enumerate(
-        zip(
-            *(inputs[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")),
-            strict=True,
-        )
-    ):
+    names = "prompt_ids", "prompt_mask", "completion_ids", "completion_mask"
+    rows = zip(*(inputs[name] for name in names), strict=True)
+    for i, (prompt, of_prompt, completion, of_completion) in enumerate(rows):
         prompt, completion = prompt[of_prompt.bool()], completion[of_completion.bool()]
         ids = torch.cat([prompt, completion])[None]
         scores = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -890,23 +876,6 @@ def changed_rollout(world, change):
 
 def make_stale(found):
     found["logprobs"] = [[1.5 * x - 0.1 for x in row] for row in found["logprobs"]]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(loss_type="cispo"), "loss_type='cispo' holds the weight at epsilon_high itself, here 0.2"),
-        (dict(loss_type="cispo", epsilon_high=0.28), "here 0.28, so every token has about that weight"),
-        (dict(old_logprobs="vllm"), "old_logprobs='vllm': must be one of trainer, rollout"),
-        (dict(old_logprobs="rollout", use_vllm=True), "vllm_importance_sampling_correction=True corrects"),
-    ],
-)
-def test_settings_that_undo_the_method_are_named(tmp_path, changes, message):
-    level = {"importance_sampling_level": "token"} if "loss_type" in changes else {}
-    with pytest.raises(ValueError) as error:
-        TurnGRPOConfig(**options(tmp_path, **changes, **level))
-    text = str(error.value)
-    assert message in text and text.startswith("TurnGRPOConfig.") and "\n" not in text
 
 
 def test_the_rollouts_log_probs_are_the_old_ones_where_asked_for(world, tmp_path):

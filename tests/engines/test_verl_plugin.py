@@ -368,48 +368,36 @@ def test_unequal_micro_batches_recover_the_norm_in_the_root_mean_square():
     assert max(squares) > 1.05 * min(squares)
 
 
-def test_penalties_of_micro_batches_add_up():
-    batch, options = a_batch(), {"reading": "B"}
-    whole = plugged("so_ppo", batch, actor("seq-mean-token-mean", options, "so_ppo"))
-    config = actor("seq-mean-token-mean", options, "so_ppo", global_batch_size=8, dp_size=1)
-    parts = [
-        plugged("so_ppo", {n: t[rows] for n, t in batch.items()}, config)
-        for rows in torch.arange(8).split([3, 5])
-    ]
-    torch.testing.assert_close(sum(part[0] for part in parts), whole[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole[1], rtol=0, atol=1e-12)
-
-
 # ---- options ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "field"),
     [
-        ({"c0": 0}, r"TurnPolicyLossConfig.c0=0: must be a number in \(0"),
-        ({"c0": "0.1"}, r"TurnPolicyLossConfig.c0='0.1': must be a number"),
-        ({"c0": float("nan")}, r"TurnPolicyLossConfig.c0=nan"),
-        ({"form": "min"}, "TurnPolicyLossConfig.form='min': must be one of max, one_plus, floor"),
-        ({"reading": "C"}, "TurnPolicyLossConfig.reading='C': must be one of A, B"),
-        ({"reading": "B"}, "reading='B': st_ppo has reading A alone"),
-        ({"ctn_coefficient": -1}, r"TurnPolicyLossConfig.ctn_coefficient=-1: must be a number in \[0"),
-        ({"ctn_formula": "both"}, "TurnPolicyLossConfig.ctn_formula='both': must be one of inside, outside"),
-        ({"ctn_kl": "k3"}, "TurnPolicyLossConfig.ctn_kl='k3': must be one of policy_to_behaviour"),
-        ({"turn_mean": "yes"}, "TurnPolicyLossConfig.turn_mean='yes': must be true, false or null"),
-        ({"turn_mean": 1}, "TurnPolicyLossConfig.turn_mean=1"),
-        ({"min_observation_tokens": 0}, "TurnPolicyLossConfig.min_observation_tokens=0: must be a whole"),
+        ({"c0": 0}, "c0=0"),
+        ({"c0": "0.1"}, "c0='0.1'"),
+        ({"c0": float("nan")}, "c0=nan"),
+        ({"form": "min"}, "form='min'"),
+        ({"reading": "C"}, "reading='C'"),
+        ({"reading": "B"}, "reading='B'"),
+        ({"ctn_coefficient": -1}, "ctn_coefficient=-1"),
+        ({"ctn_formula": "both"}, "ctn_formula='both'"),
+        ({"ctn_kl": "k3"}, "ctn_kl='k3'"),
+        ({"turn_mean": "yes"}, "turn_mean='yes'"),
+        ({"turn_mean": 1}, "turn_mean=1"),
+        ({"min_observation_tokens": 0}, "min_observation_tokens=0"),
         ({"min_observation_tokens": 2.0}, "min_observation_tokens=2.0"),
-        ({"loss_mode": "stppo"}, "TurnPolicyLossConfig.loss_mode='stppo': must be one of .*st_ppo"),
+        ({"loss_mode": "stppo"}, "loss_mode='stppo'"),
         (
             {"rollout_correction": {"rollout_rs": "seq_mean_k1, token_k2"}},
-            "algorithm.rollout_correction.rollout_rs='seq_mean_k1, token_k2'.*use a seq_",
+            "rollout_rs='seq_mean_k1, token_k2'",
         ),
     ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_are_named(options, field):
     from stppo.plugins.verl import TurnPolicyLossConfig
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=field):
         TurnPolicyLossConfig(**{"loss_mode": "st_ppo", **options})
 
 
@@ -525,29 +513,24 @@ def python(code, **environment):
     return done.stdout
 
 
-def test_entry_point_registers_the_losses():
-    assert "FOUND True True" in python("import verl" + SHOW)
+OFF = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
+REGISTERS = {
+    "entry point": ("import verl", {}, True),
+    "no entry points": ("import verl", OFF, False),
+    "variable": ("import verl", OFF | {"VERL_USE_EXTERNAL_MODULES": "stppo.plugins.verl"}, True),
+    "external_lib": (
+        "from verl.workers.config import HFModelConfig as C; C(path={!r}, external_lib='stppo.plugins.verl')",
+        OFF,
+        True,
+    ),
+    "the plug-in first": ("import stppo.plugins.verl", {}, True),
+}
 
 
-def test_without_entry_points_nothing_is_registered():
-    assert "FOUND False False" in python("import verl" + SHOW, VERL_USE_EXTERNAL_PLUGINS="none")
-
-
-def test_environment_variable_registers_the_losses():
-    off = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "stppo.plugins.verl"}
-    assert "FOUND True True" in python("import verl" + SHOW, **off)
-
-
-def test_external_lib_of_the_model_registers_the_losses(tiny_model):
-    code = (
-        "from verl.workers.config import HFModelConfig\n"
-        f"HFModelConfig(path={str(tiny_model)!r}, external_lib='stppo.plugins.verl')\n"
-    )
-    assert "FOUND True True" in python(code + SHOW, VERL_USE_EXTERNAL_PLUGINS="none")
-
-
-def test_importing_the_plugin_first_works():
-    assert "FOUND True True" in python("import stppo.plugins.verl" + SHOW)
+@pytest.mark.parametrize("way", REGISTERS)
+def test_losses_are_registered(way, tiny_model):
+    code, environment, there = REGISTERS[way]
+    assert f"FOUND {there} {there}" in python(code.format(str(tiny_model)) + SHOW, **environment)
 
 
 def check_command(**environment):
