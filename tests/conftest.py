@@ -3,11 +3,13 @@
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from stppo import cli
 from stppo.config import files as config_files
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
@@ -49,6 +51,33 @@ def no_parent(monkeypatch):
 def tiny():
     """Compose the shrunk config with further overrides."""
     return lambda *overrides: compose([*TINY, *overrides])
+
+
+@pytest.fixture
+def stppo(monkeypatch, capsys, tmp_path):
+    """Run the console command in an empty folder; returns (exit code, stdout, stderr)."""
+    for variable in ("STPPO_DEBUG", "STPPO_CONFIG_DIR"):
+        monkeypatch.setenv(variable, "")  # what an option sets ends with the test
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["stppo", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def assert_one_line_error(result, *parts):
+    """Of `stppo`: exit code 1 and one line that names each of the parts."""
+    code, _, err = result
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1
+    assert all(part in err for part in parts), err
 
 
 @pytest.fixture

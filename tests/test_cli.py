@@ -18,46 +18,17 @@ from stppo import cli
 from stppo.config.composition import compose
 from stppo.config.identity import warm_start_dir
 from stppo.record.ownership import FolderLock
-from tests.conftest import TINY
-
-
-@pytest.fixture
-def stppo(monkeypatch, capsys, tmp_path):
-    """Run the console command in an empty folder; returns (exit code, stdout, stderr)."""
-    for variable in ("STPPO_DEBUG", "STPPO_CONFIG_DIR"):
-        monkeypatch.setenv(variable, "")  # what an option sets ends with the test
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["stppo", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-def assert_one_line_error(result, *parts):
-    code, _, err = result
-    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1
-    assert all(part in err for part in parts), err
-
+from tests.conftest import TINY, assert_one_line_error
 
 # ---- help ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("train", "warm-start", "play", "evaluate", "tiny-model", "collect", "compare", "claims", "report"),
-        *("progress", "show", "list"),
-        *("plugins check", "plugins verl-data"),
-    ],
-)
+COMMANDS = ["train", "warm-start", "play", "evaluate", "tiny-model", "collect", "compare", "claims", "report"]
+COMMANDS += ["progress", "show", "list", "plugins check", "plugins verl-data"]
+COMMANDS += ["retriever index", "retriever serve", "retriever query"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_an_example(command):
     shown = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert shown.exit_code == 0
@@ -66,12 +37,6 @@ def test_help_shows_an_example(command):
 
 
 # ---- errors -------------------------------------------------------------------------------------
-
-
-def test_unknown_algorithm_is_one_line_with_the_allowed_names(stppo):
-    result = stppo("train", "algorithm=ppo")
-    assert_one_line_error(result, "algorithm=ppo", "token_ppo", "gspo")
-    assert result[1] == ""
 
 
 def test_debug_shows_the_traceback_too(stppo):
@@ -149,7 +114,12 @@ def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_pa
     ("arguments", "parts"),
     [
         (["train", "preset=desktop"], ["preset=desktop", "laptop, ", "smoke"]),
-        (["train", "training.epochs=0"], ["training.epochs = 0"]),
+        (["train", "algorithm=ppo"], ["algorithm=ppo", "token_ppo", "gspo"]),
+        (["train", "algorithm=st_pp"], ["did you mean st_ppo?"]),
+        (["train", "training.epoch=3"], ["did you mean epochs?"]),
+        (["train", "trainin.epochs=3"], ["did you mean training?"]),
+        (["train", "device=cuda"], ["did you mean training.device?"]),
+        (["train", "algorithm.epsilon=0.3"], ["did you mean algorithm.objective.clip.epsilon_low?"]),
         (["train", "algorithm.objective.clip.epsilon_low=0"], ["epsilon_low=0"]),
         (["train", "seed=0,1", "--out", "x"], ["--out", "2 runs"]),
         (["train", "--resume", "maybe"], ["--resume maybe", "set_aside"]),
@@ -157,10 +127,7 @@ def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_pa
         (["warm-start", "world=benchmark"], ["world.records=FILE"]),
         (["play", "world=benchmark"], ["world.records=FILE"]),
         (["play", "world=benchmark", "world.records=none.jsonl", "world.corpus=none.jsonl"], ["none.jsonl"]),
-        (
-            ["collect", "metrics", "runs/none"],
-            ["runs/none/run.json is missing (no folder", "train OVERRIDES --out runs/none"],
-        ),
+        (["collect", "metrics", "runs/none"], ["runs/none/run.json is missing"]),
         (["compare", "none"], ["none holds no run.json"]),
         (["plan", "--config-dir", "none"], ["none", "--config-dir", "No such file"]),
         (["plan", "smoke"], ["preset=smoke"]),
@@ -172,10 +139,7 @@ def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_pa
         (["train-planned", "preset=smoke", "preset=laptop"], ["one preset"]),
         (["bench", "token_ppo", "--rerun", "2"], ["token_ppo --rerun 2", "leave the method out"]),
         (["bench", "mine/algorithm/my_ppo.yml"], ["rename it to my_ppo.yaml"]),
-        (
-            ["claims", "none", "out"],
-            ["none/runs.json is missing (no folder none)", "collect none RUN_FOLDERS"],
-        ),
+        (["claims", "none", "out"], ["none/runs.json is missing"]),
         (["train", "preset=smoke", "--out", ""], ["an argument is empty"]),
         (["train", "preset=smoke", "--out="], ["an argument is empty"]),
         (["report", "results/none"], ["results/none/metrics/runs.json is missing", "snakemake"]),
@@ -236,20 +200,6 @@ def test_what_can_be_chosen_is_listed(stppo):
     assert code == 0 and re.search(r"^st_ppo +ST-PPO", out, re.M)
     assert re.search(r"^smoke +\w", stppo("list", "presets")[1], re.M)
     assert_one_line_error(stppo("list", "world_s"), "allowed are algorithms", "did you mean worlds?")
-
-
-@pytest.mark.parametrize(
-    ("override", "near"),
-    [
-        ("algorithm=st_pp", "st_ppo"),
-        ("training.epoch=3", "epochs"),
-        ("trainin.epochs=3", "training"),
-        ("device=cuda", "training.device"),
-        ("algorithm.epsilon=0.3", "algorithm.objective.clip.epsilon_low"),
-    ],
-)
-def test_a_name_that_is_nearly_right_is_followed_by_the_right_one(stppo, override, near):
-    assert_one_line_error(stppo("train", "preset=smoke", override), f"did you mean {near}?")
 
 
 def test_an_own_file_with_keys_missing_is_named_with_them(stppo, tmp_path):

@@ -239,12 +239,6 @@ def test_git_state_sees_a_change_of_what_results_depend_on(repository, name, dir
     assert provenance.git_state() == {**clean, "git_dirty": dirty}
 
 
-def test_import_is_light():
-    code = "import sys, stppo.config.provenance; print([m for m in ('torch', 'pandas', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_imports_of_a_notebook_are_entries_for_its_hash(package, tmp_path):
     cells = [
         {"cell_type": "markdown", "source": ["import stppo.figures"]},
