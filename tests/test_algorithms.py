@@ -10,7 +10,7 @@ from stppo.config.algorithms import LINES, ORDER, OWN, algorithms, aliases, look
 from stppo.config.composition import compose
 from stppo.config.files import ConfigError
 from stppo.config.identity import fingerprint, identity_section, run_section
-from stppo.config.loading import load
+from stppo.config.loading import build, load
 from stppo.figures.curves import GREY
 
 BASED_ON_TURN_PPO = "defaults: [turn_ppo]\nname: {}\n{}"
@@ -139,3 +139,49 @@ def test_a_malformed_prior_is_one_line_that_names_its_key(write, old, new, named
         with pytest.raises(ConfigError, match=re.escape(named)) as error:
             algorithms()
         assert "mine.yaml" in str(error.value) and "\n" not in str(error.value)
+
+
+# ---- the paper's points of the product credit x ratio x clip x stabiliser x loss aggregation ----------
+
+GEOMETRIC_TURN = ("turn", "geometric")
+# name: credit, ratio, stabiliser, loss aggregation, epsilon low and high
+TABLE = {
+    "token_ppo": ("TokenGAE", ("token", "geometric"), "NoStabilizer", "trajectory_mean", 0.2, 0.2),
+    "turn_ppo": ("TokenGAE", GEOMETRIC_TURN, "NoStabilizer", "trajectory_mean", 0.2, 0.2),
+    "s_ppo": ("TokenGAE", ("token", "geometric"), "ClippingBiasNorm", "trajectory_mean", 0.2, 0.2),
+    "st_ppo": ("TokenGAE", GEOMETRIC_TURN, "ClippingBiasNorm", "trajectory_mean", 0.2, 0.2),
+    "so_ppo_ctn": ("TurnReturnMinusValue", ("turn", "arithmetic"), "CtnKL", "turn_mean", 0.2, 0.2),
+    "grpo": ("GroupNormalised", ("token", "geometric"), "NoStabilizer", "trajectory_mean", 0.2, 0.2),
+    "so_grpo": ("GroupNormalised", GEOMETRIC_TURN, "ClippingBiasNorm", "trajectory_mean", 0.2, 0.2),
+    "so_grpo_ctn": ("GroupNormalised", ("turn", "arithmetic"), "CtnKL", "turn_mean", 0.2, 0.2),
+    "gspo": ("GroupNormalised", ("sequence", "geometric"), "NoStabilizer", "trajectory_mean", 3e-4, 4e-4),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_each_algorithm_is_its_row_of_the_table(name):
+    objective = build(compose([f"algorithm={name}"])["algorithm"]["objective"], "algorithm.objective")
+    credit, ratio, clip = objective.credit, objective.ratio, objective.clip
+    assert TABLE[name] == (
+        type(credit).__name__,
+        (ratio.granularity, ratio.aggregation),
+        type(objective.stabilizer).__name__,
+        objective.loss_aggregation,
+        clip.epsilon_low,
+        clip.epsilon_high,
+    )
+    assert credit.needs_critic is credit.whiten is ("ppo" in name)
+    assert credit.group_size == (1 if "ppo" in name else 8)
+    if "grpo" in name:
+        assert credit.returns == ("turn" if name == "so_grpo_ctn" else "trajectory")
+
+
+def test_options_do_not_drift():
+    """Where two algorithms use the same class for an axis, they use it with the same options. Clip's epsilon (gspo), the
+    ratio and the group returns are axes themselves."""
+    seen = {}
+    for name in TABLE:
+        objective = compose([f"algorithm={name}"])["algorithm"]["objective"]
+        for part in ("credit", "stabilizer"):
+            options = {k: v for k, v in objective[part].items() if k != "returns"}
+            assert seen.setdefault(options["_target_"], options) == options, name

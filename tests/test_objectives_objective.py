@@ -167,9 +167,6 @@ def test_clipping_bias_is_what_clipping_removed(setting, granularity, aggregatio
     close(policy.gradient(-got.ppo_loss), policy.gradient(-free.ppo_loss) - bias)
 
 
-# --- granularity identities --------------------------------------------------------------------------------
-
-
 # --- what must not matter ----------------------------------------------------------------------------------
 
 
@@ -424,3 +421,13 @@ def test_what_comes_in_half_precision_is_computed_in_float32(dtype):
         make("turn").evaluate(torch.full((1000,), 0.25, dtype=dtype), -torch.ones(1000), batch.layout),
     ):
         assert found.diagnostics["ratio_mean_turn"] == pytest.approx(math.exp(0.25), rel=1e-6)
+
+
+def test_float32_training_dtype_is_kept():
+    batch = mixed_batch()
+    floats = {k: v.float() if v.is_floating_point() else v for k, v in batch.state_dict().items()}
+    batch = Trajectories(**floats)
+    credit = TokenGAE()(batch, torch.zeros(batch.tokens.shape))
+    logprobs = (batch.behaviour_logprobs + 0.3).requires_grad_()
+    got = make("turn", stabilizer=ClippingBiasNorm())(logprobs, batch, credit.advantages)
+    assert credit.advantages.dtype == got.loss.dtype == got.bias_surrogate.dtype == torch.float32

@@ -80,16 +80,10 @@ def test_pullback_is_the_vector_jacobian_product(granularity, aggregation):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("granularity", "word", "token, turn, sentence, sequence"),
-        ("aggregation", "median", "geometric, arithmetic, product"),
-    ],
-)
-def test_unknown_choices_name_the_allowed(field, value, allowed):
-    with pytest.raises(ValueError, match=f"{field}='{value}': must be one of {allowed}"):
-        Ratio(**{field: value})
+@pytest.mark.parametrize("field", ["granularity", "aggregation"])
+def test_unknown_choices_are_named(field):
+    with pytest.raises(ValueError, match=f"{field}='median': must be one of"):
+        Ratio(**{field: "median"})
 
 
 def test_kl_estimators_have_the_named_expectation_and_gradient():

@@ -94,22 +94,22 @@ def test_ctn_gradient_is_the_kls_alone(formula):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("rule", "field", "value"),
     [
-        (lambda: ClippingBiasNorm(c0=0.0), r"ClippingBiasNorm.c0=0.0: .*\(0, inf\]"),
-        (lambda: ClippingBiasNorm(form="min"), "form='min': must be one of max, one_plus, floor"),
-        (
-            lambda: ClippingBiasNorm(estimator="none"),
-            "estimator='none': must be one of exact, last_block, logprob, logit",
-        ),
-        (lambda: CtnKL(coefficient=-1.0), r"CtnKL.coefficient=-1.0: .*\[0, inf\]"),
-        (lambda: CtnKL(formula="both"), "formula='both': must be one of inside, outside"),
-        (lambda: CtnKL(kl="k3"), "kl='k3': must be one of policy_to_behaviour, behaviour_to_policy"),
+        (ClippingBiasNorm, "c0", 0.0),
+        (ClippingBiasNorm, "form", "min"),
+        (ClippingBiasNorm, "estimator", "none"),
+        (CtnKL, "coefficient", -1.0),
+        (CtnKL, "formula", "both"),
+        (CtnKL, "kl", "k3"),
+        (OwnClippingBias, "form", "max"),
+        (OwnClippingBias, "sample", "token"),
+        (OwnClippingBias, "c0", 0.0),
     ],
 )
-def test_bad_options_name_the_allowed(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_bad_options_are_named(rule, field, value):
+    with pytest.raises(ValueError, match=f"{rule.__name__}.{field}={value!r}"):
+        rule(**{field: value})
 
 
 # ---- each sample by its own clipping --------------------------------------------------------------------
@@ -194,9 +194,3 @@ def test_own_clipping_bias_is_a_constant_factor_and_weighs_the_bias_alike(form, 
     torch.testing.assert_close(gradient, differences(False), rtol=1e-6, atol=1e-9)
     assert surrogate.any_clipped
     torch.testing.assert_close(differences(True) - gradient, bias, rtol=1e-5, atol=1e-9)
-
-
-def test_own_clipping_bias_refuses_what_it_does_not_know():
-    for wrong in ({"form": "max"}, {"sample": "token"}, {"c0": 0.0}):
-        with pytest.raises(ValueError, match=r"OwnClippingBias\." + next(iter(wrong))):
-            OwnClippingBias(**wrong)
