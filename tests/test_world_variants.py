@@ -64,13 +64,6 @@ def test_single_turn_ends_without_reward_unless_it_answers(single_turn, text):
     assert episode.n_searches == 0
 
 
-def test_single_turn_answer_is_rewarded(single_turn):
-    question = single_turn.questions("test")[0]
-    episode = single_turn.environment.start(question)
-    single_turn.environment.step([episode], [f"<answer> {question.answers[0]} </answer>"])
-    assert episode.done and episode.reward == 1
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_single_turn_answers_stand_in_the_prompt_among_others(seed):
     world = world_of("single_turn", f"world.seed={seed}")

@@ -1,7 +1,6 @@
 """The verl plug-in against our own objectives, verl's registry, its config code and its Ray workers."""
 
 import os
-import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -710,88 +709,6 @@ def test_every_override_of_the_readme_composes(tiny_model):
 
 
 # ---- a Ray worker -------------------------------------------------------------------------------
-
-
-def ppo_loss_of(batch, config):
-    """(loss, gradient, metrics) by verl's own `ppo_loss`, from a model output in its no-padding format."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.losses import ppo_loss
-
-    lengths = [20, 24, 24, 22, 24, 24, 21, 24]  # of the responses; the prompt is one token
-
-    def nested(tensor):
-        rows = [tensor[i, :n] for i, n in enumerate(lengths)]
-        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-    mask = batch["response_mask"]
-    log_prob = batch["log_prob"].clone().requires_grad_()
-    shifted = [torch.cat([log_prob[i, :n], log_prob.new_zeros(1)]) for i, n in enumerate(lengths)]
-    data = TensorDict(
-        {
-            "prompts": torch.nested.as_nested_tensor(
-                [torch.zeros(1, dtype=torch.long)] * 8, layout=torch.jagged
-            ),
-            "responses": nested(torch.zeros(mask.shape, dtype=torch.long)),
-            "response_mask": nested(mask.long()),
-            "old_log_probs": nested(batch["old_log_prob"]),
-            "advantages": nested(batch["advantages"]),
-        },
-        batch_size=8,
-    )
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=16)
-    output = {"log_probs": torch.nested.as_nested_tensor(shifted, layout=torch.jagged)}
-    loss, metrics = ppo_loss(config=config, model_output=output, data=data)
-    values = {name: metric.aggregate() for name, metric in metrics.items()}
-    return loss.detach(), torch.autograd.grad(loss, log_prob)[0], values
-
-
-def work(batch):
-    """Runs in the worker: only a config names the plug-in, nothing here imports it."""
-    from hydra import compose, initialize_config_module
-    from verl.utils.config import omega_conf_to_dataclass
-
-    policy_loss = "actor_rollout_ref.actor.policy_loss"
-    overrides = [
-        f"{policy_loss}.loss_mode=st_ppo",
-        f"{policy_loss}._target_=stppo.plugins.verl.TurnPolicyLossConfig",
-        f"+{policy_loss}.c0=0.01",
-        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
-        "actor_rollout_ref.actor.clip_ratio_high=0.28",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-    ]
-    with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
-        config = compose("ppo_trainer", overrides=overrides)
-    loss, gradient, metrics = ppo_loss_of(batch, omega_conf_to_dataclass(config.actor_rollout_ref.actor))
-    return os.getpid(), loss.item(), gradient.numpy(), metrics, "stppo.plugins.verl" in sys.modules
-
-
-def test_a_ray_worker_computes_st_ppo_through_verls_own_loss(monkeypatch):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home folder
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import this file
-    batch = a_batch()
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        numpys = {name: tensor.numpy() for name, tensor in batch.items()}
-
-        @ray.remote(num_cpus=1)
-        def remote(arrays):
-            return work({name: torch.tensor(array) for name, array in arrays.items()})
-
-        pid, loss, gradient, metrics, loaded = ray.get(remote.remote(numpys), timeout=240)
-    finally:
-        ray.shutdown()
-    assert pid != os.getpid() and loaded
-    here = ppo_loss_of(batch, actor("seq-mean-token-mean", {"c0": 0.01}))
-    assert loss == here[0].item() and np.array_equal(gradient, here[1].numpy())
-    assert {name: float(value) for name, value in metrics.items()} == here[2]
-    # Half of a minibatch of 16: the sum over both micro-batches is their mean, the norm that of 16 rows.
-    expected = ours(batch, Ratio("turn"), "norm", "trajectory_mean")
-    norm = expected[3] / np.sqrt(2)
-    assert metrics["actor/clipping_bias_norm_logprob"] == pytest.approx(norm, rel=1e-12)
-    undivided = expected[1].numpy() * expected[4] / 2
-    np.testing.assert_allclose(gradient, undivided / max(1, norm / 0.01), rtol=0, atol=1e-12)
 
 
 def test_a_scale_that_moves_with_the_cut_is_warned_of_once(caplog):
