@@ -255,15 +255,8 @@ def test_the_norm_over_the_last_block_divides_and_needs_no_pass_below_it(batch, 
     option = "algorithm.objective.stabilizer.estimator=last_block"
     policy, objective = make_policy(), compose(["algorithm=st_ppo", option])["algorithm"]["objective"]
     training = settings_with("training.bias_norm_every=1000")
-    steps = PolicyUpdates(
-        policy,
-        torch.optim.SGD(policy.parameters(), lr=1e-3),
-        build(objective, "objective"),
-        training,
-        Passes(),
-        1.0,
-        None,
-    )
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+    steps = PolicyUpdates(policy, optimizer, build(objective, "objective"), training, Passes(), 1.0, None)
     asked, grad = [], torch.autograd.grad
     monkeypatch.setattr(
         torch.autograd, "grad", lambda out, to, *a, **k: asked.append(to) or grad(out, to, *a, **k)

@@ -233,13 +233,6 @@ def test_a_number_of_options_that_cannot_be_is_refused(options):
         SyntheticWorld(options=options)
 
 
-def test_options_without_a_right_answer_are_refused_in_one_line():
-    wrong = {"answers": ("alba moss", "A"), "options": ("dol ken", "sor vel")}
-    with pytest.raises(ValueError, match="q1: its options .* hold no right answer.*; give the") as error:
-        Question("q1", "mentor of dorn vale ?", **wrong)
-    assert "\n" not in str(error.value)
-
-
 def test_one_reward_in_ten_is_wrong_and_always_the_same_one(noisy_reward):
     environment, questions = noisy_reward.environment, noisy_reward.questions("train")[:3000]
 
