@@ -19,7 +19,7 @@ from stppo.retrieval.index_retriever import IndexRetriever
 
 @pytest.fixture
 def retriever(stppo):
-    return lambda *arguments: retriever("retriever", *arguments)
+    return lambda *arguments: stppo("retriever", *arguments)
 
 
 CORPUS = [
