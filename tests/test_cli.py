@@ -50,14 +50,14 @@ def test_an_engine_that_does_not_start_is_one_line(stppo, monkeypatch):
         raise RuntimeError("vLLM did not start: no GPU;\nchange this")
 
     monkeypatch.setattr(cli, "train_one", broken)
-    assert_one_line_error(stppo("train", "preset=smoke"), "vLLM did not start: no GPU; change this")
-    assert "Traceback" in stppo("--debug", "train", "preset=smoke")[2]
+    assert_one_line_error(stppo("train", *TINY), "vLLM did not start: no GPU; change this")
+    assert "Traceback" in stppo("--debug", "train", *TINY)[2]
 
 
 def test_a_plan_that_takes_long_says_so(stppo, monkeypatch, caplog):
     monkeypatch.setattr("stppo.waiting.SECONDS", 0.0)
     with caplog.at_level("INFO"):
-        assert stppo("plan", "preset=smoke")[0] == 0
+        assert stppo("plan", "preset=smoke", "pipeline.regimes.OFF_POLICY.algorithms=[grpo]")[0] == 0
     assert "composing the runs of preset=smoke ..." in caplog.messages
 
 
@@ -103,7 +103,7 @@ def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_pa
         raise kind("surprise")
 
     monkeypatch.setattr(cli, "train_one", broken)
-    result = stppo("train", "preset=smoke")
+    result = stppo("train", *TINY)
     (file,) = tmp_path.glob("stppo-error-*.txt")
     assert_one_line_error(result, f"unexpected {kind.__name__}: {kind('surprise')}", str(file))
     text = file.read_text()
