@@ -351,12 +351,6 @@ def test_group_algorithm_has_no_critic_and_whole_groups(tmp_path, tiny, barely_t
     assert groups.bincount().tolist() == [8, 8]
 
 
-def test_regularisers_enter_the_gradient(tmp_path, tiny, barely_trained):
-    run(tiny("training.entropy_coefficient=0.1", "training.kl_coefficient=0.1"), tmp_path, barely_trained)
-    updates = tables(tmp_path)[0]
-    assert ((updates["gradient_norm"] - updates["ppo_gradient_norm"]).abs() > 1e-4).any()
-
-
 @pytest.mark.parametrize("other", ["world.seed=1", "policy.hidden_size=16", "world.n_name_parts=20"])
 def test_warm_start_of_another_world_or_policy_is_refused(other, tmp_path, tiny, barely_trained):
     with pytest.raises(ValueError, match="made for another world or policy"):

@@ -8,6 +8,7 @@ import torch
 
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
+from stppo.objectives.ratios import kl_to_reference
 from stppo.policy import policy as policy_module
 from stppo.policy.compute import body_of, computing, last_block, logits_of, place
 from stppo.policy.critic import Critic
@@ -118,11 +119,29 @@ def one_step(name, batch, budget, *overrides):
     return row, torch.cat(found)
 
 
-def test_the_weighted_penalty_is_that_of_the_ratios(batch):
-    _, without = one_step("token_ppo", batch, None, "training.kl_coefficient=0")
-    _, plain = one_step("token_ppo", batch, None)
+def test_regularisers_enter_the_gradient_with_their_signs(batch):
+    """Plus the mean KL to the reference, minus the mean entropy, over agent tokens; the weighted KL is another one."""
+    none = "training.kl_coefficient=0", "training.entropy_coefficient=0"
+    plain, with_kl, with_entropy, both = (
+        one_step("token_ppo", batch, None, *off)[1] for off in (none, none[1:], none[:1], ())
+    )
+    policy = make_policy()
+    scores = score(policy, batch)
+    g = torch.Generator().manual_seed(2)  # as `one_step` draws its reference
+    torch.rand(batch.tokens.shape, generator=g, dtype=torch.float64)
+    reference = batch.behaviour_logprobs + 0.1 * torch.randn(
+        batch.tokens.shape, generator=g, dtype=torch.float64
+    )
+    mask = batch.agent_mask
+    kl = kl_to_reference(scores.logprobs[mask], reference[mask]).mean()
+    for found, expected in ((with_kl, 0.3 * kl), (with_entropy, -0.2 * scores.entropy[mask].mean())):
+        gradient = torch.autograd.grad(expected, list(policy.parameters()), retain_graph=True)
+        gradient = torch.cat([part.flatten() for part in gradient])
+        assert gradient.norm() > 1e-3
+        torch.testing.assert_close(found - plain, gradient, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(both - plain, with_kl + with_entropy - 2 * plain, rtol=1e-3, atol=1e-6)
     _, weighted = one_step("token_ppo", batch, None, "+training.kl_weighted=true")
-    assert (plain - without).norm() > 1e-4 and (weighted - plain).norm() > 1e-4
+    assert (weighted - both).norm() > 1e-4
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
