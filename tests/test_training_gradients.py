@@ -126,7 +126,7 @@ def test_regularisers_enter_the_gradient_with_their_signs(batch):
         one_step("token_ppo", batch, None, *off)[1] for off in (none, none[1:], none[:1], ())
     )
     policy = make_policy()
-    scores = score(policy, batch)
+    scores = score(policy, batch, entropy_gradient=True)
     g = torch.Generator().manual_seed(2)  # as `one_step` draws its reference
     torch.rand(batch.tokens.shape, generator=g, dtype=torch.float64)
     reference = batch.behaviour_logprobs + 0.1 * torch.randn(
