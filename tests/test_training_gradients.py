@@ -226,6 +226,23 @@ def test_critic_values_and_regression_are_those_of_one_batch(batch):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_the_clipped_critic_loss_is_the_larger_of_two(batch):
+    """Of (v - target)^2 and the same with v held near the old value, half the mean over agent tokens."""
+    critic = Critic(make_policy()).double()
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    updates = CriticUpdates(critic, torch.optim.SGD(critic.parameters(), lr=0.0), settings_with(
+        "training.value_clip=0.3", "training.trajectories_per_iteration=16", "training.minibatches=1"
+    ), Passes())  # fmt: skip
+    values, mask = updates.values(batch), batch.agent_mask
+    g = torch.Generator().manual_seed(3)
+    old = values + torch.randn(values.shape, generator=g, dtype=torch.float64)
+    targets = torch.rand(values.shape, generator=g, dtype=torch.float64)
+    found = updates.regress(batch, targets, mask, old, g, 0, 0)
+    free, held = ((v - targets)[mask].square() for v in (values, old + (values - old).clamp(-0.3, 0.3)))
+    assert (free > held).any() and (free < held).any()
+    assert found == pytest.approx(float(torch.maximum(free, held).mean() / 2), rel=1e-6)
+
+
 def test_reference_scores_are_those_of_one_batch(batch):
     models = Models(make_policy(), make_policy(seed=5), None)
     whole = models.reference_logprobs(batch, Passes(), 1.3)
