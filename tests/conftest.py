@@ -15,6 +15,7 @@ from stppo.config.composition import compose
 from stppo.config.loading import build, load
 from stppo.policy.policy import build_policy, score
 from stppo.record.ownership import PARENT
+from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.warm_start import demonstration_batch, made_for
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.scripted import DemonstrationNoise, play
@@ -98,6 +99,21 @@ def edit(file: Path, old: str, new: str) -> None:
 def barely_trained(tmp_path_factory) -> Path:
     """A warm-start folder whose policy knows the format by halves: some turns are valid, some are not."""
     return make_start(tmp_path_factory.mktemp("warm_start"))
+
+
+def strong_policy(*overrides: str):
+    """(policy, sampler, questions): weights so large that log-probs hang on every earlier token and its position, and
+    no bias is zero."""
+    config = compose(["preset=smoke", "world.n_train=64", *overrides])
+    settings = load(config).settings
+    world = build(config["world"], "world")
+    torch.manual_seed(0)
+    policy = build_policy(settings.policy, world.tokenizer)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(6) if weight.dim() > 1 else weight.add_(0.1 * torch.randn_like(weight))
+    sampler = TorchRollout(world.environment, world.tokenizer, settings.rollout)
+    return policy, sampler, world.questions("train")[:24]
 
 
 def make_start(folder: Path) -> Path:

@@ -114,28 +114,24 @@ def test_runs_without_configs_have_no_granularity():
 
 
 @pytest.mark.parametrize(
-    ("fine", "coarse", "said"),
+    ("fine", "coarse", "few", "said"),
     [
-        (0.4, 0.8, "higher in 2 of 2 comparisons, clearly in 2"),
-        (0.8, 0.4, "none of 2 comparisons, clearly in none, clearly lower in 2"),
+        (0.4, 0.8, None, "higher in 2 of 2 comparisons, clearly in 2"),
+        (0.8, 0.4, None, "none of 2 comparisons, clearly in none, clearly lower in 2"),
+        (
+            0.4,
+            0.8,
+            "PPO",
+            "higher in 2 of 2 comparisons, clearly in 1",
+        ),  # few worlds hide no other comparison
+        (0.4, 0.8, "GRPO", "higher in 2 of 2 comparisons, clearly in 1"),
     ],
 )
-def test_granularity_title_sees_both_directions(fine, coarse, said):
+def test_granularity_title_sees_both_directions(fine, coarse, few, said):
     runs = [
         simulate(f"{rung}_{family.lower()}", world, dynamics=Dynamics(level, granularity=rung, family=family))
         for family in ("PPO", "GRPO")
         for rung, level in (("token", fine), ("turn", coarse))
-        for world in range(12)
-    ]
-    assert said in granularity.granularity(gather(runs)).title
-
-
-@pytest.mark.parametrize("few", ["PPO", "GRPO"])
-def test_a_comparison_of_few_worlds_hides_no_other(few):
-    runs = [
-        simulate(f"{rung}_{family.lower()}", world, dynamics=Dynamics(level, granularity=rung, family=family))
-        for family in ("PPO", "GRPO")
-        for rung, level in (("token", 0.4), ("turn", 0.8))
         for world in range(3 if family == few else 12)
     ]
-    assert "higher in 2 of 2 comparisons, clearly in 1" in granularity.granularity(gather(runs)).title
+    assert said in granularity.granularity(gather(runs)).title
