@@ -13,12 +13,13 @@ from stppo import cli
 from stppo.config import files as config_files
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
-from stppo.policy.policy import build_policy, score
+from stppo.policy.policy import build_policy
 from stppo.record.ownership import PARENT
 from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.warm_start import demonstration_batch, made_for
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.scripted import DemonstrationNoise, play
+from tests.training_runs import imitate
 
 TINY = [
     "preset=smoke",
@@ -125,12 +126,7 @@ def make_start(folder: Path) -> Path:
     demonstrations = play(world, world.questions("train"), rng, DemonstrationNoise())
     data = demonstration_batch(demonstrations, DialogueEncoder(world.environment.protocol, world.tokenizer))
     policy = build_policy(settings.policy, world.tokenizer)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    for _ in range(60):
-        loss = -score(policy, data).logprobs.sum() / data.agent_mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    imitate(policy, data, 60, 1e-2)
     policy.save_pretrained(folder)
     world.tokenizer.save_pretrained(folder)
     record = {"made_for": made_for(config), "success_sampled": 0.0, "success_greedy": 0.0, "n_sampled": 1}

@@ -27,10 +27,11 @@ from stppo.objectives import (
     estimated_bias_norms,
 )
 from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer, search_dataset, search_reward, search_rollout
-from stppo.policy.policy import PolicyConfig, build_policy, score
+from stppo.policy.policy import PolicyConfig, build_policy
 from stppo.training.warm_start import demonstration_batch
 from stppo.trajectories import Trajectories
 from stppo.world import DemonstrationNoise, DialogueEncoder, SyntheticWorld, play
+from tests.training_runs import imitate
 
 pytestmark = [
     pytest.mark.engines,
@@ -85,13 +86,7 @@ def warmed_up(world, seed, steps=80):
     noise = DemonstrationNoise(early_answer=0.3, wrong_entity=0.3, malformed=0.05)
     encoder = DialogueEncoder(world.environment.protocol, world.tokenizer)
     data = demonstration_batch(play(world, questions, rng, noise), encoder)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(steps):
-        batch = data.select(torch.randint(len(data), (32,)))
-        loss = -score(model, batch).logprobs.sum() / batch.agent_mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    imitate(model, data, steps, 3e-3, rows=32)
     return model
 
 
@@ -795,13 +790,7 @@ def test_in_the_world_of_2000_entities_trl_makes_the_updates_that_our_objective_
     questions = [rng.choice(world.questions("train")) for _ in range(96)]
     encoder = DialogueEncoder(world.environment.protocol, world.tokenizer)
     data = demonstration_batch(play(world, questions, rng, DemonstrationNoise()), encoder)
-    optimizer = torch.optim.Adam(start.parameters(), lr=1e-2)
-    for _ in range(30):
-        batch = data.select(torch.randint(len(data), (24,)))
-        loss = -score(start, batch).logprobs.sum() / batch.agent_mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    imitate(start, data, 30, 1e-2, rows=24)
 
     seen = []
 
