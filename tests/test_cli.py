@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from stppo import cli
+from stppo import cli, waiting
 from stppo.config.composition import compose
 from stppo.config.identity import warm_start_dir
 from stppo.record.ownership import FolderLock
@@ -427,3 +428,19 @@ def test_progress_says_how_far_runs_are(stppo, tmp_path):
         code, shown, _ = stppo("progress", str(tmp_path))
     assert code == 0 and "10 of 40" in shown and "1 running" in shown
     assert_one_line_error(stppo("progress", str(tmp_path / "nothing")), "no folder")
+
+
+# ---- what takes long -------------------------------------------------------------------------------
+
+
+def test_only_what_takes_long_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "SECONDS", 0.05)
+    caplog.set_level(logging.INFO)
+    with waiting.saying("reading the questions"):
+        time.sleep(0.3)
+    with waiting.saying("a moment"):
+        pass
+    with pytest.raises(KeyError), waiting.saying("what fails at once"):
+        raise KeyError
+    time.sleep(0.2)
+    assert [record.message for record in caplog.records] == ["reading the questions ..."]
