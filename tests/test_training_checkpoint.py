@@ -70,7 +70,8 @@ def test_only_the_newest_is_kept(tmp_path):
 
 def test_what_a_kill_leaves_behind_is_ignored_and_goes(tmp_path):
     """Half a checkpoint, and older ones that are half removed."""
-    save_checkpoint(tmp_path / "c", "f", state_of(3))
+    for number in (1, 2, 3):
+        save_checkpoint(tmp_path / "c", "f", state_of(number))
     shutil.copytree(newest(tmp_path / "c"), tmp_path / "c" / ".4.part")
     for left in ("1", "2", ".4.part"):
         (tmp_path / "c" / left).mkdir(exist_ok=True)
