@@ -179,6 +179,10 @@ def test_play_prints_one_json_line_last(stppo):
     assert summary["n"] == 20 and summary["em"] >= 0.7 and summary["searches_per_question"] >= 1
 
 
+def test_play_refuses_no_questions(stppo):
+    assert stppo("play", "--questions", "0")[0] == 2
+
+
 def test_play_shows_what_was_said_first(stppo):
     code, out, _ = stppo("play", "preset=smoke", "--questions", "3")
     assert code == 0 and out.count("\n  answer ") == 2 and out.count("question ") == 2

@@ -113,6 +113,18 @@ def test_unknown_key_is_named_with_the_allowed_ones(plus, key, allowed):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "allowed"),
+    [
+        ("policy.lora={rnak: 4}", r"policy\.lora\.rnak", "rank, alpha, target_modules; did you mean rank"),
+        ("algorithm.objective.credit.lam=0.9", r"algorithm\.objective\.credit\.lam", "group_size"),
+    ],
+)
+def test_unknown_key_lists_the_keys_of_what_is_chosen(override, key, allowed):
+    with pytest.raises(ConfigError, match=f"^{key}: unknown key; allowed: {allowed}"):
+        check("algorithm=grpo", override)
+
+
 def test_a_key_that_exists_but_is_not_set_says_how_to_set_it():
     for chosen, key in (
         ("policy=tiny", "policy.trainable_layers"),
@@ -138,6 +150,7 @@ BAD = [
     ("granularity='word'", f"{OBJECTIVE}.ratio.granularity=word"),
     ("loss_aggregation='sum'", f"{OBJECTIVE}.loss_aggregation=sum"),
     ("ClippingBiasNorm.c0=0", f"{OBJECTIVE}.stabilizer.c0=0"),
+    ("pooling='turn'", f"{OBJECTIVE}.credit.pooling=turn"),
     (f"{OBJECTIVE}.credit = 'GAE'", f"{OBJECTIVE}.credit=GAE"),
     ("no such class", f"{OBJECTIVE}._target_=stppo.objectives.Nothing"),
     ("credit.whiten = 'no'", f"{OBJECTIVE}.credit.whiten=no"),

@@ -162,3 +162,13 @@ def test_strips_list_the_turns_of_each_mask():
         ["split", 2, 5, 1, 1.21],
     ]
     assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["right", "split"]
+
+
+def test_vanishing_and_infinite_ratios_are_shown():
+    record = MEASURED | {"token_ratio": [1.0, 0.0, math.inf, 1.0, 1.0, 1.0]}
+    shown = spans(show_trajectories([record], "token_ratio"))
+    assert "token ratio 0.000" in shown[0]["title"] and "token ratio inf" in shown[1]["title"]
+    assert (
+        background(shown[0])[2] > background(shown[0])[0]
+        and background(shown[1])[0] > background(shown[1])[2]
+    )

@@ -1,6 +1,7 @@
 """Widgets that degrade to pictures: in the process, and through papermill and nbconvert."""
 
 import base64
+import json
 import re
 import subprocess
 import sys
@@ -148,6 +149,13 @@ def convert(notebook: Path, *options: str) -> str:
     done = subprocess.run(command, cwd=notebook.parent, capture_output=True, text=True)
     assert done.returncode == 0 and "represented" not in done.stderr, done.stderr
     return notebook.with_suffix(".html").read_text(encoding="utf-8")
+
+
+def test_executed_notebook_keeps_widget_and_picture_in_one_output(executed):
+    notebook = json.loads(executed.read_text(encoding="utf-8"))
+    assert "widgets" in notebook["metadata"]  # else the next test would prove nothing
+    (output,) = notebook["cells"][-1]["outputs"]
+    assert {interact.WIDGET_VIEW, "text/html"} <= set(output["data"])
 
 
 def test_html_shows_the_picture_and_loads_no_widget_script(executed):

@@ -37,6 +37,19 @@ def test_sgd_steps_along_the_limit_of_the_estimator():
     assert max(row["divisor"] for row in rows) > 1.5
 
 
+def test_adam_ignores_a_constant_divisor():
+    oracle = small_oracle("neural")
+    # A floor that no bias reaches divides every gradient by the same number.
+    divided = objective(stabilizer=ClippingBiasNorm(c0=0.05, form="floor"))
+    plain, scaled = (run(oracle, its, optimizer="adam", learning_rate=0.02) for its in (objective(), divided))
+    assert {row["divisor"] for row in scaled} == {0.05}
+    moved = (plain[-1]["theta"] - oracle.behaviour).norm()
+    assert moved > 0.3
+    assert (
+        plain[-1]["theta"] - scaled[-1]["theta"]
+    ).norm() < 0.005 * moved  # Adam's eps makes the difference
+
+
 def test_a_norm_clip_that_binds_after_the_divisor_cancels_it():
     oracle = small_oracle("neural")
     its = objective(stabilizer=ClippingBiasNorm(c0=0.005))

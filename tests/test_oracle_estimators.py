@@ -282,6 +282,14 @@ def test_what_the_oracle_has_no_limit_of_is_refused():
             surrogate_gradient(oracle, objective(stabilizer=stabilizer), moved(oracle), wrong_critic(oracle))
 
 
+@pytest.mark.parametrize("clip_on", ["token", "turn"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lemma_4_2_on_the_larger_tree(kind, clip_on):
+    oracle = small_oracle(kind)
+    its = objective(Ratio("turn"), Clip(0.1, 0.3, clip_on))
+    assert decompose(oracle, its, moved(oracle), wrong_critic(oracle)).residual < 1e-14
+
+
 @pytest.mark.parametrize("ratio", [Ratio("token"), Ratio("turn")], ids=str)
 def test_lemma_4_2_survives_ratios_that_underflow(ratio):
     oracle = tiny_oracle()

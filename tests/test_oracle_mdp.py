@@ -111,3 +111,8 @@ def test_other_rewards_replace_those_drawn_and_are_checked():
         tree.with_rewards(torch.zeros(4))
     with pytest.raises(ValueError, match="rewards: must be finite, trajectory 2 has nan"):
         tree.with_rewards(torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0, 0.0, 0.0]))
+
+
+def test_size_of_a_huge_one_is_told_without_building_it():
+    with pytest.raises(ValueError, match=r"[0-9,]{40,} trajectories"):
+        TokenMDP(50, 20, 10)

@@ -83,6 +83,13 @@ def test_torch_and_what_is_built_for_it_come_from_pypi_together():
     assert not set(conda_specs()) & (TORCH_SET | {"torchvision", "torchaudio"})
 
 
+@pytest.mark.parametrize("name", ["vllm", "verl"])
+def test_engine_is_for_linux_alone(name):
+    marker = pip_requirements()[name].marker
+    assert marker.evaluate({"sys_platform": "linux"})
+    assert not marker.evaluate({"sys_platform": "darwin"}) and not marker.evaluate({"sys_platform": "win32"})
+
+
 def test_pip_section_installs_the_package_with_extras_that_exist():
     (editable,) = (line for line in PIP_LINES if line.startswith("-e"))
     extras = re.fullmatch(r"-e \.\[([\w,]+)\]", editable)
@@ -169,6 +176,11 @@ def test_command_whose_library_is_missing_names_the_extra():
     done = with_the_core_alone("train", "preset=smoke")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert re.fullmatch(r"error: this needs \w+, .* pip install .*\[train\].*\n", done.stderr)
+
+
+def test_citation_has_the_version_and_the_licence():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == PROJECT["version"] and citation["license"] == PROJECT["license"]
 
 
 def test_changelog_has_the_version_and_what_is_unreleased():
