@@ -311,28 +311,12 @@ def test_a_warm_start_and_a_run_folder_are_checkpoints(barely_trained, tmp_path,
     assert status == 0 and again == said
 
 
-def test_a_run_from_pretrained_weights_is_evaluated_with_its_own_tokenizer(bench, tmp_path):
+def test_a_run_from_pretrained_weights_is_evaluated_with_its_own_tokenizer(bench, overrides, tmp_path):
     config = compose(
-        [
-            "preset=smoke",
-            "world=benchmark",
-            "world.benchmark=bamboogle",
-            "world.train=nq",
-            f"world.records={{nq: {bench}/nq.jsonl, bamboogle: {bench}/bamboogle.jsonl}}",
-            f"world.corpus={bench}/corpus.jsonl",
-            "world.cache_dir=null",
-            "world.held_out=0.4",
-            "world.turn_budget=1",
-            "world.max_turn_tokens=6",
-            "rollout.max_tokens=900",
-            f"policy.pretrained={bench}/model",
-            "warm_start.max_steps=0",
-            "warm_start.final_samples=1",
-            "evaluation.questions=1",
-            "training.iterations=1",
-            "training.trajectories_per_iteration=4",
-            "training.epochs=1",
-        ]
+        ["preset=smoke", *overrides, "world.benchmark=bamboogle", "world.train=nq", "world.held_out=0.4"]
+        + [f"policy.pretrained={bench}/model", "warm_start.max_steps=0", "warm_start.final_samples=1"]
+        + ["evaluation.questions=1", "training.iterations=1", "training.epochs=1"]
+        + ["training.trajectories_per_iteration=4"]
     )
     warm_start(load(config), tmp_path / "start", progress=False)
     Run(load(config), tmp_path / "run", tmp_path / "start", progress=False).train()
