@@ -543,44 +543,34 @@ def check_command(**environment):
     )
 
 
-@pytest.mark.parametrize("brought", [True, False])
-def test_check_names_a_default_trainer_that_cannot_be_imported(tmp_path, brought):
-    """verl's trainer wants `transfer_queue`, which verl without its extra does not bring."""
-    trainer = "types.ModuleType('verl.trainer.ppo.v1')" if brought else "None"
-    code = f"import sys, types\nsys.modules['verl.trainer.ppo.v1'] = {trainer}\n"
-    (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
+SITE = "import sys, types\nsys.modules[{!r}] = {}\n"
+CHECKS = {  # what Python starts with, variables, the exit code and what the last line names
+    # verl's trainer wants `transfer_queue`, which verl without its extra does not bring.
+    "a trainer that cannot be imported": (
+        SITE.format("verl.trainer.ppo.v1", None),
+        {},
+        1,
+        "verl's default trainer cannot be imported",
+    ),
+    "one that can": (
+        SITE.format("verl.trainer.ppo.v1", "types.ModuleType('v1')"),
+        {},
+        0,
+        "registers turn_ppo",
+    ),
+    "entry points are off": ("", OFF, 1, "external_lib=stppo.plugins.verl"),
+    "an error that verl swallows": (SITE.format("stppo.objectives", None), {}, 1, "ModuleNotFoundError"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKS)
+def test_check_names_what_is_missing(tmp_path, case):
+    site, variables, code, said = CHECKS[case]
+    (tmp_path / "sitecustomize.py").write_text(site, encoding="utf-8")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    done = check_command(PYTHONPATH=path)
-    assert done.returncode == (not brought)
-    if not brought:
-        last = done.stderr.strip().splitlines()[-1]
-        assert "verl 0.9.1: the losses are registered, but verl's default trainer cannot be imported" in last
-        assert "pip install 'verl[verl-core]==0.9.1'" in last
-
-
-def test_check_says_that_the_losses_are_registered():
-    pytest.importorskip("transfer_queue")
-    done = check_command()
-    assert (
-        done.returncode == 0 and "registers turn_ppo, s_ppo, st_ppo, so_ppo, so_grpo, topr, " in done.stdout
-    )
-
-
-def test_check_names_the_remedy_where_entry_points_are_off():
-    done = check_command(VERL_USE_EXTERNAL_PLUGINS="none")
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("error: verl 0.9.1: stppo.plugins.verl works, but")
-    assert "external_lib=stppo.plugins.verl" in last and "VERL_USE_EXTERNAL_PLUGINS" in last
-
-
-def test_check_shows_the_error_that_verl_swallowed(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['stppo.objectives'] = None\n", encoding="utf-8"
-    )
-    done = check_command(PYTHONPATH=str(tmp_path))
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and "stppo.plugins.verl fails with ModuleNotFoundError" in last
-    assert "stppo.objectives" in last
+    done = check_command(PYTHONPATH=path, **variables)
+    last = (done.stderr if code else done.stdout).strip().splitlines()[-1]
+    assert done.returncode == code and said in last, done.stdout + done.stderr
 
 
 def test_unsupported_version_names_the_supported_ones(monkeypatch):
