@@ -230,9 +230,9 @@ def test_the_clipped_critic_loss_is_the_larger_of_two(batch):
     """Of (v - target)^2 and the same with v held near the old value, half the mean over agent tokens."""
     critic = Critic(make_policy()).double()
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
-    updates = CriticUpdates(critic, torch.optim.SGD(critic.parameters(), lr=0.0), settings_with(
-        "training.value_clip=0.3", "training.trajectories_per_iteration=16", "training.minibatches=1"
-    ), Passes())  # fmt: skip
+    whole = "training.trajectories_per_iteration=16", "training.minibatches=1"
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
+    updates = CriticUpdates(critic, optimizer, settings_with("training.value_clip=0.3", *whole), Passes())
     values, mask = updates.values(batch), batch.agent_mask
     g = torch.Generator().manual_seed(3)
     old = values + torch.randn(values.shape, generator=g, dtype=torch.float64)
