@@ -197,7 +197,7 @@ def test_a_checkpoint_without_a_part_that_the_run_needs_is_refused(tmp_path, tin
 
 def test_a_checkpoint_of_the_earlier_format_is_refused_and_set_aside(tmp_path, tiny, barely_trained):
     (tmp_path / "checkpoint.pt").write_bytes(b"old")
-    with pytest.raises(ValueError, match=r"checkpoint\.pt is of an earlier version's format.*set_aside"):
+    with pytest.raises(ValueError, match=r"checkpoint\.pt .*format.*set_aside"):
         run(tiny("training.iterations=1"), tmp_path, barely_trained)
     run(tiny("training.iterations=1"), tmp_path, barely_trained, resume="set_aside")
     assert (tmp_path / "earlier-1" / "checkpoint.pt").read_bytes() == b"old"
