@@ -5,15 +5,7 @@ from itertools import product
 
 import torch
 
-from stppo.objectives import (
-    Clip,
-    ClippingBiasNorm,
-    CtnKL,
-    NoStabilizer,
-    Objective,
-    Ratio,
-    TokenGAE,
-)
+from stppo.objectives import Clip, ClippingBiasNorm, CtnKL, NoStabilizer, Objective, Ratio, TokenGAE
 from stppo.oracle import NeuralSoftmax, Oracle, TabularSoftmax, TokenMDP
 
 RATIOS = [

@@ -18,11 +18,17 @@ from stppo.config.planned import planned_runs
 from stppo.world.scripted import play_summary
 from tests.objectives_cases import mixed_batch
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = [
     page
     for page in sorted(DOCS.rglob("*.md"))
     if not {"_build", "generated", "notebooks"} & {*page.relative_to(DOCS).parts}
+]
+OTHERS = [
+    *ROOT.glob("*.md"),
+    *sorted(ROOT.glob("results/reference/**/README.md")),
+    *sorted(ROOT.glob("notebooks/*.ipynb")),
 ]
 OWN = ("my_ppo", "harmonic", "wider_for_rare", "two_sided", "no_clip", "median", "few_effective")
 MADE = ("reference/generated/", "notebooks/")  # by the build
@@ -111,9 +117,13 @@ def test_example_of_a_preset_plans_its_arms(folder):
     assert runs["short_steps", 1]["world"]["seed"] == 1
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_lead_to_files(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = (cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     for link in re.findall(r"\]\(([^()\s:#]+)(?:#[^()\s]*)?\)", text):
         target = (page.parent / link).resolve()
         made = target.is_relative_to(DOCS) and str(target.relative_to(DOCS)).startswith(MADE)

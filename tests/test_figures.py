@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.colors import to_hex
+from scipy.stats import norm
 
 from stppo.config.files import VARIABLE
-from stppo.figures import curves
-from stppo.figures.curves import Panel, band, source_of
+from stppo.figures.benchmarks import match_plot, match_table, with_intervals
+from stppo.figures.curves import Panel, band
 from stppo.figures.figures import FIGURES
 from stppo.figures.style import words_of
 from stppo.figures.words import compare, headline
@@ -124,16 +126,6 @@ def test_nothing_drawn_is_cut_off_and_texts_stand_apart(plots):
             assert box.x0 >= 0 and box.x1 <= fig.bbox.x1 + 1 and box.y1 <= fig.bbox.y1 + 1, (name, parts[i])
             for k, other in enumerate(boxes[:i]):
                 assert not box.overlaps(other), (name, parts[i], parts[k])
-
-
-def test_sources_name_model_world_and_runs(metrics):
-    source = source_of(metrics.main)
-    for words in ("tiny policy (0.12 M)", "synthetic world", "3 worlds", "40 iterations"):
-        assert words in source
-    runs = [simulate("st_ppo", seed) for seed in range(3)]
-    for (record, *_), size in zip(runs, (1_543_000_000, 9_100_000, 134_500_000), strict=True):
-        record["policy_parameters"] = size
-    assert source_of(gather(runs).all).startswith("tiny policy (9.1–1500 M)")
 
 
 def test_saved_files_are_complete_and_reproducible(plots, tmp_path):
@@ -257,14 +249,6 @@ def test_titles_of_all_algorithms_count():
     )
 
 
-def test_clip_title_gives_both_definitions():
-    runs = study_of(("token_ppo", "st_ppo"), 8)
-    for _, updates, _ in runs:
-        updates["out_of_range_fraction_token"] = updates["clip_fraction"] / 2
-    title = FIGURES["clip_ratio"].draw(gather(runs)).title
-    assert re.match(r"ST-PPO clips 3\d % of tokens, token PPO [12]\d %; by .* 1\d % and \d+ %", title)
-
-
 def test_a_run_that_stops_at_once_is_a_collapse_and_not_too_short():
     runs = [simulate("token_ppo", w, iterations=5, every=1, non_finite=True) for w in range(8)]
     assert "collapses in 8" in FIGURES["learning"].draw(gather(runs)).title
@@ -298,7 +282,55 @@ def test_the_headline_shows_algorithms_with_a_file_of_ones_own(tmp_path, monkeyp
     assert drawn(*four, *own) == {"token_ppo", "st_ppo", *own}, "two of the four leave room"
 
 
-def test_no_line_parts_a_number_from_its_percent_sign():
-    for length in range(60, 80):  # so that the first line ends before, in and behind it
-        fig = curves.page("x" * length + " 15 % and 20 % more", "", "", 2.0)
-        assert not re.search(r"\n%", fig.texts[0].get_text())
+# ---- results on benchmarks -------------------------------------------------------------------------
+
+
+def results(*rows):
+    names = ["agent", "benchmark", "n_questions", "em", "f1"]
+    return pd.DataFrame([(*row, 0.123) for row in rows], columns=names)
+
+
+TWO = results(
+    ("ours", "nq", 40, 0.25),
+    ("ours", "medqa", 20, 0.0),
+    ("script", "nq", 40, 1.0),
+    ("script", "medqa", 20, 0.5),
+)
+
+
+def test_intervals_are_the_solutions_of_the_score_test():
+    found, z = with_intervals(TWO), norm.ppf(0.975)
+    for _, row in found.iterrows():
+        n, share = row["n_questions"], row["em"]
+        centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+        half = z / (1 + z**2 / n) * (share * (1 - share) / n + z**2 / (4 * n**2)) ** 0.5
+        assert row["low"] == pytest.approx(centre - half, abs=1e-9)
+        assert row["high"] == pytest.approx(centre + half, abs=1e-9)
+    assert (found["high"] > found["low"]).all(), "also at 0 and 1"
+
+
+def test_a_measure_that_is_no_share_is_refused():
+    with pytest.raises(ValueError, match="f1 is no share of questions"):
+        with_intervals(TWO, "f1")
+
+
+def test_table_has_an_agent_a_column_and_a_mean_where_all_was_played():
+    table = match_table(pd.concat([TWO, results(("new", "nq", 40, 0.5))]))
+    assert list(table) == ["benchmark", "questions", "ours", "script", "new"]
+    assert table["benchmark"].tolist() == ["nq", "medqa", "mean"]
+    assert table["ours"].tolist()[1:] == ["0.000 [0.000, 0.161]", "0.125"]
+    assert table["new"].tolist()[1:] == ["", ""], "half of the benchmarks have no mean beside the whole"
+
+
+def test_figure_shows_every_share_with_its_interval():
+    plot = match_plot(TWO, "name", "title")
+    (axes,) = plot.figure.axes
+    points = {
+        line.get_label(): sorted(line.get_xdata())
+        for line in axes.lines
+        if line.get_label() in ("ours", "script")
+    }
+    assert points == {"ours": [0.0, 0.25], "script": [0.5, 1.0]}
+    assert len({to_hex(line.get_color()) for line in axes.lines if line.get_label() in points}) == 2
+    pd.testing.assert_frame_equal(plot.data, with_intervals(TWO)[list(plot.data)])
+    assert "20 to 40 questions" in plot.caption

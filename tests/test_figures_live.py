@@ -94,13 +94,3 @@ def test_a_norm_of_zero_does_not_spoil_the_logarithmic_axis():
     updates, evaluations = map(pd.DataFrame, rows(4))
     plot = run_figure(updates.assign(clipping_bias_norm=0.0), evaluations, "a run", 4)
     assert plot._repr_png_()[0].startswith(b"\x89PNG")
-
-
-CELL = """
-from tests.test_figures_live import rows
-from stppo.figures.live import LiveCurves
-curves = LiveCurves("a run", 6)
-curves.begin()
-for n in (2, 4, 6):
-    curves.update(*rows(n), last=n == 6)
-"""

@@ -111,33 +111,21 @@ def test_heading_keeps_its_formula_and_its_anchor():
     assert re.search(r"<math [^>]*><mrow><mi>C</mi></mrow></math>", heading) and "anchor-link" in heading
 
 
-def test_tag_is_the_number_beside_the_formula():
-    shown = to_mathml(r"x = 1 \tag{2.3}", display=True)
-    assert shown.endswith('</math><span class="number">(2.3)</span></span>')
-    assert "2.3" not in text(r"x = 1 \tag{2.3}")
-
-
-def test_less_than_stays_a_character():
+def test_what_is_ours_in_the_conversion():
+    tagged = r"x = 1 \tag{2.3}"
+    assert to_mathml(tagged, display=True).endswith('</math><span class="number">(2.3)</span></span>')
+    assert "2.3" not in text(tagged)
     assert text("a<b") == "a<b" and "<mo>&lt;</mo>" in to_mathml("a<b")
-
-
-def test_limits_stand_below_min_in_display():
     assert "munder" in tags(r"\min_{i} x_i", display=True)
     assert tree(r"\max_i x").find(".//mo").get("movablelimits") == "true"
+    for command in (r"\|", r"\Vert "):
+        assert text(rf"\Big{command}x\Big{command}") == "‖x‖"
 
 
-@pytest.mark.parametrize("command", [r"\|", r"\Vert "])
-def test_large_norm_bars_are_bars(command):
-    assert text(rf"\Big{command}x\Big{command}") == "‖x‖"
-
-
-def test_rows_are_aligned_as_in_latex():
+def test_tables_are_aligned_and_lined_as_in_latex():
     table = tree(r"\begin{aligned} a &= b \\ c &= d \end{aligned}", display=True).find(".//mtable")
     assert [len(row) for row in table] == [2, 2]
     assert "text-align: right" in table[0][0].get("style") and "left" in table[0][1].get("style")
-
-
-def test_only_the_row_above_a_line_has_one():
     table = tree(r"\begin{array}{l} a \\ \hline b \\ c \end{array}", display=True).find(".//mtable")
     assert ["border-bottom" in row[0].get("style") for row in table] == [True, False, False]
 

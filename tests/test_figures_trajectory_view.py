@@ -3,14 +3,7 @@ import re
 
 import pytest
 
-from stppo.figures.trajectory_view import (
-    DOWN,
-    MEASURES,
-    UP,
-    boundary_strips,
-    ladder,
-    show_trajectories,
-)
+from stppo.figures.trajectory_view import DOWN, MEASURES, UP, boundary_strips, ladder, show_trajectories
 
 PLAIN = {
     "question": "mentor of dorn ?",
@@ -107,16 +100,6 @@ def test_advantage_colours_scale_with_the_largest_agent_token_in_view():
     assert alone[1][0] < together[1][0]  # -2 is full blue alone, half of it beside 4
 
 
-def test_vanishing_and_infinite_ratios_are_shown():
-    record = MEASURED | {"token_ratio": [1.0, 0.0, math.inf, 1.0, 1.0, 1.0]}
-    shown = spans(show_trajectories([record], "token_ratio"))
-    assert "token ratio 0.000" in shown[0]["title"] and "token ratio inf" in shown[1]["title"]
-    assert (
-        background(shown[0])[2] > background(shown[0])[0]
-        and background(shown[1])[0] > background(shown[1])[2]
-    )
-
-
 @pytest.mark.parametrize("name", MEASURES)
 def test_wrong_length_names_record_and_field(name):
     broken = MEASURED | {name: MEASURED[name][:-1]}
@@ -168,12 +151,6 @@ def test_ladder_has_the_means_of_each_turn():
     assert all(x[0] > 0.5 and x[1] < 2.5 or x[0] > 3.5 and x[1] < 5.5 for x in spans)
 
 
-def test_ladder_shades_the_clip_range_it_is_given():
-    (ax,) = ladder(MEASURED, epsilon_low=0.1, epsilon_high=0.3)[0].axes
-    shaded = next(patch for patch in ax.patches if patch.get_label() == "clip range").get_bbox()
-    assert (shaded.y0, shaded.y1) == pytest.approx((math.log(0.9), math.log(1.3)))
-
-
 def test_strips_list_the_turns_of_each_mask():
     split = MEASURED | {"turn_ids": [-1, 0, -1, -1, 1, 2], "turn_ratio": [0, 2.0, 0, 0, 1.0, 1.21]}
     fig, data = boundary_strips({"right": MEASURED, "split": split})
@@ -185,3 +162,13 @@ def test_strips_list_the_turns_of_each_mask():
         ["split", 2, 5, 1, 1.21],
     ]
     assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["right", "split"]
+
+
+def test_vanishing_and_infinite_ratios_are_shown():
+    record = MEASURED | {"token_ratio": [1.0, 0.0, math.inf, 1.0, 1.0, 1.0]}
+    shown = spans(show_trajectories([record], "token_ratio"))
+    assert "token ratio 0.000" in shown[0]["title"] and "token ratio inf" in shown[1]["title"]
+    assert (
+        background(shown[0])[2] > background(shown[0])[0]
+        and background(shown[1])[0] > background(shown[1])[2]
+    )

@@ -61,11 +61,6 @@ def test_a_moved_slider_draws_its_value(shown):
     assert Drawn.calls[-1] == {"staleness": 1.5, "n": 7}
 
 
-def test_live_area_does_not_repeat_the_static_note():
-    box, _ = interact.controls(Drawn, {"n": (1, 9)}, {})
-    assert "Drawn at" not in box.children[-1].outputs[0]["data"]["text/html"]
-
-
 def test_note_names_the_entry_of_a_menu_not_its_value(shown):
     interact.explore(Drawn, row={"the first": 0, "the <last>": 7}, start={"row": 7})
     assert Drawn.calls == [{"row": 7}]
@@ -170,7 +165,3 @@ def test_html_shows_the_picture_and_loads_no_widget_script(executed):
     for trace in ("jupyter-widgets", "widget-view", "widget-state", "html-manager", "Could not load widget"):
         assert trace not in page, trace
     assert "celltag_a_tag" in page  # cells keep their metadata
-
-
-def test_without_these_options_the_page_would_want_a_widget_script(executed):
-    assert "html-manager" in convert(executed, "--to", "html")

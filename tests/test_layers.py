@@ -42,7 +42,7 @@ ALLOWED = {
             "trajectories",
             "checks",
             "files",
-        ),
+        )
     },
     "preloaded": set(),
     "preloaded_kernel": {"preloaded"},

@@ -78,20 +78,6 @@ def test_turn_gae_is_the_sum_over_turns(turns, discounts):
             assert (credit.returns[i, at[1:]] == 0).all()
 
 
-def test_turn_return_minus_value_by_hand():
-    batch = batch_from_turns([[2, 3]])
-    rewards = torch.zeros_like(batch.rewards)
-    (first, second) = turns_of(batch, 0)
-    rewards[0, first[0]], rewards[0, first[1]], rewards[0, second[2]] = 0.5, 0.25, 2.0
-    batch = Trajectories(**{**batch.state_dict(), "rewards": rewards})
-    values = torch.full_like(rewards, 100.0)  # only the two states before a turn may be read
-    values[0, first[0]], values[0, second[0]] = 1.0, 3.0
-    credit = TurnReturnMinusValue(gamma=0.5, whiten=False)(batch, values)
-    close(credit.advantages[0, first], torch.full((2,), 0.75 + 0.5 * 2.0 - 1.0, dtype=torch.float64))
-    close(credit.advantages[0, second], torch.full((3,), 2.0 - 3.0, dtype=torch.float64))
-    close(credit.returns[0, [first[0], second[0]]], torch.tensor([1.75, 2.0], dtype=torch.float64))
-
-
 @given(turn_lists, st.sampled_from([1.0, 0.8]))
 @settings(max_examples=15, deadline=None)
 def test_turn_return_minus_value_is_turn_gae_at_lambda_one(turns, gamma):
@@ -101,14 +87,6 @@ def test_turn_return_minus_value_is_turn_gae_at_lambda_one(turns, gamma):
     gae = TurnGAE(gamma=gamma, lam=1.0, whiten=False)(batch, values)
     close(direct.advantages, gae.advantages)
     close(direct.returns, gae.returns)
-
-
-@pytest.mark.parametrize("rule", CRITIC)
-def test_one_token_turns_make_turn_credit_token_credit(rule):
-    batch = batch_from_turns([[1, 1, 1], [1], [1, 1]])
-    values = normal(batch.rewards, 2)
-    options = {"gamma": 0.9, "whiten": True}
-    close(rule(**options)(batch, values).advantages, TokenGAE(lam=1.0, **options)(batch, values).advantages)
 
 
 @pytest.mark.parametrize("rule", CRITIC)

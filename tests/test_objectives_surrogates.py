@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stppo.objectives import (
     Bounds,
@@ -88,25 +90,6 @@ def test_gradient_and_clipping_bias_by_central_differences(surrogate, ratio):
     torch.testing.assert_close(found, bias, rtol=0, atol=1e-8)
 
 
-def test_worked_example():
-    """Ratios 1.5, 0.5 and 1.1 with either sign: who is clipped, and the slope d term / d l that is left."""
-    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1], dtype=torch.float64)
-    advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0], dtype=torch.float64)
-    layout = batch_from_turns([[5]]).layout
-    expected = {
-        MinClip(): ([1, 0, 0, 1, 0], [0, -3.0, 1.0, 0, 2.2]),
-        Mask(): ([1, 0, 0, 1, 0], [0, -3.0, 1.0, 0, 2.2]),
-        ClippedWeight(): ([1, 1, 1, 1, 0], [2.4, -2.4, 1.6, -1.6, 2.2]),
-    }
-    for surrogate, (clipped, slopes) in expected.items():
-        l = ratio.log().requires_grad_()
-        tokens = Tokens(l, l.exp(), advantages, layout)
-        terms = surrogate(tokens, Bounds(LOW, HIGH))
-        assert terms.clipped.tolist() == list(map(bool, clipped)), surrogate
-        (got,) = torch.autograd.grad(terms.terms.sum(), l)
-        torch.testing.assert_close(got, torch.tensor(slopes, dtype=torch.float64), rtol=1e-12, atol=1e-14)
-
-
 def test_the_gate_clips_a_token_where_half_of_its_gradient_is_gone():
     # sigmoid'(x) is half of its maximum at x = log(3 + sqrt 8) = 1.7627.
     ratio = torch.tensor([1 + 1.76, 1 + 1.77, 1e-3], dtype=torch.float64)
@@ -116,80 +99,6 @@ def test_the_gate_clips_a_token_where_half_of_its_gradient_is_gone():
 
 
 # --- identities ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loss_aggregation", ["trajectory_mean", "token_mean", "turn_mean"])
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=str)
-def test_on_policy_nothing_is_restricted_and_the_gradient_is_reinforce(setting, surrogate, loss_aggregation):
-    policy, batch, logprobs, advantages = setting
-    batch = off_policy(batch, policy, spread=0.0)
-    got = make(surrogate, loss_aggregation=loss_aggregation)(logprobs, batch, advantages)
-    assert not got.any_clipped and got.diagnostics["clip_fraction"] == 0
-    assert policy.gradient(got.bias_surrogate).norm() < 1e-15
-    weights = got.ppo_loss.new_zeros(batch.tokens.shape)
-    layout = batch.layout
-    count = {
-        "trajectory_mean": len(batch) * layout.row_lengths[layout.rows],
-        "token_mean": torch.full_like(layout.rows, len(layout.rows)),
-        "turn_mean": len(batch) * layout.row_turns[layout.rows] * layout.turn_lengths[layout.turns],
-    }[loss_aggregation]
-    weights[batch.agent_mask] = 1.0 / count.double()
-    expected = policy.gradient((weights * advantages * logprobs).sum())
-    torch.testing.assert_close(policy.gradient(-got.ppo_loss), expected, rtol=0, atol=1e-12)
-    assert got.ppo_loss.item() == pytest.approx(-(weights * advantages).sum().item(), abs=1e-12)
-
-
-def test_the_mask_is_the_min_for_token_ratios(setting):
-    """The gradient of w A is w A grad log pi there, so both keep and drop the same."""
-    policy, batch, logprobs, advantages = setting
-    masked, clipped = (make(s)(logprobs, batch, advantages) for s in (Mask(), MinClip()))
-    assert clipped.any_clipped
-    for name in ("loss", "bias_surrogate"):
-        gradients = [policy.gradient(getattr(x, name)) for x in (masked, clipped)]
-        torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
-    assert masked.diagnostics == pytest.approx(clipped.diagnostics, rel=1e-10, abs=1e-12)
-
-
-@pytest.mark.parametrize("surrogate", [ClippedWeight(), Mask()], ids=str)
-def test_weights_without_bounds_are_unclipped_ppo_for_token_ratios(setting, surrogate):
-    policy, batch, logprobs, advantages = setting
-    free = Clip(math.inf, math.inf)
-    ours, ppo = (make(s, clip=free)(logprobs, batch, advantages) for s in (surrogate, MinClip()))
-    assert not ours.any_clipped
-    torch.testing.assert_close(policy.gradient(ours.loss), policy.gradient(ppo.loss), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=str)
-def test_negative_share_is_the_losses_own_gradient(setting, surrogate):
-    _, batch, logprobs, advantages = setting
-    logprobs = logprobs.detach().requires_grad_()
-    got = make(surrogate, Ratio("turn"))(logprobs, batch, advantages)
-    (c,) = torch.autograd.grad(got.loss, logprobs)
-    expected = c.abs()[advantages < 0].sum() / c.abs().sum()
-    assert got.diagnostics["negative_advantage_gradient_share"] == pytest.approx(expected.item(), rel=1e-10)
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=str)
-def test_padding_and_the_environment_cannot_matter(setting, surrogate):
-    policy, batch, logprobs, advantages = setting
-    objective = make(surrogate, Ratio("sentence"))
-    clean = objective(logprobs, batch, advantages)
-
-    def widen(x, garbage):
-        wide = torch.nn.functional.pad(x, (0, 3))
-        return wide.masked_fill(~torch.nn.functional.pad(batch.agent_mask, (0, 3)), garbage)
-
-    state = {
-        k: torch.nn.functional.pad(v, (0, 3)) if v.ndim == 2 else v for k, v in batch.state_dict().items()
-    }
-    state |= {"sentence_ends": widen(batch.sentence_ends, True)}
-    state |= {"behaviour_logprobs": widen(batch.behaviour_logprobs, math.nan)}
-    dirty = objective(widen(logprobs, math.nan), type(batch)(**state), widen(advantages, math.inf))
-    assert dirty.loss.item() == clean.loss.item()
-    for name in ("loss", "bias_surrogate"):
-        gradients = [policy.gradient(getattr(x, name)) for x in (clean, dirty)]
-        torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
-    assert dirty.diagnostics == clean.diagnostics
 
 
 def test_overflow_stays_visible_under_a_mask_and_a_masked_token_stays_finite():
@@ -322,3 +231,66 @@ def test_rules_that_return_something_else_are_refused(setting):
         make(Tensors())(logprobs, batch, advantages)
     with pytest.raises(ValueError, match="Forgotten.keep: expected one value a token, .*, got NoneType"):
         make(Forgotten())(logprobs, batch, advantages)
+
+
+# --- PPO's clip -----------------------------------------------------------------------------------------------
+
+
+def min_clip(clip, ratio, advantages, layout):
+    """PPO's terms and the bounds, from ratios alone."""
+    if clip.clip_on == "turn":
+        advantages = layout.turn_mean(advantages)[layout.turns]
+    tokens = Tokens(ratio.log(), ratio, advantages, layout)
+    bounds = clip(tokens)
+    return MinClip()(tokens, bounds), bounds
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 4), st.floats(-3, 3).filter(lambda a: a == 0 or abs(a) > 1e-3)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.floats(0.01, 0.9),
+    st.floats(0.01, 2),
+)
+@settings(max_examples=100, deadline=None)
+def test_terms_are_the_pessimistic_min(pairs, low, high):
+    layout = batch_from_turns([[len(pairs)]]).layout
+    ratio, advantages = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    got, _ = min_clip(Clip(low, high), ratio, advantages, layout)
+    expected = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    torch.testing.assert_close(got.terms, expected, rtol=1e-14, atol=0)
+    # Clipped is where the min took the bound.
+    assert torch.equal(got.clipped, got.terms != got.unrestricted)
+
+
+def test_clip_on_turn_is_the_min_of_the_turns_summed_term():
+    batch = mixed_batch()
+    layout = batch.layout
+    log_ratio, advantages = normal(layout.rows, 1, 0.6), normal(layout.rows, 2)
+    ratio = Ratio("turn")(log_ratio, layout)
+    got, _ = min_clip(Clip(0.2, 0.2, clip_on="turn"), ratio, advantages, layout)
+    per_token, _ = min_clip(Clip(0.2, 0.2), ratio, advantages, layout)
+    for turn in range(len(layout.turn_lengths)):
+        at = layout.turns == turn
+        w, total = ratio[at][0], advantages[at].sum()
+        expected = torch.minimum(w * total, w.clamp(0.8, 1.2) * total)
+        torch.testing.assert_close(got.terms[at].sum(), expected, rtol=1e-12, atol=1e-14)
+        assert got.clipped[at].all() or not got.clipped[at].any()
+        torch.testing.assert_close(got.unrestricted[at].sum(), w * total, rtol=1e-12, atol=1e-14)
+    # The two differ where signs mix within a turn: the token-wise min is the more pessimistic.
+    mixed = layout.turn_sum(per_token.terms) - layout.turn_sum(got.terms)
+    assert mixed.max() < 1e-12 and mixed.min() < -1e-3
+
+
+@pytest.mark.parametrize("value", [0, -0.2, math.nan, "0.2", None, True])
+@pytest.mark.parametrize("field", ["epsilon_low", "epsilon_high"])
+def test_epsilon_must_be_positive(field, value):
+    with pytest.raises(ValueError, match=rf"Clip.{field}=.*\(0, inf\]"):
+        Clip(**{field: value})
+
+
+def test_unknown_clip_on():
+    with pytest.raises(ValueError, match="clip_on=.sequence.: must be one of token, turn"):
+        Clip(clip_on="sequence")

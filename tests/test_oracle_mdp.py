@@ -88,20 +88,10 @@ def test_reward_needs_an_answer():
     assert not tree.rewards[last != tree.mdp.answer].any()
 
 
-def test_text_marks_what_the_environment_wrote():
-    tree = TokenMDP(1, 2, 2, 1, 1).enumerate()
-    assert "[q0] a SEARCH [o0] a ANSWER" in [tree.text(row) for row in range(len(tree))]
-
-
 def test_too_large_says_how_large_and_what_the_limit_is():
     with pytest.raises(ValueError, match=r"20,017 trajectories, the limit is 20,000; lower max_turns"):
         TokenMDP(2, 3, 3, 2, 1)
     assert len(TokenMDP(2, 3, 3, 2, 1, limit=20_017).enumerate()) == 20_017
-
-
-def test_size_of_a_huge_one_is_told_without_building_it():
-    with pytest.raises(ValueError, match=r"[0-9,]{40,} trajectories"):
-        TokenMDP(50, 20, 10)
 
 
 @pytest.mark.parametrize(
@@ -121,3 +111,8 @@ def test_other_rewards_replace_those_drawn_and_are_checked():
         tree.with_rewards(torch.zeros(4))
     with pytest.raises(ValueError, match="rewards: must be finite, trajectory 2 has nan"):
         tree.with_rewards(torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0, 0.0, 0.0]))
+
+
+def test_size_of_a_huge_one_is_told_without_building_it():
+    with pytest.raises(ValueError, match=r"[0-9,]{40,} trajectories"):
+        TokenMDP(50, 20, 10)

@@ -1,6 +1,5 @@
 """A reader's own folder of configs: found beside the shipped ones, refused in one line where something is wrong."""
 
-import subprocess
 import sys
 
 import pytest
@@ -9,7 +8,6 @@ from stppo.config import files as config_files
 from stppo.config.composition import compose
 from stppo.config.files import ConfigError, options
 from stppo.config.loading import build, load
-from stppo.config.plan import plan
 from stppo.config.provenance import config_targets, imported_files
 
 RATIO = """
@@ -162,19 +160,12 @@ def test_key_of_the_file_itself_is_not_called_inherited(own):
     assert "clip.epsilon: unknown key" in message and "inherited" not in message
 
 
-def test_plan_counts_an_own_algorithm(own):
-    groups = plan("smoke", ["pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,my_ppo]"])
-    assert ("OFF_POLICY", "my_ppo", 1) in {(g.regime, g.algorithm, g.runs) for g in groups}
-
-
-def test_command_takes_the_folder(own, tmp_path, monkeypatch):
+def test_command_takes_the_folder(own, tmp_path, stppo):
     folder = str(tmp_path / "my configs")
-    code = "from stppo.cli import main; main()"
     override = "pipeline.regimes.OFF_POLICY.algorithms=[my_ppo]"
-    monkeypatch.delenv(config_files.VARIABLE)
     for arguments in (
         ["plan", "preset=smoke", override, "--config-dir", folder],
         ["--config-dir", folder, "plan", "preset=smoke", override],
     ):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-        assert done.returncode == 0 and "my_ppo" in done.stdout, done.stderr
+        code, out, error = stppo(*arguments)
+        assert code == 0 and "my_ppo" in out, error

@@ -70,13 +70,6 @@ def test_an_edited_sentence_is_free_and_a_wrong_number_is_not():
         pages.fill(table.replace(", .30", ""), of)
 
 
-@pytest.mark.parametrize("page", [*RECORDED, *(page for page in OTHER if page.is_file())], ids=name)
-def test_links_lead_somewhere(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    places = re.findall(r"\]\(([^()\s:#]+)(?:#[^()\s]*)?\)", text)
-    assert [place for place in places if not (page.parent / place).exists()] == []
-
-
 def test_commands_in_pages_exist():
     targets = {*re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()}
     known = {*typer.main.get_command(app).commands}

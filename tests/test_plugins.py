@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 import torch
 
-from stppo import cli, plugins
+from stppo import plugins
 from stppo.checks import install
 from stppo.objectives import Clip
 from stppo.plugins import methods
@@ -29,19 +29,8 @@ VERL = ROOT / "src/stppo/plugins/verl.py"
 
 
 @pytest.fixture
-def check(monkeypatch, capsys):
-    """Run `stppo plugins check HOST`; returns (exit code, stdout, stderr)."""
-
-    def run(host):
-        monkeypatch.setattr(sys, "argv", ["stppo", "plugins", "check", host])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        return (code, *capsys.readouterr())
-
-    return run
+def check(stppo):
+    return lambda host: stppo("plugins", "check", host)
 
 
 def absent(host):
@@ -51,11 +40,7 @@ def absent(host):
 @pytest.mark.parametrize("host", plugins.SUPPORTED)
 def test_a_missing_host_is_one_line_with_the_remedy(check, monkeypatch, host):
     monkeypatch.setattr(plugins, "version", absent)
-    assert check(host) == (
-        1,
-        "",
-        f"error: {host} is not installed; {install(host)}\n",
-    )
+    assert check(host) == (1, "", f"error: {host} is not installed; {install(host)}\n")
 
 
 def test_an_unsupported_version_is_one_line_with_the_supported_ones(check, monkeypatch):
@@ -105,14 +90,6 @@ def test_the_recorded_tracking_is_what_the_verl_plugin_says():
         assert (ratio, exact) == (f"{row['ratio']:.1f}", f"{row['exact']:.2f}")
 
 
-def test_cluster_configs_are_no_option_of_ours():
-    from stppo.config.composition import compose
-    from stppo.config.files import ConfigError
-
-    with pytest.raises(ConfigError, match="cluster: unknown key; allowed: "):
-        compose(["cluster=verl_search"])
-
-
 @pytest.mark.parametrize("host", plugins.SUPPORTED)
 def test_every_algorithm_is_offered_or_said_why_not(host):
     """Once each, and no name that has no file."""
@@ -120,13 +97,18 @@ def test_every_algorithm_is_offered_or_said_why_not(host):
     offered = {*methods.OFFERED[host], *(methods.PAPER if host == "verl" else ())}
     refused = {name for name in shipped if methods.why_not(host, name)}
     assert offered | refused == shipped and not offered & refused
-    assert {*methods._MORE_THAN_A_LOSS, *methods._ELSEWHERE[host]} == refused
-    assert not {*methods._MORE_THAN_A_LOSS} & {*methods._ELSEWHERE[host]}
 
 
-def test_names_come_without_torch_and_hydra():
-    """`import verl` loads the plug-ins' names in every process."""
-    code = "import sys, stppo.plugins.methods; print(*{'torch', 'hydra'} & set(sys.modules))"
+LIGHT = {
+    "stppo.plugins.methods": ("torch", "hydra"),  # `import verl` loads it in every process
+    "stppo.config.algorithms": ("torch", "hydra", "pandas"),
+    "stppo.config.provenance": ("torch", "hydra", "pandas"),
+}
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_import_is_light(module):
+    code = f"import sys, {module} as m; getattr(m, 'algorithms', str)(); print(*{{*{LIGHT[module]}}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from stppo.config.composition import compose
 from stppo.config.loading import build, load
 from stppo.policy.compiled import choose_kernels
 from stppo.policy.compiler import compiled_library
 from stppo.policy.critic import Critic
 from stppo.policy.policy import build_policy, score
-from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.trainer import Trainer
+from tests.conftest import strong_policy
 from tests.training_runs import interrupted, run
 
 POLICIES = {
@@ -30,17 +29,8 @@ POLICIES = {
 
 @pytest.fixture(scope="module", params=POLICIES)
 def played(request):
-    """(policy, compiled copy, batch, sampler): weights so large that every earlier token counts, no bias is zero."""
-    config = compose(["preset=smoke", "world.n_train=64", *POLICIES[request.param]])
-    settings = load(config).settings
-    world = build(config["world"], "world")
-    torch.manual_seed(0)
-    policy = build_policy(settings.policy, world.tokenizer)
-    with torch.no_grad():
-        for weight in policy.parameters():
-            weight.mul_(6) if weight.dim() > 1 else weight.add_(0.1 * torch.randn_like(weight))
-    sampler = TorchRollout(world.environment, world.tokenizer, settings.rollout)
-    questions = world.questions("train")[:24]
+    """(policy, compiled copy, batch, sampler)"""
+    policy, sampler, questions = strong_policy(*POLICIES[request.param])
     batch = sampler.collect(policy, questions, torch.Generator().manual_seed(1)).trajectories
     compiled = copy.deepcopy(policy)
     if choose_kernels(compiled, "auto") == "eager":
@@ -171,25 +161,23 @@ def policy(tiny):
     return build_policy(load(config).settings.policy, build(config["world"], "world").tokenizer)
 
 
-def test_no_compiler(policy, warned, monkeypatch):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
+FALLS_BACK = {  # what is set, what the warning names
+    "no compiler": ({"PATH": "", "CXX": ""}, "there is no C++ compiler; install g++"),
+    "one that fails": ({"CXX": "false"}, "set CXX"),
+    "one that is not there": ({"CXX": "/nowhere/g++"}, "/nowhere/g++"),
+    "a cache that cannot be written": ({"STPPO_CACHE_DIR": __file__}, "set STPPO_CACHE_DIR"),
+}
+
+
+@pytest.mark.parametrize("way", FALLS_BACK)
+def test_without_compiled_code_it_is_eager_and_one_warning(policy, warned, monkeypatch, way):
+    variables, named = FALLS_BACK[way]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value) if value or name == "PATH" else monkeypatch.delenv(
+            name, raising=False
+        )
     assert choose_kernels(policy, "auto") == "eager"
-    assert len(warned.messages) == 1 and "there is no C++ compiler; install g++" in warned.messages[0]
-
-
-@pytest.mark.parametrize("command", ["false", "/nowhere/g++"])
-def test_compiler_that_fails_or_is_not_there(policy, warned, monkeypatch, command):
-    monkeypatch.setenv("CXX", command)
-    assert choose_kernels(policy, "auto") == "eager"
-    assert len(warned.messages) == 1 and command in warned.messages[0] and "set CXX" in warned.messages[0]
-
-
-def test_cache_folder_that_cannot_be_written(policy, warned, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("STPPO_CACHE_DIR", str(tmp_path / "file"))
-    assert choose_kernels(policy, "auto") == "eager"
-    assert len(warned.messages) == 1 and "set STPPO_CACHE_DIR" in warned.messages[0]
+    assert len(warned.messages) == 1 and named in warned.messages[0]
 
 
 def test_library_that_is_damaged(policy, warned, tmp_path):

@@ -4,28 +4,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from stppo.config.composition import compose
-from stppo.config.loading import build, load
 from stppo.policy.critic import Critic
-from stppo.policy.policy import PolicyConfig, build_policy, load_policy, score
-from stppo.rollout.rollout_torch import TorchRollout
+from stppo.policy.policy import PolicyConfig, load_policy, score
+from tests.conftest import strong_policy
 
 POLICIES = ["tiny", "tiny_gpt2", "tiny_llama"]  # one of each family, from scratch
 
 
 @pytest.fixture(scope="module", params=POLICIES)
 def played(request):
-    """(policy, batch): weights so large that log-probs hang on every earlier token and on its position."""
-    config = compose(["preset=smoke", f"policy={request.param}", "world.n_train=64"])
-    settings = load(config).settings
-    world = build(config["world"], "world")
-    torch.manual_seed(0)
-    policy = build_policy(settings.policy, world.tokenizer)
-    with torch.no_grad():
-        for weight in policy.parameters():
-            weight.mul_(6) if weight.dim() > 1 else None
-    sampler = TorchRollout(world.environment, world.tokenizer, settings.rollout)
-    questions = world.questions("train")[:24]
+    """(policy, batch)"""
+    policy, sampler, questions = strong_policy(f"policy={request.param}")
     return policy, sampler.collect(policy, questions, torch.Generator().manual_seed(1)).trajectories
 
 
@@ -85,17 +74,6 @@ def test_saved_weights_load_with_untied_output(played, tmp_path):
     assert loaded.get_output_embeddings().weight is not loaded.get_input_embeddings().weight
     with torch.no_grad():
         torch.testing.assert_close(score(loaded, batch).logprobs, score(policy, batch).logprobs)
-
-
-def test_families_differ_by_less_than_two_percent_in_size():
-    sizes = {}
-    for name in POLICIES:
-        config = compose([f"policy={name}"])
-        world = build(config["world"], "world")
-        policy = build_policy(load(config).settings.policy, world.tokenizer)
-        sizes[policy.config.model_type] = sum(weight.numel() for weight in policy.parameters())
-    assert set(sizes) == {"qwen2", "llama", "gpt2"}
-    assert max(sizes.values()) < 1.02 * min(sizes.values())
 
 
 def test_gpt2_groups_no_keys():

@@ -109,10 +109,7 @@ def test_critic_and_reference_share_the_frozen_layers_and_nothing_else(policy, b
     kept = dataclasses.replace(batch, below=states_below(body_of(policy), batch))
     ordinary = copy.deepcopy(policy)
     del body_of(ordinary).frozen_layers
-    pairs = [
-        (Critic(model).double() for model in (policy, ordinary)),
-        (frozen_copy(policy), ordinary),
-    ]
+    pairs = [(Critic(model).double() for model in (policy, ordinary)), (frozen_copy(policy), ordinary)]
     (critic, whole_critic), (reference, _) = pairs
     torch.nn.init.normal_(critic.head.weight)
     whole_critic.head.load_state_dict(critic.head.state_dict())

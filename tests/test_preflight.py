@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from stppo import cli
 from stppo.config.composition import compose
 from stppo.config.files import ConfigError
 from stppo.config.identity import run_section
@@ -75,38 +73,24 @@ def weights(tmp_path):
 # ---- the command --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def stppo(monkeypatch, capsys, tmp_path):
-    """Run `stppo preflight` in an empty folder; returns (exit code, stdout)."""
-    monkeypatch.setenv("STPPO_DEBUG", "")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["stppo", "preflight", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, capsys.readouterr().out
-
-    return run
-
-
 def test_a_preset_that_fits_is_ready(stppo, tmp_path):
-    code, out = stppo("preset=smoke", "--json", "found.json")
+    code, out, _ = stppo("preflight", "preset=smoke", "--json", "found.json")
     assert code == 0 and out.rstrip().endswith("ready") and "FAIL" not in out
     assert json.loads((tmp_path / "found.json").read_text())["ok"]
 
 
 def test_a_gpu_that_is_too_small_fails_and_names_what_would_help(stppo):
-    code, out = stppo("preset=laptop", "policy=small", "training=workstation", "--gpu-gib", "2")
+    code, out, _ = stppo(
+        "preflight", "preset=laptop", "policy=small", "training=workstation", "--gpu-gib", "2"
+    )
     failed = out.partition("FAIL  GPU memory, update")[2]
     assert code == 1 and "training.micro_batch_tokens=" in failed and "gradient_checkpointing=true" in failed
 
 
 def test_trajectories_longer_than_the_model_are_no_ready_run(stppo, weights):
-    code, out = stppo("preset=laptop", f"policy.pretrained={weights}", "rollout.max_tokens=900")
+    code, out, _ = stppo(
+        "preflight", "preset=laptop", f"policy.pretrained={weights}", "rollout.max_tokens=900"
+    )
     assert code == 1 and not out
 
 
@@ -262,11 +246,8 @@ def test_room_that_is_short_is_told(monkeypatch, part):
     monkeypatch.setattr(check.shutil, "disk_usage", lambda _: type("Usage", (), {"free": there}))
     report = preflight(LARGE)
     failed = [row for row in report.rows if row.ok is False]
-    assert (
-        not report.ok
-        and all(row.remedy for row in failed)
-        and part in {row.what[: len(part)] for row in failed}
-    )
+    assert not report.ok and all(row.remedy for row in failed)
+    assert part in {row.what[: len(part)] for row in failed}
 
 
 def test_a_gpu_that_is_not_to_be_used_is_not_planned_for(monkeypatch):

@@ -27,7 +27,6 @@ from stppo.rollout.engines import make_rollout
 from stppo.rollout.rollout import RolloutConfig
 from stppo.training.evaluation import evaluate_checkpoint
 from stppo.training.metrics import rollout_metrics
-from stppo.training.optimizers import make_optimizer
 from stppo.training.run import Run
 from stppo.training.warm_start import load_warm_start, warm_start
 from stppo.world import SyntheticWorld
@@ -52,28 +51,6 @@ def test_weights_as_they_are_are_measured_saved_and_trained(
     trained = run(config, tmp_path / "run", tmp_path / "start")
     assert trained["status"] == "completed" and len(tables(tmp_path / "run")[0]) == 4
     assert trained["warm_start"]["success_sampled"] == record["success_sampled"]
-
-
-def test_supervised_start_from_pretrained_weights_trains_them_in_micro_batches(
-    tmp_path, tiny, barely_trained, without_tokenizer, monkeypatch
-):
-    measured = {"success": 1.0, "valid_format_rate": 1.0}
-    monkeypatch.setattr("stppo.training.warm_start.evaluate", lambda *_, **__: (measured, None))
-    losses = []
-    for budget in ("null", 1500):
-        config = tiny(
-            f"policy.pretrained={barely_trained}",
-            "warm_start.evaluate_every=5",
-            f"training.micro_batch_tokens={budget}",
-        )
-        record = warm_start(load(config), tmp_path / str(budget), progress=False)
-        assert record["steps"] == 5
-        losses.append(record["history"][0]["loss"])
-    first, cut = (load_policy(tmp_path / name).state_dict() for name in ("null", "1500"))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    for name, before in load_policy(barely_trained).state_dict().items():
-        assert not torch.equal(first[name], before)
-        torch.testing.assert_close(first[name], cut[name], atol=2e-3, rtol=0)
 
 
 def test_a_world_without_tokenizer_needs_a_model_that_brings_one(tmp_path, tiny, without_tokenizer):
@@ -138,11 +115,7 @@ def planned(pretrained):
 @pytest.mark.parametrize("name", ["/no/such", "smollm3", "a/b/c"])
 def test_the_hub_is_no_remedy_for_what_is_no_name_of_it(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for read in (
-        load_policy,
-        load_tokenizer,
-        lambda name: models_of(planned(name)),
-    ):
+    for read in (load_policy, load_tokenizer, lambda name: models_of(planned(name))):
         with pytest.raises(FileNotFoundError, match=r"no such folder, and the short names are smollm2$"):
             read(name)
 
@@ -282,12 +255,6 @@ def test_what_needs_a_gpu_says_so(tmp_path, tiny, barely_trained):
     auto_run = Run(load(tiny("training.device=auto")), tmp_path, barely_trained)
     auto = auto_run.trainer
     assert auto.policy.device.type == "cpu"
-
-
-def test_optimizers_are_what_they_are_called():
-    weight = torch.nn.Parameter(torch.ones(2))
-    assert type(make_optimizer("adam", [weight], 0.1)) is torch.optim.Adam
-    assert type(make_optimizer("sgd", [weight], 0.1)) is torch.optim.SGD
 
 
 def test_lora_settings_are_checked():

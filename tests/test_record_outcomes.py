@@ -44,40 +44,31 @@ def test_numbers_of_a_collapse_by_hand():
     assert run.crash_iteration == 14
 
 
-@pytest.mark.parametrize(("rise", "learned"), [(0.099, False), (0.101, True)])
-def test_a_rise_of_a_tenth_is_learning(rise, learned):
-    assert judged([START] * 3 + [START + rise] * 10).learned is learned
+FALLEN = [*RISEN, *[0.1] * 6]
+EDGES = [  # what is recorded, one of its properties, whether the run has it
+    ("a rise of less than a tenth", [START] * 3 + [START + 0.099] * 10, "learned", False),
+    ("a rise of a tenth", [START] * 3 + [START + 0.101] * 10, "learned", True),
+    ("one high evaluation", [0.2, 0.2, 0.2, 0.45, 0.2, 0.2, 0.2, 0.2], "learned", False),
+    ("more than half of the gain is kept", [*RISEN, *[0.51] * 6], "crashed", False),
+    ("less than half of the gain is kept", [*RISEN, *[0.49] * 6], "crashed", True),
+    ("0.33 keeps half of a gain of 0.2", [0.2, 0.4, 0.4, 0.4, 0.33, 0.33, 0.33, 0.33], "crashed", False),
+    ("but not of 0.6", [0.2, 0.4, 0.4, 0.4, 0.8, 0.8, 0.8, 0.33, 0.33, 0.33], "crashed", True),
+    ("less than half of the start is left", [0.2, *[0.099] * 19], "lost_start", True),
+    ("more than half of the start is left", [0.2, *[0.101] * 19], "lost_start", False),
+    ("back to more than half of the gain", [*FALLEN, *[0.52] * 4], "collapsed", False),
+    ("back to less than half of the gain", [*FALLEN, *[0.48] * 4], "collapsed", True),
+    ("the mean of the last tenth", [0.2] * 19 + [0.6], "final", pytest.approx(0.4)),
+]
 
 
-def test_one_high_evaluation_is_no_learning():
-    assert not judged([0.2, 0.2, 0.2, 0.45, 0.2, 0.2, 0.2, 0.2]).learned
-
-
-@pytest.mark.parametrize(("level", "crashes"), [(0.51, False), (0.49, True)])
-def test_a_crash_loses_more_than_half_of_the_gain(level, crashes):
-    assert judged([*RISEN, *[level] * 6]).crashed is crashes
-
-
-def test_half_of_the_gain_is_that_of_the_highest_level_so_far():
-    early = judged([0.2, 0.4, 0.4, 0.4, 0.33, 0.33, 0.33, 0.33])
-    assert not early.crashed, "0.33 keeps more than half of a gain of 0.2"
-    assert judged([0.2, 0.4, 0.4, 0.4, 0.8, 0.8, 0.8, 0.33, 0.33, 0.33]).crashed
+@pytest.mark.parametrize(("case", "success", "name", "expected"), EDGES, ids=[edge[0] for edge in EDGES])
+def test_where_an_outcome_begins(case, success, name, expected):
+    assert getattr(judged(success), name) == expected
 
 
 def test_the_start_is_part_of_the_peak():
     run = judged([0.1] * 10, start=0.5)
     assert run.peak == 0.5 and run.label == "lost its start" and math.isnan(run.gain_kept)
-
-
-@pytest.mark.parametrize(("final", "lost"), [(0.099, True), (0.101, False)])
-def test_half_of_the_start_is_what_can_be_lost(final, lost):
-    assert judged([0.2, *[final] * 19]).lost_start is lost
-
-
-def test_recovery_to_just_above_half_of_the_gain_is_no_collapse():
-    fallen = [*RISEN, *[0.1] * 6]
-    assert not judged([*fallen, *[0.52] * 4]).collapsed
-    assert judged([*fallen, *[0.48] * 4]).collapsed
 
 
 def test_a_non_finite_run_collapses_whatever_it_had_reached():
@@ -125,10 +116,6 @@ def test_a_run_of_two_evaluations_has_no_verdict_on_its_course():
     run = judged([0.2, 0.9])
     assert run.label == "did not learn" and not run.crashed and run.final == 0.9
     assert all(math.isnan(value) for value in run.after.values())
-
-
-def test_final_is_the_mean_of_the_last_tenth():
-    assert judged([0.2] * 19 + [0.6]).final == pytest.approx(0.4)
 
 
 def test_success_after_n_iterations_is_the_smoothed_one_then():

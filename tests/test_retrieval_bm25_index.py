@@ -68,10 +68,7 @@ def test_arrays_are_those_of_bm25s_for_any_block_size(
     corpus, documents, tmp_path, words_per_block, postings_per_range
 ):
     made = build_bm25(
-        corpus,
-        tmp_path / "i",
-        words_per_block=words_per_block,
-        postings_per_range=postings_per_range,
+        corpus, tmp_path / "i", words_per_block=words_per_block, postings_per_range=postings_per_range
     )
     expected, found = BM25Retriever(documents)._postings, open_bm25(tmp_path / "i")._postings
     for name in ("data", "indices", "indptr", "maxima"):

@@ -77,40 +77,32 @@ def stay_silent(handler, asked):
     hang_up(handler, asked)
 
 
-def trickle(handler, asked):
-    """A byte now and then, each within any timeout of a single read."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", "1000")
-    handler.end_headers()
-    for _ in range(20):
+def dribble(handler, *parts):
+    """One of the parts now and then, each within any timeout of a single read."""
+    for i in range(20):
         try:
-            handler.wfile.write(b" ")
+            handler.wfile.write(parts[i % len(parts)])
         except OSError:
             return
         time.sleep(0.1)
     handler.close_connection = True
+
+
+def trickle(handler, asked):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    dribble(handler, b" ")
 
 
 def trickle_headers(handler, asked):
     handler.send_response(200)
     handler.flush_headers()
-    for i in range(20):
-        try:
-            handler.wfile.write(b"X-%d: a\r\n" % i)
-        except OSError:
-            return
-        time.sleep(0.1)
-    handler.close_connection = True
+    dribble(handler, *(b"X-%d: a\r\n" % i for i in range(20)))
 
 
 def continue_for_ever(handler, asked):
-    for _ in range(20):
-        try:
-            handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        except OSError:
-            return
-        time.sleep(0.1)
-    handler.close_connection = True
+    dribble(handler, b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def stop_halfway(handler, asked):
@@ -264,25 +256,18 @@ BAD_REPLIES = {
 
 
 @pytest.mark.parametrize("problem", BAD_REPLIES)
-def test_a_bad_reply_is_asked_for_again(server, problem, caplog):
+def test_a_bad_reply_is_asked_for_again_and_in_the_end_named(server, problem, caplog):
     act, message = BAD_REPLIES[problem]
     server.script = [act, act]
     with caplog.at_level(logging.WARNING):
         assert client(server).search(["q"], 2) == [expected("q", 2)]
     assert len(server.asked) == 3
     assert "attempt 2 of 3 follows" in caplog.text and "attempt 3 of 3 follows" in caplog.text
-
-
-@pytest.mark.parametrize("problem", BAD_REPLIES)
-def test_after_the_last_attempt_the_error_says_what_was_wrong(server, problem):
-    act, message = BAD_REPLIES[problem]
     server.script = [act] * 9
     with pytest.raises(RetrievalUnavailable, match=message) as error:
         client(server).search(["q"], 2)
-    text = str(error.value)
-    assert text.startswith(f"retrieval server {server.url}: no usable answer in 3 attempts and ")
-    assert "`stppo retriever serve`" in text and "world.retriever.url" in text and "\n" not in text
-    assert len(server.asked) == 3 and isinstance(error.value, ConnectionError)
+    assert server.url in str(error.value) and "\n" not in str(error.value)
+    assert len(server.asked) == 6 and isinstance(error.value, ConnectionError)
 
 
 @pytest.mark.parametrize("slow", [stay_silent, trickle, trickle_headers, continue_for_ever])
@@ -415,22 +400,21 @@ def test_a_proxy_is_asked_for_other_machines(server, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("field", "value"),
     [
-        ({"url": "127.0.0.1:8000"}, "url='127.0.0.1:8000': must be the http address"),
-        ({"url": "http://"}, "url='http://'"),
-        ({"url": "http://a:b/"}, "url='http://a:b/'"),
-        ({"url": None}, "url=None"),
-        ({"timeout": 0}, "timeout must be a number of seconds above 0, got 0"),
-        ({"timeout": "30"}, "timeout must be"),
-        ({"first_pause": float("nan")}, "first_pause must be"),
-        ({"attempts": 0}, "attempts must be a whole number of at least 1"),
-        ({"cached_queries": -1}, "cached_queries must be a whole number of at least 0"),
+        *(("url", value) for value in ("127.0.0.1:8000", "http://", "http://a:b/", None)),
+        *(
+            ("timeout", 0),
+            ("timeout", "30"),
+            ("first_pause", math.nan),
+            ("attempts", 0),
+            ("cached_queries", -1),
+        ),
     ],
 )
-def test_a_wrong_field_is_named(fields, message):
-    with pytest.raises(ValueError, match=message):
-        RetrievalClient(**fields)
+def test_a_wrong_field_is_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        RetrievalClient(**{field: value})
 
 
 def test_top_k_below_one_is_refused(server):

@@ -9,9 +9,7 @@ import sys
 
 import pytest
 import requests
-from typer.testing import CliRunner
 
-from stppo import cli
 from stppo.config.composition import compose
 from stppo.config.files import ConfigError
 from stppo.config.loading import build
@@ -20,22 +18,8 @@ from stppo.retrieval.index_retriever import IndexRetriever
 
 
 @pytest.fixture
-def stppo(monkeypatch, capsys, tmp_path):
-    """Run the console command in an empty folder; returns (exit code, stdout, stderr)."""
-    monkeypatch.setenv("STPPO_DEBUG", "")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["stppo", "retriever", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+def retriever(stppo):
+    return lambda *arguments: stppo("retriever", *arguments)
 
 
 CORPUS = [
@@ -51,18 +35,10 @@ def corpus(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("command", ["index", "serve", "query"])
-def test_help_shows_an_example(command):
-    shown = CliRunner().invoke(
-        cli.app, ["retriever", command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}
-    )
-    assert shown.exit_code == 0 and f"stppo retriever {command} " in shown.output.split("Example", 1)[1]
-
-
-def test_an_index_is_made_and_asked(stppo, corpus):
-    code, out, _ = stppo("index", "--corpus", str(corpus), "--out", "made/bm25")
+def test_an_index_is_made_and_asked(retriever, corpus):
+    code, out, _ = retriever("index", "--corpus", str(corpus), "--out", "made/bm25")
     assert code == 0 and re.match(r"bm25 index of 2 documents, \d+\.\d MiB, made/bm25\n", out)
-    code, out, _ = stppo("query", "made/bm25", "norway", "unheard", "--topk", "1")
+    code, out, _ = retriever("query", "made/bm25", "norway", "unheard", "--topk", "1")
     assert code == 0
     assert re.fullmatch(
         r"norway:\n  1\. \d\.\d{3} \[0\] Oslo: Capital of Norway\.\nunheard: nothing found\n", out
@@ -74,14 +50,8 @@ def test_an_index_is_made_and_asked(stppo, corpus):
     [
         (["index", "--corpus", "none.jsonl", "--out", "i"], "--corpus: no file none.jsonl"),
         (["index", "--corpus", "", "--out", "i"], "an argument is empty"),
-        (
-            ["index", "--corpus", "none.jsonl", "--out", "i", "--query-prefix", "", "--passage-prefix", ""],
-            "--corpus: no file none.jsonl",
-        ),
-        (
-            ["index", "--corpus", "corpus.jsonl", "--out", "i", "--kind", "ivf"],
-            "allowed are bm25, flat, hnsw",
-        ),
+        (["index", "--corpus", "none.jsonl", "--out", "i", "--query-prefix", ""], "no file none.jsonl"),
+        (["index", "--corpus", "corpus.jsonl", "--out", "i", "--kind", "ivf"], "are bm25, flat, hnsw"),
         (["index", "--corpus", "corpus.jsonl", "--out", "i", "--untitled", "x"], "one of error, first_words"),
         (["index", "--corpus", "corpus.jsonl", "--out", "corpus.jsonl"], "corpus.jsonl: exists already"),
         (["index", "--corpus", "bad.jsonl", "--out", "i"], 'bad.jsonl line 2: no title in "contents"'),
@@ -92,25 +62,25 @@ def test_an_index_is_made_and_asked(stppo, corpus):
         (["serve", ".", "--topk", "9", "--max-topk", "5"], "--topk 9 is above --max-topk 5"),
     ],
 )
-def test_what_is_wrong_is_one_line(stppo, corpus, monkeypatch, arguments, problem):
+def test_what_is_wrong_is_one_line(retriever, corpus, monkeypatch, arguments, problem):
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)  # between the client's attempts
     corpus.with_name("bad.jsonl").write_text(
         json.dumps(CORPUS[0]) + "\n" + json.dumps({"id": "1", "contents": "no title"}) + "\n"
     )
-    code, out, err = stppo(*arguments)
+    code, out, err = retriever(*arguments)
     assert code == 1 and out == "" and problem in err
     assert err.splitlines()[-1].startswith("error: ") and not (corpus.parent / "i").exists()
 
 
-def test_untitled_passages_can_be_taken(stppo, tmp_path):
+def test_untitled_passages_can_be_taken(retriever, tmp_path):
     (tmp_path / "c.jsonl").write_text('{"id": "1", "contents": "one two"}\n')
-    assert stppo("index", "--corpus", "c.jsonl", "--out", "i", "--untitled", "first_words")[0] == 0
-    assert "[1] one two: one two" in stppo("query", "i", "two")[1]
+    assert retriever("index", "--corpus", "c.jsonl", "--out", "i", "--untitled", "first_words")[0] == 0
+    assert "[1] one two: one two" in retriever("query", "i", "two")[1]
 
 
-def test_a_server_is_started_asked_and_stopped(stppo, corpus, tmp_path):
+def test_a_server_is_started_asked_and_stopped(retriever, corpus, tmp_path):
     pytest.importorskip("fastapi", reason="the extra `retrieval` is not installed")
-    stppo("index", "--corpus", str(corpus), "--out", "i")
+    retriever("index", "--corpus", str(corpus), "--out", "i")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -129,7 +99,7 @@ def test_a_server_is_started_asked_and_stopped(stppo, corpus, tmp_path):
         )
         assert [document.title for document, _ in found[0]] == ["Paris"]
         assert len(requests.post(address, json={"queries": ["capital"]}, timeout=10).json()["result"][0]) == 1
-        code, out, _ = stppo("query", address, "norway")
+        code, out, _ = retriever("query", address, "norway")
         assert code == 0 and "[0] Oslo: Capital of Norway." in out
         with socket.socket() as outside:  # loopback alone
             outside.settimeout(2)
@@ -144,20 +114,18 @@ def own_address():
     """This machine's address towards others; 127.0.0.1 where it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect(
-                ("192.0.2.1", 9)
-            )  # a documentation address; a datagram socket sends nothing to connect
+            sock.connect(("192.0.2.1", 9))  # of the documentation; a datagram socket sends nothing to connect
             return sock.getsockname()[0]
         except OSError:
             return "127.0.0.1"
 
 
-def test_an_address_that_is_taken_is_named(stppo, corpus, tmp_path):
+def test_an_address_that_is_taken_is_named(retriever, corpus, tmp_path):
     pytest.importorskip("fastapi", reason="the extra `retrieval` is not installed")
-    stppo("index", "--corpus", str(corpus), "--out", "i")
+    retriever("index", "--corpus", str(corpus), "--out", "i")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, _, err = stppo("serve", "i", "--port", str(port))
+        code, _, err = retriever("serve", "i", "--port", str(port))
     assert code == 1 and f"127.0.0.1:{port} cannot be listened on" in err
 
 

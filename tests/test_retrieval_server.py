@@ -94,30 +94,24 @@ def test_health(url):
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "field"),
     [
-        ({}, "queries: must be a list of strings"),
-        ({"queries": "one"}, "queries: must be a list of strings"),
-        ({"queries": ["a", 1]}, "queries: must be a list of strings"),
-        ({"queries": ["a"] * 9}, "queries: 9 in one request, allowed are 8"),
-        ({"queries": ["a" * 101]}, "queries: one has 101 characters, allowed are 100"),
-        (
-            {"queries": ["a"] * 8, "topk": 5},
-            "queries times topk: 40 documents in one request, allowed are 30",
-        ),
-        ({"queries": ["a"], "topk": 6}, "topk: must be a whole number from 1 to 5, got 6"),
-        ({"queries": ["a"], "topk": 0}, "topk: must be a whole number from 1 to 5, got 0"),
-        ({"queries": ["a"], "topk": True}, "topk: must be"),
-        ({"queries": ["a"], "topk": "3"}, "topk: must be"),
-        ({"queries": ["a"], "return_scores": "yes"}, "return_scores: must be true or false"),
+        *((body, "queries") for body in ({}, {"queries": "one"}, {"queries": ["a", 1]})),
+        ({"queries": ["a"] * 9}, "queries: 9"),
+        ({"queries": ["a" * 101]}, "queries: one has 101"),
+        ({"queries": ["a"] * 8, "topk": 5}, "queries times topk"),
+        *(({"queries": ["a"], "topk": topk}, "topk") for topk in (6, 0, True, "3")),
+        ({"queries": ["a"], "return_scores": "yes"}, "return_scores"),
     ],
 )
-def test_a_wrong_field_is_refused_with_its_name(url, body, message):
+def test_a_wrong_field_is_refused_with_its_name(url, body, field):
     reply = post(url, **body)
-    assert reply.status_code == 422 and message in reply.json()["detail"]
-    if "queries" in body:  # what our client makes of it: no retry, the same message
-        with pytest.raises(RetrievalUnavailable, match="refuses the request: HTTP 422 topk: must be"):
-            RetrievalClient(f"{url}/retrieve").search(["a"], 6)
+    assert reply.status_code == 422 and reply.json()["detail"].startswith(field)
+
+
+def test_our_client_does_not_repeat_what_is_refused(url):
+    with pytest.raises(RetrievalUnavailable, match="refuses the request: HTTP 422 topk"):
+        RetrievalClient(f"{url}/retrieve").search(["a"], 6)
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"\xff", b"[1]", b"[" * 1500])
@@ -263,19 +257,6 @@ def test_a_body_that_never_comes_does_not_hold_the_server():
             slow.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
             assert post(base, queries=["Oslo"]).status_code == 200
             assert b" 408 " in slow.recv(1000)
-
-
-def test_many_clients_at_once_get_their_own_answers():
-    documents = [Document(str(i), f"title{i}", f"word{i} common") for i in range(50)]
-    with served(BM25Retriever(documents)) as base:
-        client = RetrievalClient(f"{base}/retrieve", cached_queries=0)
-        threads, results = in_threads(
-            12, lambda i: [client.search([f"word{i + j}", "common"], 1) for j in range(10)]
-        )
-        finish(threads)
-    for i in range(12):
-        found = [[ranking[0][0].id for ranking in answer] for answer in results[i]]
-        assert found == [[str(i + j), "0"] for j in range(10)]
 
 
 def raw(base, text):

@@ -14,13 +14,7 @@ from stppo.policy.weights import named_weights
 from stppo.record.schema import ENGINE_COLUMNS, UPDATE_COLUMNS
 from stppo.rollout.engines import make_rollout
 from stppo.rollout.mismatch import mismatch, trainer_logprobs, truncated_weights
-from stppo.rollout.rollout import (
-    RolloutConfig,
-    TurnEnd,
-    VLLMRolloutConfig,
-    at_temperature_one,
-    through_first,
-)
+from stppo.rollout.rollout import RolloutConfig, TurnEnd, VLLMRolloutConfig, at_temperature_one, through_first
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.knowledge import SyntheticWorld
 from tests.objectives_cases import TabularPolicy, mixed_batch, normal

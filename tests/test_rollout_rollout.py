@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
 from stppo.policy.compute import body_of
-from stppo.policy.critic import Critic, explained_variance
+from stppo.policy.critic import explained_variance
 from stppo.policy.frozen import freeze_below, states_below
 from stppo.policy.policy import build_policy, load_policy, score
 from stppo.rollout import rollout_torch
@@ -35,15 +35,6 @@ def setting(barely_trained):
 def rollout(setting):
     world, policy, sampler = setting
     return sampler.collect(policy, world.questions("train")[:24], torch.Generator().manual_seed(1))
-
-
-def test_behaviour_logprobs_equal_a_later_scoring_pass(setting, rollout):
-    _, policy, _ = setting
-    batch = rollout.trajectories
-    assert batch.n_turns.max() > 1, "the case must have several turns to prove anything"
-    with torch.no_grad():
-        again = score(policy, batch, n_chunks=3).logprobs
-    torch.testing.assert_close(again, batch.behaviour_logprobs, atol=1e-5, rtol=0)
 
 
 def test_scoring_in_chunks_changes_nothing(setting, rollout):
@@ -322,21 +313,6 @@ def test_retrieved_text_changes_states_only(setting, rollout):
         before, after = score(policy, batch).logprobs, score(policy, other).logprobs
     assert torch.equal(before != 0, after != 0)
     assert (before - after).abs().max() > 1e-3
-
-
-def test_critic_reads_the_state_before_each_agent_token(setting, rollout):
-    _, policy, _ = setting
-    batch = rollout.trajectories
-    critic = Critic(policy)
-    torch.nn.init.normal_(critic.head.weight)
-    with torch.no_grad():
-        values = critic(batch, n_chunks=2)
-        hidden = critic.body(input_ids=batch.tokens).last_hidden_state
-        expected = torch.zeros_like(values)
-        expected[:, 1:] = critic.head(hidden[:, :-1]).squeeze(-1)
-        expected[~batch.agent_mask] = 0
-    torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
-    assert not any(a is b for a in critic.parameters() for b in policy.parameters())
 
 
 def test_explained_variance():

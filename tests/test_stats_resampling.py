@@ -1,4 +1,4 @@
-"""Intervals over worlds: against closed forms, other implementations and simulated coverage."""
+"""Trends and means of curves; intervals over worlds: against closed forms and simulated coverage."""
 
 import math
 
@@ -8,7 +8,16 @@ import pytest
 from scipy.stats import beta, norm, t
 
 from stppo import stats
-from stppo.stats import contrast, difference, fewest_worlds, joint_level, mean
+from stppo.stats import (
+    area_under_curve,
+    contrast,
+    difference,
+    fewest_worlds,
+    final_mean,
+    joint_level,
+    log_linear_trend,
+    mean,
+)
 
 SHARE = (0.0, 1.0)
 
@@ -187,3 +196,34 @@ def test_the_band_of_few_worlds_is_their_range_and_one_world_has_none():
         and value[1] == 4.0
         and np.isnan([low[1], high[1]]).all()
     )
+
+
+# ---- curves ---------------------------------------------------------------------------------------
+
+
+def test_trend_recovers_an_exponential_and_skips_zeros_and_gaps():
+    x = np.arange(1, 41)
+    y = 0.3 * np.exp(0.05 * x)
+    y[[1, 3]] = 0, np.nan
+    trend = log_linear_trend(x, y)
+    assert trend.n == 38
+    assert trend.slope == pytest.approx(0.05) and trend.r_squared == pytest.approx(1.0)
+    np.testing.assert_allclose(trend.at([0, 10]), [0.3, 0.3 * math.exp(0.5)])
+
+
+def test_noise_and_two_points_have_no_trend():
+    y = np.exp(np.random.default_rng(0).normal(size=500))
+    trend = log_linear_trend(np.arange(500), y)
+    assert abs(trend.slope) < 1e-3 and trend.r_squared < 0.02
+    assert math.isnan(log_linear_trend([1, 2], [1, 2]).slope)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, 1.0), (10, 10.0), (11, 10.5), (40, 38.5)])
+def test_final_is_the_mean_of_the_last_tenth(n, expected):
+    assert final_mean(np.arange(1, n + 1)) == expected
+    assert math.isnan(final_mean([]))
+
+
+def test_area_is_the_mean_height():
+    assert area_under_curve([0, 1, 4], [0, 1, 1]) == pytest.approx((0.5 + 3) / 4)
+    assert math.isnan(area_under_curve([1], [1]))

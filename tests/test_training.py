@@ -23,7 +23,6 @@ from stppo.record.ownership import PARENT, FolderInUse
 from stppo.record.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
 from stppo.training.checkpoint import newest
 from stppo.training.failures import RunStopped
-from stppo.training.metrics import gpu_peak_memory_mb
 from stppo.training.run import Run
 from stppo.training.warm_start import encode_episode, load_warm_start, warm_start
 from stppo.world.encoding import DialogueEncoder
@@ -36,12 +35,6 @@ def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
     big = f"import subprocess, sys; b'1' * (2 << 30); subprocess.run([sys.executable, '-c', {ask!r}], check=True)"
     said = subprocess.run([sys.executable, "-c", big], capture_output=True, text=True, check=True).stdout
     assert 50 < float(said) < 1500
-
-
-def test_peak_memory_of_a_gpu_is_what_pytorch_counts(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29)
-    assert gpu_peak_memory_mb(torch.device("cuda", 0)) == 1536
-    assert gpu_peak_memory_mb(torch.device("cpu")) is None
 
 
 def test_a_run_says_which_weights_it_began_from(tmp_path, tiny, barely_trained):
@@ -101,27 +94,12 @@ def test_a_run_keeps_as_many_trajectories_as_are_asked_for_and_is_the_same_run(
     assert_same_metrics(tmp_path / "plain", tmp_path / "more")
 
 
-def test_first_update_of_fresh_data_has_ratio_one(undisturbed):
-    first = tables(undisturbed)[0].iloc[0]
-    assert first["ratio_max_token"] == pytest.approx(1, abs=1e-4)
-    assert (
-        first["clip_fraction"] == 0 and first["clipping_bias_norm"] == 0 and first["stabilizer_divisor"] == 1
-    )
-
-
 def test_staleness_counts_iterations_and_updates(undisturbed):
     updates = tables(undisturbed)[0]
     by_iteration = updates.groupby("iteration").first()
     assert list(by_iteration["staleness_iterations"]) == [0, 1, 2, 2, 2]
     # iteration i starts after 4 (i - 1) updates and trains on what was sampled two iterations before
     assert list(by_iteration["staleness_updates"]) == [0, 4, 8, 8, 8]
-
-
-def test_same_seed_same_metrics_other_seed_other_metrics(undisturbed, tmp_path, tiny, barely_trained):
-    run(tiny(), tmp_path / "again", barely_trained)
-    assert_same_metrics(undisturbed, tmp_path / "again")
-    run(tiny("seed=7", "training.iterations=1"), tmp_path / "other", barely_trained)
-    assert tables(tmp_path / "other")[0]["gradient_norm"][0] != tables(undisturbed)[0]["gradient_norm"][0]
 
 
 ROOT = Path(__file__).parents[1]
@@ -274,7 +252,7 @@ def test_damaged_checkpoint_is_named_and_set_aside_on_request(file, said, tmp_pa
 
 def test_checkpoint_of_another_config_is_refused(tmp_path, tiny, barely_trained):
     interrupted(tiny(), tmp_path, barely_trained)
-    with pytest.raises(ValueError, match="another config"):
+    with pytest.raises(ValueError, match="training.learning_rate"):
         run(tiny("training.learning_rate=1e-5"), tmp_path, barely_trained)
     assert newest(tmp_path / "checkpoint") is not None
 
@@ -355,13 +333,6 @@ def test_sgd_step_has_the_length_that_clip_and_divisor_give(order, tmp_path, tin
     np.testing.assert_allclose(updates["update_norm"], expected, rtol=2e-3, atol=1e-7)
 
 
-def test_divisor_follows_from_the_recorded_norm(undisturbed):
-    updates = tables(undisturbed)[0]
-    np.testing.assert_allclose(
-        updates["stabilizer_divisor"], np.maximum(1, updates["clipping_bias_norm"] / 0.1), rtol=1e-9
-    )
-
-
 def test_bias_norm_is_sampled_where_no_stabilizer_needs_it(tmp_path, tiny, barely_trained):
     run(tiny("algorithm=token_ppo"), tmp_path, barely_trained)
     updates = tables(tmp_path)[0]
@@ -378,12 +349,6 @@ def test_group_algorithm_has_no_critic_and_whole_groups(tmp_path, tiny, barely_t
     assert trainer.critic is None
     groups = trainer.sample().trajectories.group_ids
     assert groups.bincount().tolist() == [8, 8]
-
-
-def test_regularisers_enter_the_gradient(tmp_path, tiny, barely_trained):
-    run(tiny("training.entropy_coefficient=0.1", "training.kl_coefficient=0.1"), tmp_path, barely_trained)
-    updates = tables(tmp_path)[0]
-    assert ((updates["gradient_norm"] - updates["ppo_gradient_norm"]).abs() > 1e-4).any()
 
 
 @pytest.mark.parametrize("other", ["world.seed=1", "policy.hidden_size=16", "world.n_name_parts=20"])
@@ -471,19 +436,24 @@ def test_what_a_killed_run_left_unfinished_goes(tmp_path, tiny, barely_trained):
     assert not left[0].exists()
 
 
-def test_warm_start_that_misses_its_target_says_so(tmp_path, tiny):
-    with pytest.raises(ValueError, match="warm_start.max_steps=50"):
-        warm_start(
-            load(tiny("warm_start.max_steps=50", "warm_start.target_success=0.9")), tmp_path, progress=False
-        )
-    assert not (tmp_path / "warm_start.json").exists()
-
-
 READ = [
     "warm_start.reading.max_steps=60",
     "warm_start.reading.measure_every=20",
     "warm_start.reading.batch_size=8",
 ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["warm_start.max_steps=50", "warm_start.target_success=0.9"], "warm_start.max_steps=50"),
+        (READ, r"reading accuracy 0\.\d+ after warm_start\.reading\.max_steps=60 is below"),
+    ],
+)
+def test_warm_start_that_misses_its_target_says_so(tmp_path, tiny, overrides, said):
+    with pytest.raises(ValueError, match=said):
+        warm_start(load(tiny(*overrides)), tmp_path, progress=False)
+    assert not (tmp_path / "warm_start.json").exists()
 
 
 def test_reading_comes_first_and_ends_at_its_target(tmp_path, tiny):
@@ -494,14 +464,6 @@ def test_reading_comes_first_and_ends_at_its_target(tmp_path, tiny):
     *before, last = [row["accuracy"] for row in record["history"][:-1]]
     assert last >= 0.03 > max(before, default=0) and record["history"][0]["loss"] > 2
     assert record["reading_steps"] == 20 * (len(stages) - 1) and record["steps"] == 50
-
-
-def test_reading_that_misses_its_target_says_so(tmp_path, tiny):
-    with pytest.raises(
-        ValueError, match=r"reading accuracy 0\.\d+ after warm_start\.reading\.max_steps=60 is below"
-    ):
-        warm_start(load(tiny(*READ)), tmp_path, progress=False)
-    assert not (tmp_path / "warm_start.json").exists()
 
 
 def test_only_the_names_of_a_reading_example_are_learned(tiny):

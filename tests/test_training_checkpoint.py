@@ -19,6 +19,7 @@ from stppo.training.checkpoint import (
     save_checkpoint,
     trained,
 )
+from tests.conftest import edit
 from tests.training_runs import assert_same_metrics, interrupted, run
 
 
@@ -68,22 +69,16 @@ def test_only_the_newest_is_kept(tmp_path):
 
 
 def test_what_a_kill_leaves_behind_is_ignored_and_goes(tmp_path):
-    save_checkpoint(tmp_path / "c", "f", state_of(1))
-    shutil.copytree(newest(tmp_path / "c"), tmp_path / "c" / ".2.part")
-    (tmp_path / "c" / ".2.part" / "policy.safetensors").write_bytes(b"half")
-    assert load_checkpoint(tmp_path / "c", "f")["iteration"] == 1
-    save_checkpoint(tmp_path / "c", "f", state_of(2))
-    assert load_checkpoint(tmp_path / "c", "f")["iteration"] == 2
-    assert [path.name for path in (tmp_path / "c").iterdir()] == ["2"]
-
-
-def test_checkpoints_that_a_kill_left_half_removed_go_too(tmp_path):
-    for number in range(1, 4):
+    """Half a checkpoint, and older ones that are half removed."""
+    for number in (1, 2, 3):
         save_checkpoint(tmp_path / "c", "f", state_of(number))
-    for left in ("1", "2"):
-        (tmp_path / "c" / left).mkdir()
+    shutil.copytree(newest(tmp_path / "c"), tmp_path / "c" / ".4.part")
+    for left in ("1", "2", ".4.part"):
+        (tmp_path / "c" / left).mkdir(exist_ok=True)
         (tmp_path / "c" / left / "policy.safetensors").write_bytes(b"half")
+    assert load_checkpoint(tmp_path / "c", "f")["iteration"] == 3
     save_checkpoint(tmp_path / "c", "f", state_of(4))
+    assert load_checkpoint(tmp_path / "c", "f")["iteration"] == 4
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["4"]
 
 
@@ -126,21 +121,40 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole(room, tmp_path):
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["1"]
 
 
-def test_another_run_or_format_is_refused(tmp_path):
+def of_format(number):
+    return lambda folder: edit(folder / "state.json", '"format": 2', f'"format": {number}')
+
+
+def with_surplus_tensor(folder):
+    file = folder / "policy.safetensors"
+    save_file(load_file(file) | {"/other": torch.zeros(1)}, file)
+
+
+def holding(content):
+    return lambda folder: (folder / "state.json").write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "fingerprint", "said"),
+    [
+        (lambda folder: None, "yours", r"another run \(its seed\)"),
+        (of_format(1), "mine", "format"),
+        (
+            lambda folder: (folder / "policy.safetensors").unlink(),
+            "mine",
+            "policy.safetensors cannot be read",
+        ),
+        (with_surplus_tensor, "mine", "policy.safetensors cannot be read"),
+        (holding("[" * 100_000), "mine", "cannot be read .*set_aside"),
+        (holding("null"), "mine", "cannot be read .*set_aside"),
+        (holding('{"fingerprint": "mine", "format": 2, "state": 5}'), "mine", "cannot be read .*set_aside"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, change, fingerprint, said):
     save_checkpoint(tmp_path / "c", "mine", state_of(1))
-    with pytest.raises(ValueError, match=r"another run \(its seed\)"):
-        load_checkpoint(tmp_path / "c", "yours", difference=lambda: "its seed")
-    file = newest(tmp_path / "c") / "state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
-    with pytest.raises(ValueError, match="format"):
-        load_checkpoint(tmp_path / "c", "mine")
-
-
-def test_a_missing_part_is_named(tmp_path):
-    save_checkpoint(tmp_path / "c", "f", state_of(1))
-    (newest(tmp_path / "c") / "policy.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"policy\.safetensors cannot be read .*set_aside"):
-        load_checkpoint(tmp_path / "c", "f")
+    change(newest(tmp_path / "c"))
+    with pytest.raises(ValueError, match=said):
+        load_checkpoint(tmp_path / "c", fingerprint, difference=lambda: "its seed")
 
 
 @pytest.mark.parametrize(
@@ -181,25 +195,9 @@ def test_a_checkpoint_without_a_part_that_the_run_needs_is_refused(tmp_path, tin
         run(tiny(), tmp_path, barely_trained)
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, "null", '{"fingerprint": "f", "format": 2, "state": 5}'])
-def test_a_state_that_is_none_is_refused(content, tmp_path):
-    save_checkpoint(tmp_path / "c", "f", state_of(1))
-    (newest(tmp_path / "c") / "state.json").write_text(content)
-    with pytest.raises(ValueError, match="cannot be read .*set_aside"):
-        load_checkpoint(tmp_path / "c", "f")
-
-
-def test_a_surplus_tensor_is_refused(tmp_path):
-    save_checkpoint(tmp_path / "c", "f", state_of(1))
-    file = newest(tmp_path / "c") / "policy.safetensors"
-    save_file(load_file(file) | {"/other": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match=r"policy\.safetensors cannot be read"):
-        load_checkpoint(tmp_path / "c", "f")
-
-
 def test_a_checkpoint_of_the_earlier_format_is_refused_and_set_aside(tmp_path, tiny, barely_trained):
     (tmp_path / "checkpoint.pt").write_bytes(b"old")
-    with pytest.raises(ValueError, match=r"checkpoint\.pt is of an earlier version's format.*set_aside"):
+    with pytest.raises(ValueError, match=r"checkpoint\.pt .*format.*set_aside"):
         run(tiny("training.iterations=1"), tmp_path, barely_trained)
     run(tiny("training.iterations=1"), tmp_path, barely_trained, resume="set_aside")
     assert (tmp_path / "earlier-1" / "checkpoint.pt").read_bytes() == b"old"

@@ -12,9 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from stppo import cli
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
 from stppo.policy.policy import load_policy, load_tokenizer
@@ -30,7 +28,7 @@ from stppo.training.warm_start import warm_start
 from stppo.trajectories import Trajectories
 from stppo.world import DemonstrationNoise, Episode, Question, SyntheticWorld, play
 from stppo.world.environment import NothingFound
-from tests.conftest import TINY
+from tests.conftest import TINY, assert_one_line_error
 
 NQ = [{"question": f"who wrote book {i}", "answer": [f"author {i}"]} for i in range(7)]
 BAMBOOGLE = [{"Question": f"Where is town {i}?", "Answer": f"Land {i}"} for i in range(5)]
@@ -292,24 +290,12 @@ def test_a_damaged_result_is_named(bench, overrides, tmp_path):
 # --- the command -----------------------------------------------------------------------------------
 
 
-def command(monkeypatch, capsys, *arguments):
-    """(exit status, what was printed, what was printed as an error)."""
-    monkeypatch.setattr("sys.argv", ["stppo", *map(str, arguments)])
-    try:
-        cli.main()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code
-    said = capsys.readouterr()
-    return status, said.out, said.err
-
-
 SMALL = [option for option in TINY if option.startswith(("preset=", "world."))]
 
 
-def test_a_warm_start_and_a_run_folder_are_checkpoints(barely_trained, tmp_path, monkeypatch, capsys):
+def test_a_warm_start_and_a_run_folder_are_checkpoints(barely_trained, tmp_path, stppo):
     arguments = ("evaluate", barely_trained, *SMALL, "--decoding", "both", "--out", tmp_path / "a")
-    status, said, error = command(monkeypatch, capsys, *arguments)
+    status, said, error = stppo(*arguments)
     assert status == 0, error
     assert said.splitlines()[0].split()[:4] == ["benchmark", "decoding", "n_questions", "em"]
     assert [line.split()[:3] for line in said.splitlines()[1:]] == [
@@ -321,32 +307,16 @@ def test_a_warm_start_and_a_run_folder_are_checkpoints(barely_trained, tmp_path,
     (folder / "run.json").write_text("{}")
     for name in ("config.json", "model.safetensors"):  # weights alone: the world has the tokenizer
         (folder / "policy" / name).write_bytes((barely_trained / name).read_bytes())
-    status, again, _ = command(monkeypatch, capsys, *arguments[:1], folder, *arguments[2:-1], tmp_path / "b")
+    status, again, _ = stppo(*arguments[:1], folder, *arguments[2:-1], tmp_path / "b")
     assert status == 0 and again == said
 
 
-def test_a_run_from_pretrained_weights_is_evaluated_with_its_own_tokenizer(bench, tmp_path):
+def test_a_run_from_pretrained_weights_is_evaluated_with_its_own_tokenizer(bench, overrides, tmp_path):
     config = compose(
-        [
-            "preset=smoke",
-            "world=benchmark",
-            "world.benchmark=bamboogle",
-            "world.train=nq",
-            f"world.records={{nq: {bench}/nq.jsonl, bamboogle: {bench}/bamboogle.jsonl}}",
-            f"world.corpus={bench}/corpus.jsonl",
-            "world.cache_dir=null",
-            "world.held_out=0.4",
-            "world.turn_budget=1",
-            "world.max_turn_tokens=6",
-            "rollout.max_tokens=900",
-            f"policy.pretrained={bench}/model",
-            "warm_start.max_steps=0",
-            "warm_start.final_samples=1",
-            "evaluation.questions=1",
-            "training.iterations=1",
-            "training.trajectories_per_iteration=4",
-            "training.epochs=1",
-        ]
+        ["preset=smoke", *overrides, "world.benchmark=bamboogle", "world.train=nq", "world.held_out=0.4"]
+        + [f"policy.pretrained={bench}/model", "warm_start.max_steps=0", "warm_start.final_samples=1"]
+        + ["evaluation.questions=1", "training.iterations=1", "training.epochs=1"]
+        + ["training.trajectories_per_iteration=4"]
     )
     warm_start(load(config), tmp_path / "start", progress=False)
     Run(load(config), tmp_path / "run", tmp_path / "start", progress=False).train()
@@ -357,29 +327,19 @@ def test_a_run_from_pretrained_weights_is_evaluated_with_its_own_tokenizer(bench
 def test_what_a_training_by_gold_titles_met_is_not_asked(bench, tmp_path, caplog):
     """Questions of one hop were trained on; those of two hops, of the same records, need some of the same passages."""
     names = ["Aral", "Brod", "Cori", "Dunn", "Elva", "Fagg"]
-    records = [
-        {
-            "id": f"{i}",
-            "question": f"Who founded the town of {one}?",
-            "answer": f"{one}son",
-            "answer_aliases": [],
-            "answerable": True,
-            "paragraphs": [
-                {"idx": j, "title": name, "paragraph_text": f"{name} is by {name}son.", "is_supporting": True}
-                for j, name in enumerate((one, other))
-            ],
-            "question_decomposition": [
-                {
-                    "id": j,
-                    "question": f"Who is of {name}?",
-                    "answer": f"{name}son",
-                    "paragraph_support_idx": j,
-                }
-                for j, name in enumerate((one, other))
-            ],
-        }
-        for i, (one, other) in enumerate(zip(names[::2], names[1::2], strict=True))
-    ]
+    records = []
+    for i, pair in enumerate(zip(names[::2], names[1::2], strict=True)):
+        paragraphs = [
+            {"idx": j, "title": name, "paragraph_text": f"{name} is by {name}son.", "is_supporting": True}
+            for j, name in enumerate(pair)
+        ]
+        hops = [
+            {"id": j, "question": f"Who is of {name}?", "answer": f"{name}son", "paragraph_support_idx": j}
+            for j, name in enumerate(pair)
+        ]
+        asked = {"question": f"Who founded the town of {pair[0]}?", "answer": f"{pair[0]}son"}
+        asked |= {"answer_aliases": [], "answerable": True}
+        records.append({"id": str(i), **asked, "paragraphs": paragraphs, "question_decomposition": hops})
     file = tmp_path / "musique.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     options = [
@@ -394,15 +354,8 @@ def test_what_a_training_by_gold_titles_met_is_not_asked(bench, tmp_path, caplog
     clean = [r["id"] for r in records if not met & {p["title"] for p in r["paragraphs"]}]
     assert 0 < len(clean) < len(records), "else the test shows nothing"
 
-    whole = compose(
-        [
-            *options,
-            "world.benchmark=[musique]",
-            "world.turn_budget=1",
-            "world.max_turn_tokens=6",
-            "world.max_start_tokens=400",
-        ]
-    )
+    short = ["world.turn_budget=1", "world.max_turn_tokens=6", "world.max_start_tokens=400"]
+    whole = compose([*options, "world.benchmark=[musique]", *short])
     play = partial(evaluate_checkpoint, bench / "model", whole, progress=False)
     assert play(tmp_path / "all")[0]["n_questions"] == len(records)
     assert play(tmp_path / "unseen", trained_on=trained)[0]["n_questions"] == len(clean)
@@ -478,7 +431,7 @@ def test_what_a_training_on_its_corpus_alone_has_met_is_told_by_that_corpus(tmp_
     assert "cannot be told" not in caplog.text
 
 
-def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, stppo):
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -515,22 +468,15 @@ def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, monke
         ([trained, *overrides], "config.yaml: train must be a name or a list of names, got 7"),
     ]
     for arguments, message in cases:
-        status, _, error = command(monkeypatch, capsys, "evaluate", *arguments, "--out", tmp_path / "out")
+        status, _, error = stppo("evaluate", *arguments, "--out", tmp_path / "out")
         lines = [line for line in error.splitlines() if line.startswith("error")]
         assert status == 1 and len(lines) == 1, (message, error)
         assert re.search(message, lines[0]), lines[0]
 
 
-def test_tiny_model_command_says_that_a_file_is_in_the_way(bench, tmp_path, monkeypatch, capsys):
+def test_tiny_model_command(bench, tmp_path, stppo):
     (tmp_path / "file").write_text("")
-    arguments = ("tiny-model", tmp_path / "file", "--corpus", bench / "corpus.jsonl")
-    status, _, error = command(monkeypatch, capsys, *arguments)
-    assert status == 1 and "a file is in the way" in error
-
-
-def test_tiny_model_command_writes_a_model(bench, tmp_path):
-    result = CliRunner().invoke(
-        cli.app,
-        ["tiny-model", str(tmp_path / "m"), "--corpus", str(bench / "corpus.jsonl"), "--vocabulary", "400"],
-    )
-    assert result.exit_code == 0 and (tmp_path / "m" / "tokenizer.json").is_file()
+    corpus = ("--corpus", bench / "corpus.jsonl", "--vocabulary", "400")
+    assert_one_line_error(stppo("tiny-model", tmp_path / "file", *corpus), "a file is in the way")
+    assert stppo("tiny-model", tmp_path / "m", *corpus)[0] == 0
+    assert (tmp_path / "m" / "tokenizer.json").is_file()

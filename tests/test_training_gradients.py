@@ -8,6 +8,7 @@ import torch
 
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
+from stppo.objectives.ratios import kl_to_reference
 from stppo.policy import policy as policy_module
 from stppo.policy.compute import body_of, computing, last_block, logits_of, place
 from stppo.policy.critic import Critic
@@ -118,11 +119,29 @@ def one_step(name, batch, budget, *overrides):
     return row, torch.cat(found)
 
 
-def test_the_weighted_penalty_is_that_of_the_ratios(batch):
-    _, without = one_step("token_ppo", batch, None, "training.kl_coefficient=0")
-    _, plain = one_step("token_ppo", batch, None)
+def test_regularisers_enter_the_gradient_with_their_signs(batch):
+    """Plus the mean KL to the reference, minus the mean entropy, over agent tokens; the weighted KL is another one."""
+    none = "training.kl_coefficient=0", "training.entropy_coefficient=0"
+    plain, with_kl, with_entropy, both = (
+        one_step("token_ppo", batch, None, *off)[1] for off in (none, none[1:], none[:1], ())
+    )
+    policy = make_policy()
+    scores = score(policy, batch, entropy_gradient=True)
+    g = torch.Generator().manual_seed(2)  # as `one_step` draws its reference
+    torch.rand(batch.tokens.shape, generator=g, dtype=torch.float64)
+    reference = batch.behaviour_logprobs + 0.1 * torch.randn(
+        batch.tokens.shape, generator=g, dtype=torch.float64
+    )
+    mask = batch.agent_mask
+    kl = kl_to_reference(scores.logprobs[mask], reference[mask]).mean()
+    for found, expected in ((with_kl, 0.3 * kl), (with_entropy, -0.2 * scores.entropy[mask].mean())):
+        gradient = torch.autograd.grad(expected, list(policy.parameters()), retain_graph=True)
+        gradient = torch.cat([part.flatten() for part in gradient])
+        assert gradient.norm() > 1e-3
+        torch.testing.assert_close(found - plain, gradient, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(both - plain, with_kl + with_entropy - 2 * plain, rtol=1e-3, atol=1e-6)
     _, weighted = one_step("token_ppo", batch, None, "+training.kl_weighted=true")
-    assert (plain - without).norm() > 1e-4 and (weighted - plain).norm() > 1e-4
+    assert (weighted - both).norm() > 1e-4
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -207,6 +226,23 @@ def test_critic_values_and_regression_are_those_of_one_batch(batch):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_the_clipped_critic_loss_is_the_larger_of_two(batch):
+    """Of (v - target)^2 and the same with v held near the old value, half the mean over agent tokens."""
+    critic = Critic(make_policy()).double()
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    whole = "training.trajectories_per_iteration=16", "training.minibatches=1"
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
+    updates = CriticUpdates(critic, optimizer, settings_with("training.value_clip=0.3", *whole), Passes())
+    values, mask = updates.values(batch), batch.agent_mask
+    g = torch.Generator().manual_seed(3)
+    old = values + torch.randn(values.shape, generator=g, dtype=torch.float64)
+    targets = torch.rand(values.shape, generator=g, dtype=torch.float64)
+    found = updates.regress(batch, targets, mask, old, g, 0, 0)
+    free, held = ((v - targets)[mask].square() for v in (values, old + (values - old).clamp(-0.3, 0.3)))
+    assert (free > held).any() and (free < held).any()
+    assert found == pytest.approx(float(torch.maximum(free, held).mean() / 2), rel=1e-6)
+
+
 def test_reference_scores_are_those_of_one_batch(batch):
     models = Models(make_policy(), make_policy(seed=5), None)
     whole = models.reference_logprobs(batch, Passes(), 1.3)
@@ -255,15 +291,8 @@ def test_the_norm_over_the_last_block_divides_and_needs_no_pass_below_it(batch, 
     option = "algorithm.objective.stabilizer.estimator=last_block"
     policy, objective = make_policy(), compose(["algorithm=st_ppo", option])["algorithm"]["objective"]
     training = settings_with("training.bias_norm_every=1000")
-    steps = PolicyUpdates(
-        policy,
-        torch.optim.SGD(policy.parameters(), lr=1e-3),
-        build(objective, "objective"),
-        training,
-        Passes(),
-        1.0,
-        None,
-    )
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+    steps = PolicyUpdates(policy, optimizer, build(objective, "objective"), training, Passes(), 1.0, None)
     asked, grad = [], torch.autograd.grad
     monkeypatch.setattr(
         torch.autograd, "grad", lambda out, to, *a, **k: asked.append(to) or grad(out, to, *a, **k)

@@ -3,7 +3,6 @@
 import errno
 import json
 import logging
-import time
 from importlib.util import find_spec
 
 import pandas as pd
@@ -20,9 +19,6 @@ from tests.training_runs import assert_same_metrics, interrupted, run, tables
 
 needs_tensorboard = pytest.mark.skipif(
     find_spec("tensorboard") is None, reason="TensorBoard is not installed: pip install 'stppo[tensorboard]'"
-)
-needs_wandb = pytest.mark.skipif(
-    find_spec("wandb") is None, reason="Weights & Biases is not installed: pip install 'stppo[wandb]'"
 )
 INSTALLED = [name for name in ("tensorboard", "wandb") if find_spec(name)]
 
@@ -180,41 +176,8 @@ def test_new_run_in_the_same_folder_moves_the_earlier_events_aside(tmp_path, tin
     assert len(events(tmp_path / "tensorboard")["update/entropy"]) == 8
 
 
-@needs_tensorboard
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
-def test_full_disk_under_tensorboard_is_one_warning(tmp_path, monkeypatch, caplog):
-    loggers = Loggers(["tensorboard"], tmp_path)
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    def full(self, data):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(RecordWriter, "write", full)
-    with caplog.at_level(logging.WARNING, logger="stppo.training.loggers"):
-        for update in range(1, 5):
-            loggers.update_row({"update": update, "entropy": 1.0})
-        loggers.close()
-    assert len(caplog.messages) == 1 and "No space left" in caplog.messages[0]
-
-
-@needs_wandb
-def test_wandb_offline_writes_below_the_run_and_sends_nothing(tmp_path):
-    loggers = Loggers(["wandb"], tmp_path, "A/st_ppo/seed0", "abc123")
-    loggers.update_row({"update": 1, "iteration": 1, "entropy": 0.125})
-    loggers.evaluation_row({"update": 1, "iteration": 1, "temperature": 1.0, "success": 0.75})
-    loggers.close()
-    (written,) = (tmp_path / "wandb").glob("offline-run-*-abc123/run-abc123.wandb")
-    deadline = time.monotonic() + 20
-    while b"evaluation" not in (content := written.read_bytes()) and time.monotonic() < deadline:
-        time.sleep(0.1)  # another process writes it
-    assert b"update/entropy" in content and b"evaluation/success/sampled" in content
-
-
 def test_scalars_are_the_finite_numbers_by_tag():
     row = {"update": 3, "iteration": 1, "entropy": 0.5, "critic_loss": float("nan"), "epoch": 0}
     assert update_scalars(row) == {"update/entropy": 0.5, "update/epoch": 0}
     row = {"update": 3, "iteration": 1, "temperature": 0.0, "success": 0.25, "by_benchmark": {"nq": 0.5}}
-    assert evaluation_scalars(row) == {
-        "evaluation/success/greedy": 0.25,
-        "evaluation/success/greedy/nq": 0.5,
-    }
+    assert evaluation_scalars(row) == {"evaluation/success/greedy": 0.25, "evaluation/success/greedy/nq": 0.5}

@@ -72,21 +72,6 @@ def test_a_divisor_of_the_step_divides_the_learning_rate_of_its_update_alone(tin
     assert (updates["learning_rate"] == 0.01).all()
 
 
-def test_a_divisor_of_the_step_is_not_undone_by_adam(tiny, barely_trained, tmp_path):
-    """Adam's first step has the same length whatever the gradient's scale: dividing the gradient does nothing to it."""
-    stale = [*SHORT, "training.iterations=1", "training.minibatches=1"]
-    first = {}
-    for name, kind in (("step", "SampleSizeStep"), ("plain", None)):
-        change = [] if kind else ["algorithm.objective.stabilizer._target_=stppo.objectives.NoStabilizer"]
-        run(tiny("algorithm=vcpo", *change, *stale), tmp_path / name, barely_trained)
-        first[name] = tables(tmp_path / name)[0]
-    second = first["step"].iloc[1]  # the first update is on fresh data, where the sample size is whole
-    assert first["step"]["stabilizer_divisor"].iloc[0] == pytest.approx(1.0)
-    assert second["stabilizer_divisor"] > 1.01
-    plain = first["plain"].iloc[1]["update_norm"]
-    assert second["update_norm"] == pytest.approx(plain / second["stabilizer_divisor"], rel=1e-4)
-
-
 def test_a_divisor_over_its_running_median_goes_on_where_a_run_resumes(tiny, barely_trained, tmp_path):
     """It stays near 1, it depends on the updates up to now alone, and a resumed run has the same."""
     options = ("c0=0.001", "divides=step", "over_median=true")

@@ -175,12 +175,6 @@ def test_the_synthetic_worlds_closing_tags_end_sentences():
     world = SyntheticWorld(n_entities=40, n_train=8, n_validation=2, n_test=2, seed=0)
     encoder = DialogueEncoder(world.environment.protocol, world.tokenizer)
     turn = "<think> mentor </think> <search> mentor </search>"
-    assert encoder.sentence_ends(world.tokenizer(turn)["input_ids"]) == [
-        False,
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
+    ends = encoder.sentence_ends(world.tokenizer(turn)["input_ids"])
+    assert ends == [False, False, True, False, False, True]
     assert encoder.sentence_ends([]) == []

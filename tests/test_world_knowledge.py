@@ -138,14 +138,6 @@ def test_questions_are_a_copy(world):
         world.questions("dev")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_reader_scores_at_least_098_by_reading(seed):
-    world = SyntheticWorld(seed=seed)
-    summary = play_summary(world, world.questions("train")[:2000], random.Random(0))
-    assert 0.98 <= summary["em"] < 1
-    assert 1.6 < summary["searches_per_question"] < 1.9
-
-
 def test_reading_examples_are_look_ups_in_documents_of_no_entity(world):
     examples = world.reading_examples(50, random.Random(0))
     shown = set()
@@ -225,10 +217,6 @@ def test_environment_texts_are_in_the_vocabulary(world):
 def success(world, **noise):
     episodes = play(world, world.questions("train"), random.Random(0), DemonstrationNoise(**noise))
     return sum(episode.reward for episode in episodes) / len(episodes), episodes
-
-
-def test_default_noise_spoils_many_demonstrations_but_not_all(world):
-    assert 0.2 < success(world)[0] < 0.7
 
 
 def test_each_kind_of_noise_does_what_it_says(world):
@@ -328,12 +316,6 @@ def test_thinking_can_be_left_out(probability, expected):
     world = SyntheticWorld(think_probability=probability, **SMALL)
     answers = [episode.turns[-1].text for episode in play(world, world.questions("test"), random.Random(0))]
     assert {answer.startswith("<think>") for answer in answers} == {expected}
-
-
-def test_a_world_of_thousands():
-    world = SyntheticWorld(n_entities=5000, n_name_parts=110)
-    assert len(set(world.entities)) == 5000 and len(set(world.vocabulary)) == len(world.vocabulary)
-    assert play_summary(world, world.questions("test"), random.Random(0))["em"] > 0.9
 
 
 def test_nothing_to_play():

@@ -102,23 +102,12 @@ def test_a_missing_question_mark_is_appended_once():
     assert protocol.prompt("who ?") == "Q: who ?"
 
 
-def test_prompt_names_every_tag_the_agent_may_write():
-    prompt = Protocol().prompt("Who?")
-    assert all(
-        tag in prompt for tag in ("<think>", "<search>", "<information>", "<answer>", "Question: Who?")
-    )
-
-
 def test_documents_are_rendered_numbered_with_title():
     documents = [Document("1", "Oslo", "A city."), Document("2", "Bergen", "A {town}.")]
     assert (
         Protocol().information(documents)
         == "\n\n<information>Doc 1(Title: Oslo) A city.\nDoc 2(Title: Bergen) A {town}.</information>\n\n"
     )
-
-
-def test_an_empty_result_says_so():
-    assert "<information>No document matches" in Protocol().information([])
 
 
 def test_retrieved_text_is_cut_to_the_word_limit():
@@ -173,46 +162,35 @@ def test_wrong_protocol_values_name_the_field(field, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "answers", "problem"),
-    [(" ", ("a",), "text is empty"), ("q", (), "no answer"), ("q", (" ",), "no answer")],
+    ("text", "answers", "options", "problem"),
+    [
+        (" ", ("a",), (), "text is empty"),
+        ("q", (), (), "no answer"),
+        ("q", (" ",), (), "no answer"),
+        *(("q", answers, ("Flu", "Plague"), "its options") for answers in (("Plague", "A"), ("Plague",))),
+        *(("q", answers, ("Flu", "Plague"), "its options") for answers in (("Flu", "B"), ("B", "Plague"))),
+    ],
 )
-def test_a_question_needs_text_and_an_answer(text, answers, problem):
-    with pytest.raises(ValueError, match=f"^question q7: {problem}$"):
-        Question("q7", text, answers)
-
-
-@pytest.mark.parametrize("answers", [("Plague", "A"), ("Flu", "B"), ("Plague",), ("B", "Plague")])
-def test_a_question_with_options_is_answered_by_one_of_them(answers):
-    with pytest.raises(
-        ValueError,
-        match="^question q7: its options .* hold no right answer, answers are .*; give the right option",
-    ):
-        Question("q7", "q?", answers, options=("Flu", "Plague"))
+def test_a_question_needs_text_and_a_right_answer(text, answers, options, problem):
+    with pytest.raises(ValueError, match=f"^question q7: {problem}") as error:
+        Question("q7", text, answers, options=options)
+    assert "\n" not in str(error.value)
     assert Question("q7", "q?", ("Plague", "B"), options=("Flu", "Plague")).options
 
 
 # A quadratic pattern would take minutes for each of these.
-@pytest.mark.parametrize(
-    "read",
-    [
-        neutralise_tags,
-        parse_turn,
-        parse_search_r1,
-        lambda text: search_r1_answer([text]),
-        Protocol().sentence_ends,
-    ],
-)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<" + " " * 300_000,
-        "< / " * 200_000,
-        "<search>" * 200_000,
-        "<answer>" * 200_000,
-        "<|" * 200_000,
-        "<|" + "a" * 10**6,
-    ],
-)
+READERS = [
+    neutralise_tags,
+    parse_turn,
+    parse_search_r1,
+    lambda t: search_r1_answer([t]),
+    Protocol().sentence_ends,
+]
+LONG = ["<" + " " * 300_000, "< / " * 200_000, "<search>" * 200_000, "<answer>" * 200_000, "<|" * 200_000]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("text", [*LONG, "<|" + "a" * 10**6])
 def test_no_text_keeps_a_reader_busy(read, text):
     read(text)
 

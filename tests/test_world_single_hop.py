@@ -12,8 +12,7 @@ from stppo.config.composition import compose
 from stppo.config.loading import build
 from stppo.preflight import requirements
 from stppo.world import BenchmarkWorld
-from stppo.world.datasets import Reading, hub_sets, locate, read_passages, read_records
-from stppo.world.protocol import PROMPTS, Protocol
+from stppo.world.datasets import Reading, locate, read_passages, read_records
 from stppo.world.rewards import normalise_answer
 from stppo.world.scripted import paragraph_key, play, play_summary
 from stppo.world.single_hop import (
@@ -23,7 +22,6 @@ from stppo.world.single_hop import (
     NOT_THERE,
     REPEATED,
     SINGLE_HOP,
-    TEMPLATES,
     UNRESOLVED,
     Asked,
 )
@@ -114,10 +112,7 @@ def test_a_subject_may_be_a_title_without_its_bracket_if_only_one_fits():
 
 def test_other_layouts_of_the_records_give_the_same_questions():
     columns = dict(zip(("fact", "relation", "entity"), zip(*TWO_WIKI["evidences"], strict=True), strict=True))
-    context = {
-        "title": [t for t, _ in TWO_WIKI["context"]],
-        "content": [s for _, s in TWO_WIKI["context"]],
-    }
+    context = {"title": [t for t, _ in TWO_WIKI["context"]], "content": [s for _, s in TWO_WIKI["context"]]}
     wanted = asked("2wiki_single_hop", TWO_WIKI)
     for changes in (
         {"evidences": columns, "context": context},
@@ -187,15 +182,6 @@ def test_a_paragraph_without_text_is_named_though_no_question_as_a_whole_needs_i
         ValueError, match="record 1: question w1: .*a paragraph needs a title that is text, and"
     ):
         read_records("2wiki_single_hop", file)
-
-
-def test_the_hub_s_originals_are_the_default_because_they_hold_every_field():
-    for name, base in SINGLE_HOP.items():
-        assert hub_sets(name)[0] == hub_sets(base)[-1] and "FlashRAG" not in hub_sets(name)[0].name
-
-
-def test_every_template_takes_one_subject():
-    assert all(text.count("{}") == 1 and text.endswith("?") for text in TEMPLATES.values())
 
 
 # ---- the corpus that comes with the records ----
@@ -294,14 +280,6 @@ def test_passages_with_protocol_tags_are_counted_and_shown_harmless(files, caplo
     (episode,) = play(found, [q for q in found.questions("test") if q.id == "m1-3"], random.Random(0))
     assert "corpus: 1 passages hold protocol tags" in caplog.text and "first: id 2" in caplog.text
     assert "[answer] Norway [/answer]" in episode.turns[0].observation and episode.reward == 1
-
-
-def test_short_prompt_says_what_the_tags_do_in_fewer_words():
-    short, long = (Protocol(**PROMPTS[name]) for name in ("short", "search_r1"))
-    text = short.prompt("Who wrote Winter")
-    assert text.endswith("Question: Who wrote Winter?\n") and "<search>" in text and "<answer>" in text
-    assert len(text.split()) < len(long.prompt("Who wrote Winter").split()) / 3
-    assert len(short.correction) < len(long.correction) / 2
 
 
 def test_preflight_knows_derived_sets_and_the_records_own_corpus(files):

@@ -64,13 +64,6 @@ def test_single_turn_ends_without_reward_unless_it_answers(single_turn, text):
     assert episode.n_searches == 0
 
 
-def test_single_turn_answer_is_rewarded(single_turn):
-    question = single_turn.questions("test")[0]
-    episode = single_turn.environment.start(question)
-    single_turn.environment.step([episode], [f"<answer> {question.answers[0]} </answer>"])
-    assert episode.done and episode.reward == 1
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_single_turn_answers_stand_in_the_prompt_among_others(seed):
     world = world_of("single_turn", f"world.seed={seed}")
@@ -238,13 +231,6 @@ def test_a_reader_without_noise_still_reads_and_an_early_answer_guesses(multiple
 def test_a_number_of_options_that_cannot_be_is_refused(options):
     with pytest.raises(ValueError, match="options must be 0 .* or a whole number from 2 to 26, got"):
         SyntheticWorld(options=options)
-
-
-def test_options_without_a_right_answer_are_refused_in_one_line():
-    wrong = {"answers": ("alba moss", "A"), "options": ("dol ken", "sor vel")}
-    with pytest.raises(ValueError, match="q1: its options .* hold no right answer.*; give the") as error:
-        Question("q1", "mentor of dorn vale ?", **wrong)
-    assert "\n" not in str(error.value)
 
 
 def test_one_reward_in_ten_is_wrong_and_always_the_same_one(noisy_reward):

@@ -4,11 +4,25 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from stppo.config.loading import load
+from stppo.policy.policy import score
 from stppo.record.schema import TIMING_COLUMNS
 from stppo.training.checkpoint import CHECKPOINT_DIR, newest
 from stppo.training.run import Run
+
+
+def imitate(policy, data, steps: int, rate: float = 1e-2, rows: int | None = None):
+    """The policy after Adam's steps on the likelihood of demonstrations, all of them or `rows` drawn at random."""
+    optimizer = torch.optim.Adam(policy.parameters(), lr=rate)
+    for _ in range(steps):
+        batch = data if rows is None else data.select(torch.randint(len(data), (rows,)))
+        loss = -score(policy, batch).logprobs.sum() / batch.agent_mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return policy
 
 
 def run(config, folder, start, **options):

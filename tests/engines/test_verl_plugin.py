@@ -1,7 +1,6 @@
 """The verl plug-in against our own objectives, verl's registry, its config code and its Ray workers."""
 
 import os
-import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -171,11 +170,7 @@ def test_the_penalty_multiplies_means_where_asked():
     batch, options = a_batch(), {"reading": "B", "ctn_formula": "outside", "turn_mean": False}
     got = plugged("so_grpo", batch, actor("seq-mean-token-mean", options, "so_grpo"))
     spec = Objective(
-        TokenGAE(),
-        Ratio("turn", "arithmetic"),
-        Clip(0.2, 0.28),
-        CtnKL(formula="outside"),
-        "trajectory_mean",
+        TokenGAE(), Ratio("turn", "arithmetic"), Clip(0.2, 0.28), CtnKL(formula="outside"), "trajectory_mean"
     )
     expected = spec(
         torch.nn.functional.pad(batch["log_prob"], (1, 0)),
@@ -372,48 +367,36 @@ def test_unequal_micro_batches_recover_the_norm_in_the_root_mean_square():
     assert max(squares) > 1.05 * min(squares)
 
 
-def test_penalties_of_micro_batches_add_up():
-    batch, options = a_batch(), {"reading": "B"}
-    whole = plugged("so_ppo", batch, actor("seq-mean-token-mean", options, "so_ppo"))
-    config = actor("seq-mean-token-mean", options, "so_ppo", global_batch_size=8, dp_size=1)
-    parts = [
-        plugged("so_ppo", {n: t[rows] for n, t in batch.items()}, config)
-        for rows in torch.arange(8).split([3, 5])
-    ]
-    torch.testing.assert_close(sum(part[0] for part in parts), whole[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole[1], rtol=0, atol=1e-12)
-
-
 # ---- options ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "field"),
     [
-        ({"c0": 0}, r"TurnPolicyLossConfig.c0=0: must be a number in \(0"),
-        ({"c0": "0.1"}, r"TurnPolicyLossConfig.c0='0.1': must be a number"),
-        ({"c0": float("nan")}, r"TurnPolicyLossConfig.c0=nan"),
-        ({"form": "min"}, "TurnPolicyLossConfig.form='min': must be one of max, one_plus, floor"),
-        ({"reading": "C"}, "TurnPolicyLossConfig.reading='C': must be one of A, B"),
-        ({"reading": "B"}, "reading='B': st_ppo has reading A alone"),
-        ({"ctn_coefficient": -1}, r"TurnPolicyLossConfig.ctn_coefficient=-1: must be a number in \[0"),
-        ({"ctn_formula": "both"}, "TurnPolicyLossConfig.ctn_formula='both': must be one of inside, outside"),
-        ({"ctn_kl": "k3"}, "TurnPolicyLossConfig.ctn_kl='k3': must be one of policy_to_behaviour"),
-        ({"turn_mean": "yes"}, "TurnPolicyLossConfig.turn_mean='yes': must be true, false or null"),
-        ({"turn_mean": 1}, "TurnPolicyLossConfig.turn_mean=1"),
-        ({"min_observation_tokens": 0}, "TurnPolicyLossConfig.min_observation_tokens=0: must be a whole"),
+        ({"c0": 0}, "c0=0"),
+        ({"c0": "0.1"}, "c0='0.1'"),
+        ({"c0": float("nan")}, "c0=nan"),
+        ({"form": "min"}, "form='min'"),
+        ({"reading": "C"}, "reading='C'"),
+        ({"reading": "B"}, "reading='B'"),
+        ({"ctn_coefficient": -1}, "ctn_coefficient=-1"),
+        ({"ctn_formula": "both"}, "ctn_formula='both'"),
+        ({"ctn_kl": "k3"}, "ctn_kl='k3'"),
+        ({"turn_mean": "yes"}, "turn_mean='yes'"),
+        ({"turn_mean": 1}, "turn_mean=1"),
+        ({"min_observation_tokens": 0}, "min_observation_tokens=0"),
         ({"min_observation_tokens": 2.0}, "min_observation_tokens=2.0"),
-        ({"loss_mode": "stppo"}, "TurnPolicyLossConfig.loss_mode='stppo': must be one of .*st_ppo"),
+        ({"loss_mode": "stppo"}, "loss_mode='stppo'"),
         (
             {"rollout_correction": {"rollout_rs": "seq_mean_k1, token_k2"}},
-            "algorithm.rollout_correction.rollout_rs='seq_mean_k1, token_k2'.*use a seq_",
+            "rollout_rs='seq_mean_k1, token_k2'",
         ),
     ],
 )
-def test_bad_options_are_named(options, message):
+def test_bad_options_are_named(options, field):
     from stppo.plugins.verl import TurnPolicyLossConfig
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=field):
         TurnPolicyLossConfig(**{"loss_mode": "st_ppo", **options})
 
 
@@ -529,29 +512,24 @@ def python(code, **environment):
     return done.stdout
 
 
-def test_entry_point_registers_the_losses():
-    assert "FOUND True True" in python("import verl" + SHOW)
+OFF = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
+REGISTERS = {
+    "entry point": ("import verl", {}, True),
+    "no entry points": ("import verl", OFF, False),
+    "variable": ("import verl", OFF | {"VERL_USE_EXTERNAL_MODULES": "stppo.plugins.verl"}, True),
+    "external_lib": (
+        "from verl.workers.config import HFModelConfig as C; C(path={!r}, external_lib='stppo.plugins.verl')",
+        OFF,
+        True,
+    ),
+    "the plug-in first": ("import stppo.plugins.verl", {}, True),
+}
 
 
-def test_without_entry_points_nothing_is_registered():
-    assert "FOUND False False" in python("import verl" + SHOW, VERL_USE_EXTERNAL_PLUGINS="none")
-
-
-def test_environment_variable_registers_the_losses():
-    off = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "stppo.plugins.verl"}
-    assert "FOUND True True" in python("import verl" + SHOW, **off)
-
-
-def test_external_lib_of_the_model_registers_the_losses(tiny_model):
-    code = (
-        "from verl.workers.config import HFModelConfig\n"
-        f"HFModelConfig(path={str(tiny_model)!r}, external_lib='stppo.plugins.verl')\n"
-    )
-    assert "FOUND True True" in python(code + SHOW, VERL_USE_EXTERNAL_PLUGINS="none")
-
-
-def test_importing_the_plugin_first_works():
-    assert "FOUND True True" in python("import stppo.plugins.verl" + SHOW)
+@pytest.mark.parametrize("way", REGISTERS)
+def test_losses_are_registered(way, tiny_model):
+    code, environment, there = REGISTERS[way]
+    assert f"FOUND {there} {there}" in python(code.format(str(tiny_model)) + SHOW, **environment)
 
 
 def check_command(**environment):
@@ -565,44 +543,34 @@ def check_command(**environment):
     )
 
 
-@pytest.mark.parametrize("brought", [True, False])
-def test_check_names_a_default_trainer_that_cannot_be_imported(tmp_path, brought):
-    """verl's trainer wants `transfer_queue`, which verl without its extra does not bring."""
-    trainer = "types.ModuleType('verl.trainer.ppo.v1')" if brought else "None"
-    code = f"import sys, types\nsys.modules['verl.trainer.ppo.v1'] = {trainer}\n"
-    (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
+SITE = "import sys, types\nsys.modules[{!r}] = {}\n"
+CHECKS = {  # what Python starts with, variables, the exit code and what the last line names
+    # verl's trainer wants `transfer_queue`, which verl without its extra does not bring.
+    "a trainer that cannot be imported": (
+        SITE.format("verl.trainer.ppo.v1", None),
+        {},
+        1,
+        "verl's default trainer cannot be imported",
+    ),
+    "one that can": (
+        SITE.format("verl.trainer.ppo.v1", "types.ModuleType('v1')"),
+        {},
+        0,
+        "registers turn_ppo",
+    ),
+    "entry points are off": ("", OFF, 1, "external_lib=stppo.plugins.verl"),
+    "an error that verl swallows": (SITE.format("stppo.objectives", None), {}, 1, "ModuleNotFoundError"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKS)
+def test_check_names_what_is_missing(tmp_path, case):
+    site, variables, code, said = CHECKS[case]
+    (tmp_path / "sitecustomize.py").write_text(site, encoding="utf-8")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    done = check_command(PYTHONPATH=path)
-    assert done.returncode == (not brought)
-    if not brought:
-        last = done.stderr.strip().splitlines()[-1]
-        assert "verl 0.9.1: the losses are registered, but verl's default trainer cannot be imported" in last
-        assert "pip install 'verl[verl-core]==0.9.1'" in last
-
-
-def test_check_says_that_the_losses_are_registered():
-    pytest.importorskip("transfer_queue")
-    done = check_command()
-    assert (
-        done.returncode == 0 and "registers turn_ppo, s_ppo, st_ppo, so_ppo, so_grpo, topr, " in done.stdout
-    )
-
-
-def test_check_names_the_remedy_where_entry_points_are_off():
-    done = check_command(VERL_USE_EXTERNAL_PLUGINS="none")
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("error: verl 0.9.1: stppo.plugins.verl works, but")
-    assert "external_lib=stppo.plugins.verl" in last and "VERL_USE_EXTERNAL_PLUGINS" in last
-
-
-def test_check_shows_the_error_that_verl_swallowed(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['stppo.objectives'] = None\n", encoding="utf-8"
-    )
-    done = check_command(PYTHONPATH=str(tmp_path))
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and "stppo.plugins.verl fails with ModuleNotFoundError" in last
-    assert "stppo.objectives" in last
+    done = check_command(PYTHONPATH=path, **variables)
+    last = (done.stderr if code else done.stdout).strip().splitlines()[-1]
+    assert done.returncode == code and said in last, done.stdout + done.stderr
 
 
 def test_unsupported_version_names_the_supported_ones(monkeypatch):
@@ -731,88 +699,6 @@ def test_every_override_of_the_readme_composes(tiny_model):
 
 
 # ---- a Ray worker -------------------------------------------------------------------------------
-
-
-def ppo_loss_of(batch, config):
-    """(loss, gradient, metrics) by verl's own `ppo_loss`, from a model output in its no-padding format."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.losses import ppo_loss
-
-    lengths = [20, 24, 24, 22, 24, 24, 21, 24]  # of the responses; the prompt is one token
-
-    def nested(tensor):
-        rows = [tensor[i, :n] for i, n in enumerate(lengths)]
-        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-    mask = batch["response_mask"]
-    log_prob = batch["log_prob"].clone().requires_grad_()
-    shifted = [torch.cat([log_prob[i, :n], log_prob.new_zeros(1)]) for i, n in enumerate(lengths)]
-    data = TensorDict(
-        {
-            "prompts": torch.nested.as_nested_tensor(
-                [torch.zeros(1, dtype=torch.long)] * 8, layout=torch.jagged
-            ),
-            "responses": nested(torch.zeros(mask.shape, dtype=torch.long)),
-            "response_mask": nested(mask.long()),
-            "old_log_probs": nested(batch["old_log_prob"]),
-            "advantages": nested(batch["advantages"]),
-        },
-        batch_size=8,
-    )
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=16)
-    output = {"log_probs": torch.nested.as_nested_tensor(shifted, layout=torch.jagged)}
-    loss, metrics = ppo_loss(config=config, model_output=output, data=data)
-    values = {name: metric.aggregate() for name, metric in metrics.items()}
-    return loss.detach(), torch.autograd.grad(loss, log_prob)[0], values
-
-
-def work(batch):
-    """Runs in the worker: only a config names the plug-in, nothing here imports it."""
-    from hydra import compose, initialize_config_module
-    from verl.utils.config import omega_conf_to_dataclass
-
-    policy_loss = "actor_rollout_ref.actor.policy_loss"
-    overrides = [
-        f"{policy_loss}.loss_mode=st_ppo",
-        f"{policy_loss}._target_=stppo.plugins.verl.TurnPolicyLossConfig",
-        f"+{policy_loss}.c0=0.01",
-        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
-        "actor_rollout_ref.actor.clip_ratio_high=0.28",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-    ]
-    with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
-        config = compose("ppo_trainer", overrides=overrides)
-    loss, gradient, metrics = ppo_loss_of(batch, omega_conf_to_dataclass(config.actor_rollout_ref.actor))
-    return os.getpid(), loss.item(), gradient.numpy(), metrics, "stppo.plugins.verl" in sys.modules
-
-
-def test_a_ray_worker_computes_st_ppo_through_verls_own_loss(monkeypatch):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home folder
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import this file
-    batch = a_batch()
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        numpys = {name: tensor.numpy() for name, tensor in batch.items()}
-
-        @ray.remote(num_cpus=1)
-        def remote(arrays):
-            return work({name: torch.tensor(array) for name, array in arrays.items()})
-
-        pid, loss, gradient, metrics, loaded = ray.get(remote.remote(numpys), timeout=240)
-    finally:
-        ray.shutdown()
-    assert pid != os.getpid() and loaded
-    here = ppo_loss_of(batch, actor("seq-mean-token-mean", {"c0": 0.01}))
-    assert loss == here[0].item() and np.array_equal(gradient, here[1].numpy())
-    assert {name: float(value) for name, value in metrics.items()} == here[2]
-    # Half of a minibatch of 16: the sum over both micro-batches is their mean, the norm that of 16 rows.
-    expected = ours(batch, Ratio("turn"), "norm", "trajectory_mean")
-    norm = expected[3] / np.sqrt(2)
-    assert metrics["actor/clipping_bias_norm_logprob"] == pytest.approx(norm, rel=1e-12)
-    undivided = expected[1].numpy() * expected[4] / 2
-    np.testing.assert_allclose(gradient, undivided / max(1, norm / 0.01), rtol=0, atol=1e-12)
 
 
 def test_a_scale_that_moves_with_the_cut_is_warned_of_once(caplog):

@@ -7,7 +7,6 @@ update); the reward is made up, so that each batch moves the weights: the share 
 """
 
 import dataclasses
-import os
 import statistics
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -43,15 +42,6 @@ CREDIT = GroupNormalised(group_size=GROUP)
 OBJECTIVE = Objective(
     CREDIT, Ratio("turn"), Clip(0.2, 0.28), ClippingBiasNorm(estimator="logprob"), "trajectory_mean"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _same_process_afterwards():
-    """vLLM changes environment variables on import and at start."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Roll-outs by a real vLLM (on the CPU) against roll-outs in PyTorch: the same interface, weights and log-probs."""
 
 import copy
-import os
 import random
 from dataclasses import replace
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ from stppo.training.warm_start import demonstration_batch
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.knowledge import SyntheticWorld
 from stppo.world.scripted import DemonstrationNoise, play
+from tests.training_runs import imitate
 
 pytestmark = pytest.mark.engines
 if not find_spec("vllm"):
@@ -33,15 +33,6 @@ if not find_spec("vllm"):
 SHAPE = PolicyConfig(name="tiny", hidden_size=64, heads=2, kv_heads=1, max_positions=512)
 N = 48
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|agent|>"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _same_process_afterwards():
-    """vLLM changes environment variables on import and at start."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def make(environment, tokenizer, policy, **settings):
@@ -91,12 +82,7 @@ def policy(world):
     encoder = DialogueEncoder(world.environment.protocol, world.tokenizer)
     data = demonstration_batch(play(world, questions, random.Random(0), DemonstrationNoise()), encoder)
     policy = build_policy(SHAPE, world.tokenizer)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    for _ in range(40):
-        loss = -score(policy, data).logprobs.sum() / data.agent_mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    imitate(policy, data, 40, 1e-2)
     return policy
 
 

@@ -6,7 +6,6 @@ PyTorch runs of another seed.
 
 import json
 import math
-import os
 import random
 from importlib.util import find_spec
 
@@ -16,7 +15,7 @@ import torch
 
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
-from stppo.policy.policy import build_policy, score
+from stppo.policy.policy import build_policy
 from stppo.record.schema import ENGINE_COLUMNS, UPDATES_FILE
 from stppo.rollout.engines import make_rollout
 from stppo.rollout.rollout import RolloutConfig
@@ -25,6 +24,7 @@ from stppo.training.run import Run
 from stppo.training.warm_start import demonstration_batch, made_for
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.scripted import DemonstrationNoise, play
+from tests.training_runs import imitate
 
 pytestmark = pytest.mark.engines
 if not find_spec("vllm"):
@@ -55,14 +55,6 @@ CONFIG = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _same_process_afterwards():
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
 def measured(policy, world) -> float:
     """Sampled success on the training questions, in PyTorch whatever engine trained."""
     sampler = make_rollout(world.environment, world.tokenizer, RolloutConfig(max_tokens=192), policy)
@@ -77,13 +69,7 @@ def started(folder):
     encoder = DialogueEncoder(world.environment.protocol, world.tokenizer)
     data = demonstration_batch(play(world, world.questions("train") * 16, rng, NOISE), encoder)
     policy = build_policy(load(config).settings.policy, world.tokenizer)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
-    for _ in range(STEPS):
-        batch = data.select(torch.randint(len(data), (64,)))
-        loss = -score(policy, batch).logprobs.sum() / batch.agent_mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    imitate(policy, data, STEPS, 3e-3, rows=64)
     policy.save_pretrained(folder)
     success = measured(policy, world)
     record = {
