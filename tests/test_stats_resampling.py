@@ -1,4 +1,4 @@
-"""Trends and means of curves; intervals over worlds: against closed forms and simulated coverage."""
+"""Means of curves; intervals over worlds: against closed forms and simulated coverage."""
 
 import math
 
@@ -15,7 +15,6 @@ from stppo.stats import (
     fewest_worlds,
     final_mean,
     joint_level,
-    log_linear_trend,
     mean,
 )
 
@@ -199,23 +198,6 @@ def test_the_band_of_few_worlds_is_their_range_and_one_world_has_none():
 
 
 # ---- curves ---------------------------------------------------------------------------------------
-
-
-def test_trend_recovers_an_exponential_and_skips_zeros_and_gaps():
-    x = np.arange(1, 41)
-    y = 0.3 * np.exp(0.05 * x)
-    y[[1, 3]] = 0, np.nan
-    trend = log_linear_trend(x, y)
-    assert trend.n == 38
-    assert trend.slope == pytest.approx(0.05) and trend.r_squared == pytest.approx(1.0)
-    np.testing.assert_allclose(trend.at([0, 10]), [0.3, 0.3 * math.exp(0.5)])
-
-
-def test_noise_and_two_points_have_no_trend():
-    y = np.exp(np.random.default_rng(0).normal(size=500))
-    trend = log_linear_trend(np.arange(500), y)
-    assert abs(trend.slope) < 1e-3 and trend.r_squared < 0.02
-    assert math.isnan(log_linear_trend([1, 2], [1, 2]).slope)
 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, 1.0), (10, 10.0), (11, 10.5), (40, 38.5)])

@@ -126,7 +126,6 @@ def test_the_figure_reads_recorded_runs():
     runs = [simulate("token_ppo", w, dynamics=falls) for w in range(10)]
     runs += [simulate("st_ppo", w, dynamics=stays) for w in range(10)]
     plot = early_warning(gather(runs))
-    table = plot.tables["alarms"].set_index("signal")
+    table = plot.data.set_index("signal")
     assert (table["crashes"] == 10).all()
-    assert set(plot.data["kind"]) == {"crash", "no crash"}
     assert f"announces {table.loc['best', 'announced']} of 10 crashes" in plot.title

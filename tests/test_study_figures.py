@@ -1,12 +1,9 @@
 """The study's own pictures of made-up runs: what they draw, and of which runs they draw nothing."""
 
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 import pytest
 
-from stppo.study import granularity
 from stppo.study.beginnings import EARLY, FEWEST, SIGNALS, beginnings, beginnings_of, correlations
 from stppo.study.figures import FIGURES
 from stppo.study.settings import cells
@@ -60,25 +57,12 @@ def grid(dynamics=LEARNS):
     return runs
 
 
-def test_the_map_has_every_setting_and_run():
-    plot = FIGURES["settings_map"].draw(gather(grid(COLLAPSES)))
+def test_every_setting_and_run_has_its_panel():
+    plot = FIGURES["every_setting"].draw(gather(grid(COLLAPSES)))
     assert len(plot.tables["cells"]) == 6 and plot.tables["cells"]["runs"].eq(2).all()
     assert plot.data.groupby("regime")["seed"].nunique().eq(2).all() and "12 of 12 runs" in plot.title
-
-
-def test_regimes_that_share_a_setting_are_no_map():
-    same = {"epochs": 4, "staleness_iterations": 0, "learning_rate": 5e-4}
-    assert FIGURES["settings_map"].draw(gather([*grid(), simulate("token_ppo", 0, "NOISY", **same)])) is None
-
-
-def test_settings_along_one_line_are_no_map():
-    runs = [
-        simulate("token_ppo", w, f"L{rate}", learning_rate=rate)
-        for rate in (1e-4, 2e-4, 4e-4)
-        for w in (0, 1)
-    ]
-    assert FIGURES["settings_map"].draw(gather(runs)) is None
-    assert FIGURES["settings_map"].draw(gather(study_of(("grpo",)))) is None
+    names = [ax.get_title("left").replace("\n", " ") for ax in plot.figure.axes]
+    assert len({*names} - {""}) == 6 and "4 epochs, staleness 0, learning rate 5e-4" in names
 
 
 def test_a_cell_counts_runs_that_learned_and_lost_half():
@@ -87,57 +71,14 @@ def test_a_cell_counts_runs_that_learned_and_lost_half():
     assert (row["runs"], row["shows"], row["collapsed"], row["learned"]) == (2, 1, 1, 1)
 
 
-def test_one_change_needs_three_regimes_of_one_setting():
-    runs = [simulate("token_ppo", w, name, dynamics=COLLAPSES) for name in "ABC" for w in range(2)]
-    plot = FIGURES["one_change"].draw(gather(runs))
-    assert set(plot.data["regime"]) == set("ABC") and len(plot.tables["changes"]) == 3
-    assert FIGURES["one_change"].draw(gather(runs[:4])) is None
-    assert FIGURES["one_change"].draw(gather([*runs, simulate("st_ppo", 0, "A")])) is None
-
-
-# ---- granularity ---------------------------------------------------------------------------------
-def test_granularity_joins_what_differs_in_it_alone():
-    mine = [
-        simulate("mine", w, dynamics=Dynamics(0.5, granularity="sequence", family="mine")) for w in range(3)
-    ]
-    metrics = gather([*study_of(("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "grpo")), *mine])
-    families = granularity.families(metrics.runs, metrics.main.algorithms)
-    assert [list(family.values()) for family in families] == [["token_ppo", "turn_ppo"], ["s_ppo", "st_ppo"]]
-    plot = granularity.granularity(metrics)
-    assert set(plot.data["algorithm"]) == {"token_ppo", "turn_ppo", "s_ppo", "st_ppo"}
-    ends = metrics.summary.groupby("algorithm")["final"].mean()
-    drawn = plot.data[plot.data["kind"] == "mean"].set_index("algorithm")["value"]
-    assert drawn.to_dict() == pytest.approx(ends[drawn.index].to_dict())
-
-
-def test_runs_without_configs_have_no_granularity():
-    metrics = gather(study_of(DYNAMICS, 1))
-    bare = [{k: v for k, v in r.items() if k not in ("objective", "training")} for r in metrics.runs]
-    assert granularity.granularity(replace(metrics, runs=bare)) is None
-
-
-@pytest.mark.parametrize(
-    ("fine", "coarse", "few", "said"),
-    [
-        (0.4, 0.8, None, "higher in 2 of 2 comparisons, clearly in 2"),
-        (0.8, 0.4, None, "none of 2 comparisons, clearly in none, clearly lower in 2"),
-        (
-            0.4,
-            0.8,
-            "PPO",
-            "higher in 2 of 2 comparisons, clearly in 1",
-        ),  # few worlds hide no other comparison
-        (0.4, 0.8, "GRPO", "higher in 2 of 2 comparisons, clearly in 1"),
-    ],
-)
-def test_granularity_title_sees_both_directions(fine, coarse, few, said):
+def test_settings_of_one_rate_go_by_the_name_of_their_regime():
     runs = [
-        simulate(f"{rung}_{family.lower()}", world, dynamics=Dynamics(level, granularity=rung, family=family))
-        for family in ("PPO", "GRPO")
-        for rung, level in (("token", fine), ("turn", coarse))
-        for world in range(3 if family == few else 12)
+        simulate("token_ppo", w, name, dynamics=COLLAPSES) for name in ("A_B", "C", "D") for w in range(2)
     ]
-    assert said in granularity.granularity(gather(runs)).title
+    plot = FIGURES["every_setting"].draw(gather(runs))
+    assert [ax.get_title("left") for ax in plot.figure.axes] == ["a b", "c", "d"]
+    assert FIGURES["every_setting"].draw(gather(runs[:4])) is None
+    assert FIGURES["every_setting"].draw(gather([*runs, simulate("st_ppo", 0, "C")])) is None
 
 
 # ---- beginnings ------------------------------------------------------------------------------------

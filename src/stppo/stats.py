@@ -1,4 +1,4 @@
-"""Statistics of runs: intervals over worlds, trends over iterations, intervals over questions.
+"""Statistics of runs: intervals over worlds, ends and areas of curves, intervals over questions.
 
 Intervals are a bootstrap of the independent units that a study has.
 
@@ -186,39 +186,6 @@ def _smoothed(
 
 
 # ---- curves and shares of one run ---------------------------------------------------------------
-@dataclass(frozen=True)
-class Trend:
-    """log y = intercept + slope * x by least squares."""
-
-    slope: float  # per unit of x, natural logarithm
-    intercept: float
-    r_squared: float  # of log y
-    n: int
-
-    def at(self, x: ArrayLike) -> NDArray[np.float64]:
-        """Fitted y at x."""
-        return np.exp(self.intercept + self.slope * np.asarray(x, dtype=np.float64))
-
-
-def log_linear_trend(x: ArrayLike, y: ArrayLike) -> Trend:
-    """Exponential trend of a positive quantity; zeros and non-finite values are left out.
-
-    NaN coefficients for fewer than three points. Residuals of a training curve are correlated, so
-    R^2 tells how much of the curve the trend describes, not whether it is significant.
-    """
-    x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    keep = np.isfinite(x) & np.isfinite(y) & (y > 0)
-    x, log_y = x[keep], np.log(y[keep])
-    if len(x) < 3 or np.ptp(x) == 0:
-        return Trend(math.nan, math.nan, math.nan, len(x))
-    slope, intercept = np.polyfit(x, log_y, 1)
-    residual = ((log_y - intercept - slope * x) ** 2).sum()
-    total = ((log_y - log_y.mean()) ** 2).sum()
-    return Trend(
-        float(slope), float(intercept), float(1 - residual / total) if total > 0 else math.nan, len(x)
-    )
-
-
 def final_mean(values: ArrayLike) -> float:
     """Mean of the last tenth of a series, at least one value; NaN for an empty one."""
     values = np.asarray(values, dtype=np.float64)

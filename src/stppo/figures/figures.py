@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter, NullLocator
 
 from stppo.figures.curves import (
     BANDS,
@@ -42,10 +41,8 @@ from stppo.figures.curves import (
 )
 from stppo.figures.style import STYLE_NOTE, Plot, style
 from stppo.figures.words import (
-    NAMES,
     capital,
     compare,
-    few_words,
     geometric,
     headline,
     hedged,
@@ -55,7 +52,7 @@ from stppo.figures.words import (
 from stppo.record.outcomes import LABELS
 from stppo.record.runs import Metrics
 from stppo.record.tidy import BASELINE, GREEDY, SUCCESS, Runs
-from stppo.stats import by_world, fewest_worlds, log_linear_trend, mean
+from stppo.stats import by_world, fewest_worlds, mean
 
 HAPPENS, WHY = "what happens", "why"  # groups, in the order of the report
 
@@ -74,7 +71,6 @@ NORM_PANELS = (
     Panel("clipping_bias_norm", log=True),
     Panel("stabilizer_divisor", "divisor of\nthe gradient", log=True, idle="1 throughout"),
 )
-TRENDS = (NORM_PANELS[0], NORM_PANELS[3])
 SIGNAL_PANELS = (
     Panel("entropy", "entropy (nats)"),
     Panel("valid_format_rate", share=True),
@@ -85,8 +81,6 @@ SIGNAL_PANELS = (
 )
 MARKERS = dict(zip(LABELS, ("o", "D", "X", "o", "v"), strict=True))
 HOLLOW = LABELS[3:]  # outcomes of runs that never learned
-FIRM = 0.3  # R^2 from which a trend is called one
-MIN_POINTS = 5  # of a trend
 
 
 # ---- what happens -------------------------------------------------------------------------------
@@ -393,102 +387,6 @@ def _course_title(runs: Runs, column: str, what: str) -> str:
     return hedged(", ".join(told), found) if told else f"No {what} was recorded"
 
 
-def trends(metrics: Metrics) -> Plot | None:
-    """Reviewers' question 4: log-linear trends of the norms in each run, with their R^2, for every
-    algorithm."""
-    runs = metrics.main
-    rows = [
-        {"metric": panel.column, "algorithm": name, **found}
-        for panel in TRENDS
-        for name in runs.algorithms
-        if (found := _trend(runs.curves(name, panel.column), runs.filled))
-    ]
-    if not rows:
-        return None
-    table = pd.DataFrame(rows)
-    table.insert(0, "regime", runs.runs["regime"].iloc[0])
-    panels = [panel for panel in TRENDS if (table["metric"] == panel.column).any()]
-    last = table[table["metric"] == panels[-1].column].set_index("algorithm")
-    title = too_short(runs) or _trends_title(runs, last, NAMES[panels[-1].column])
-    question = (
-        "Do the norms grow? Factor per 10 iterations of a log-linear fit to each run, mean over worlds with "
-        "its interval."
-    )
-    handles = [
-        Line2D([], [], linestyle="none", marker="o", color="#555555", markerfacecolor=fill, label=text)
-        for fill, text in (("#555555", f"R² of {FIRM} or more (mean of the runs)"), ("white", "less"))
-    ]
-    with style():
-        fig = page(title, question, source_of(runs), 0.25 * len(runs.algorithms) + 0.75, handles)
-        axes = np.atleast_1d(fig.subplots(1, len(panels), sharey=True))
-        for ax, panel in zip(axes, panels, strict=True):
-            part = table[table["metric"] == panel.column].set_index("algorithm")
-            ax.axvline(1, color="#999999", linewidth=0.9, zorder=1)
-            for name, row in part.iterrows():
-                y, color = runs.algorithms.index(name), runs.looks.loc[name, "color"]
-                fill = color if row["r_squared"] >= FIRM else "white"
-                ax.plot([row["low"], row["high"]], [y, y], color=color, linewidth=2, zorder=2)
-                ax.plot(
-                    row["factor_per_10"], y, "o", color=color, markersize=6.5, markerfacecolor=fill, zorder=3
-                )
-            ax.set_title(panel.label.replace("\n", " "), fontsize=10, color="#333333")
-            ax.set(xscale="log", xlabel="factor per 10 iterations")
-            ax.xaxis.set_major_formatter("{x:g}")
-            ax.xaxis.set_minor_formatter(
-                "{x:g}" if np.ptp(np.log(part["factor_per_10"])) < 1.5 else NullFormatter()
-            )
-            if np.ptp(np.log(part["factor_per_10"])) >= 1.5:
-                ax.xaxis.set_minor_locator(NullLocator())
-            ax.tick_params(axis="y", length=0)
-            ax.grid(axis="y", visible=False)
-        name_rows(axes[0], runs.looks["label"])
-    caption = (
-        f"{question} Fitted from the iteration at which the queue of old batches has filled. Intervals of 95 "
-        f"% from {fewest_worlds(LEVEL)} worlds or more. Values of a curve are correlated, so R² says how "
-        "much of it the trend describes, not whether it is significant."
-    )
-    return Plot("trends", fig, table, caption, title=title)
-
-
-def _trends_title(runs: Runs, last: pd.DataFrame, what: str) -> str:
-    """The factors of the two compared algorithms, and how many trends are clear.
-
-    last: rows of one norm, by algorithm.
-    """
-    told = [
-        f"× {last.loc[name, 'factor_per_10']:.2f} with {runs.looks.loc[name, 'short']}"
-        for name in pair(runs.algorithms)
-        if name in last.index
-    ]
-    title = f"{what} per 10 iterations: {', '.join(told)}"
-    if last["low"].isna().all():
-        return capital(f"{few_words(runs.runs['world_seed'].nunique())}: {title}")
-    clear = ((last["low"] > 1) | (last["high"] < 1)).sum()
-    return capital(f"{title}; a clear trend with {clear or 'none'} of {len(last)} algorithms")
-
-
-def _trend(curves: pd.DataFrame, filled: int) -> dict[str, float]:
-    """Geometric mean over worlds of the factor in ten iterations, its interval, mean R^2 and number of runs;
-    empty where no run has `MIN_POINTS`."""
-    curves = curves[curves.index >= filled]
-    fits = {key: log_linear_trend(curve.index, curve) for key, curve in curves.items()}
-    fits = {key: fit for key, fit in fits.items() if fit.n >= MIN_POINTS and np.isfinite(fit.slope)}
-    if not fits:
-        return {}
-    slopes = pd.Series({key: 10 * fit.slope for key, fit in fits.items()}).groupby(level=0).mean().to_dict()
-    found, low, high = mean(slopes, n_draws=4000), np.nan, np.nan
-    if len(slopes) >= fewest_worlds(LEVEL):
-        low, high = np.exp(found.interval(LEVEL))
-    r_squared = float(np.mean([fit.r_squared for fit in fits.values()]))
-    return {
-        "factor_per_10": np.exp(found.value),
-        "low": low,
-        "high": high,
-        "r_squared": r_squared,
-        "n": len(fits),
-    }
-
-
 # ---- the list -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Kind:
@@ -507,6 +405,5 @@ FIGURES: dict[str, Kind] = {
         (HAPPENS, clip_ratio),
         (WHY, norms),
         (WHY, signals),
-        (WHY, trends),
     )
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ FRESH_WORLDS = tuple(range(300, 306))  # of the confirmation
 LOWEST_RATE, RATES = 8.75e-5, 16  # learning rates from 8.75e-5 to 1.4e-3
 PLAIN = "a plain null"  # the `source` of a method that is a remedy without a theory
 BEST_OF = (1, 5, 20)
-BANDWIDTH = 0.5  # of the tolerance curve's kernel, in natural logarithms of the intensity
 DRAWS, LEVEL = 2000, 0.95
 Statistic = Callable[
     [NDArray[np.float64] | None], NDArray[np.float64] | float
@@ -255,15 +254,6 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
 def is_null(method: str) -> bool:
     """Whether its YAML calls it a plain null; not so for a method whose YAML is not here."""
     return method in options("algorithm") and look(method).source == PLAIN
-
-
-def tolerance_curve(runs: pd.DataFrame, at: Sequence[float]) -> NDArray[np.float64]:
-    """Final sampled success against intensity, learning rate x epochs: a Gaussian kernel's mean (Nadaraya
-    1964) over the logarithm, of width `BANDWIDTH`. runs: rows of `Metrics.summary` of one method; at: (m,)
-    intensities. Shape (m,)."""
-    x = np.log(intensity().loc[runs["seed"]].to_numpy())
-    weights = np.exp(-0.5 * ((np.log(np.asarray(at))[:, None] - x) / BANDWIDTH) ** 2)
-    return weights @ runs["final"].to_numpy() / weights.sum(axis=1)
 
 
 def _with_interval(

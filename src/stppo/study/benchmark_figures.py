@@ -3,8 +3,6 @@ it fails."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pandas as pd
 import seaborn as sns
@@ -13,7 +11,7 @@ from matplotlib.lines import Line2D
 from scipy import stats
 
 from stppo.config.algorithms import in_order
-from stppo.figures.curves import INK, SOFT, name_rows, page, plain, source_of
+from stppo.figures.curves import INK, SOFT, name_rows, page, source_of
 from stppo.figures.style import GRANULARITY_COLORS, Plot, style
 from stppo.figures.words import capital, signed
 from stppo.record.runs import Metrics
@@ -28,7 +26,6 @@ from stppo.study.benchmark import (
     intensity,
     leaderboard,
     points,
-    tolerance_curve,
 )
 
 # What is added, to what, and the two methods that differ by it (and by the knob that each has drawn).
@@ -62,9 +59,7 @@ def pictures(metrics: Metrics, board: pd.DataFrame | None = None) -> list[Plot]:
     where these were run. board: of `leaderboard`, by default made here."""
     board = leaderboard(metrics) if board is None else board
     runs = metrics.all
-    drawn = (
-        draw(runs.of([REGIME]), board) for draw in (leaderboard_figure, tolerance_figure, failures_figure)
-    )
+    drawn = (draw(runs.of([REGIME]), board) for draw in (leaderboard_figure, failures_figure))
     more = (
         ingredients_figure(metrics, board),
         signals_figure(runs.of([REGIME]), board),
@@ -157,55 +152,6 @@ def _whole(board: pd.DataFrame) -> list[str]:
     return list(board.loc[board["complete"], "method"]) or list(board["method"])
 
 
-def tolerance_figure(runs: Runs, board: pd.DataFrame) -> Plot:
-    """Final success against the intensity of the setting, smoothed, a row a method; empty outside of a
-    method's own range."""
-    strength = intensity()
-    at = np.geomspace(strength.min(), strength.max(), 40)
-    arms = dict(iter(runs.runs.groupby("algorithm")))
-    parts = []
-    for name in board["method"]:
-        own = strength.loc[arms[name]["seed"]]
-        seen = at[(at >= 0.999 * own.min()) & (at <= 1.001 * own.max())]
-        parts.append(pd.DataFrame({"x": seen, "value": tolerance_curve(arms[name], seen), "algorithm": name}))
-    data = pd.concat(parts, ignore_index=True)
-    strong = runs.runs[runs.runs["seed"].map(strength) > strength.median()]
-    ends = strong.groupby("algorithm")["final"].mean().reindex(_whole(board)).dropna()
-    best = ends.idxmax() if len(ends) else board["method"].iloc[0]
-    title = (
-        f"At the stronger half of the settings {runs.looks.loc[best, 'label']} ends highest, "
-        f"{ends.max():.2f} on average"
-    )
-    if BASELINE in ends and best != BASELINE:
-        title += f"; token PPO's runs end at {ends[BASELINE]:.2f}"
-    question = "How far can each method be pushed? Final sampled success against learning rate × epochs."
-    wide = data.pivot(index="algorithm", columns="x", values="value").reindex(
-        index=board["method"], columns=at
-    )
-    with style():
-        fig = page(title, question, source_of(runs), 0.2 * len(board) + 1.3)
-        ax = fig.subplots()
-        _heat(ax, wide, _labels(board))
-        shown = np.arange(0, len(at), 6)
-        ax.set_xticks(shown + 0.5, [plain(float(f"{at[i]:.2g}")) for i in shown], rotation=0)
-        ax.set_xlabel("learning rate × epochs")
-    caption = (
-        f"{question} A Gaussian kernel's mean over the logarithm, of width 0.5; each run is drawn in "
-        "benchmark_failures. Methods in "
-        "the order of the leaderboard. The title's means are those of the runs above the median intensity."
-    )
-    return Plot("benchmark_tolerance", fig, data, caption, title=title)
-
-
-def _heat(ax: Axes, wide: pd.DataFrame, labels: Sequence[str]) -> None:
-    """Success as colour, a row a method."""
-    bar = {"label": "final success, sampled", "shrink": 0.8, "pad": 0.01}
-    sns.heatmap(wide.astype(float), vmin=0, vmax=1, cmap="YlGnBu", cbar_kws=bar, ax=ax)
-    ax.set_yticks(np.arange(len(labels)) + 0.5, labels, fontsize=8.5, rotation=0)
-    ax.set(ylabel="")
-    ax.tick_params(length=0)
-
-
 def failures_figure(runs: Runs, board: pd.DataFrame) -> Plot:
     """Final success of every method at every point, points by intensity; a cross where it ends below where it
     began."""
@@ -233,7 +179,12 @@ def failures_figure(runs: Runs, board: pd.DataFrame) -> Plot:
     with style():
         fig = page(title, question, source_of(runs), 0.24 * len(board) + 1.5)
         ax = fig.subplots()
-        _heat(ax, wide, runs.looks.loc[board["method"], "label"])
+        bar = {"label": "final success, sampled", "shrink": 0.8, "pad": 0.01}
+        sns.heatmap(wide.astype(float), vmin=0, vmax=1, cmap="YlGnBu", cbar_kws=bar, ax=ax)
+        names = runs.looks.loc[board["method"], "label"]
+        ax.set_yticks(np.arange(len(names)) + 0.5, names, fontsize=8.5, rotation=0)
+        ax.set(ylabel="")
+        ax.tick_params(length=0)
         y, x = np.nonzero(lost.eq(True).to_numpy())
         ax.plot(x + 0.5, y + 0.5, "x", color="#C0392B", markersize=4, markeredgewidth=1.1, linestyle="none")
         shown = np.arange(0, len(strength), 3)

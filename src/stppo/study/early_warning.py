@@ -1,11 +1,8 @@
-"""The picture of what moves before a crash, and of what an alarm on each signal would have been worth
-(`stppo.study.alarms`)."""
+"""The picture of what an alarm on each signal before a crash would have been worth (`stppo.study.alarms`)."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -16,11 +13,11 @@ from matplotlib.patheffects import withStroke
 
 from stppo.figures.curves import name_rows, page, source_of
 from stppo.figures.style import Plot, style
-from stppo.figures.words import NAMES, capital, few_words
+from stppo.figures.words import capital, few_words
 from stppo.record.outcomes import LEARNED
 from stppo.record.runs import Metrics
 from stppo.stats import fewest_worlds, joint_level
-from stppo.study.alarms import AHEAD, BUDGET, SIGNALS, Watched, beside, judged, watched
+from stppo.study.alarms import AHEAD, BUDGET, judged, watched
 
 CHANCE = {"color": "#E69F00", "marker": "|", "markersize": 11, "markeredgewidth": 3, "linestyle": "none"}
 INTERVAL = {
@@ -28,56 +25,34 @@ INTERVAL = {
     "linewidth": 1.3,
     "path_effects": [withStroke(linewidth=3, foreground="white")],
 }
-BARS = 0.41  # of the axis; what is right of them holds words
+BARS = 0.75  # of the axis; what is right of them holds words
 
 
 def early_warning(metrics: Metrics) -> Plot | None:
-    """What moves before a crash, beside what an alarm on each signal announced in worlds that it was not
-    tuned in."""
-    runs = watched(metrics)
-    table = judged(runs)
+    """What share of the crashes an alarm on each signal announced, in worlds that it was not tuned in."""
+    table = judged(watched(metrics))
     if table.empty:
         return None
     title = _title(table)
     question = (
-        "Does anything announce a crash? Left: signals on the way to a fall of success, and in the same "
-        "iterations of runs that do "
-        "not fall then. Right: an alarm on each, tuned in one half of the worlds, tried in the other."
+        "Does anything announce a crash? An alarm on each signal of training, tuned in one half of the "
+        "worlds and tried in the other."
     )
-    paths = _paths(runs)
-    shown = [name for name in table.sort_values("announced", ascending=False)["signal"] if name != "best"][:6]
-    colors = {"crash": "#D55E00", "no crash": "#8A8A8A"}
-    words = {"crash": "runs that fall", "no crash": "runs that do not fall then"}
-    handles = [Line2D([], [], color=color, linewidth=2, label=words[kind]) for kind, color in colors.items()]
     bars = {"alarm rang before": 1.0, "rang in the fall's own iteration": 0.25}
-    handles += [Patch(color="#0061A8", alpha=alpha, label=word) for word, alpha in bars.items()]
+    handles = [Patch(color="#0061A8", alpha=alpha, label=word) for word, alpha in bars.items()]
     told = table["low"].notna().any()
     handles.append(Line2D([], [], label="by chance", **CHANCE))
     if told:
         handles.append(Line2D([], [], label="difference from chance, interval", **INTERVAL))
     with style():
-        fig = page(title, question, source_of(metrics.all), 4.3, handles)
-        left, right = fig.subfigures(1, 2, width_ratios=[1.25, 1])
-        axes = left.subplots(3, 2, sharex=True)
-        for ax, signal in zip(axes.flat, shown, strict=False):
-            for kind, color in colors.items():
-                path = paths[(paths["signal"] == signal) & (paths["kind"] == kind)]
-                ax.fill_between(path["time"], path["low"], path["high"], color=color, alpha=0.16, linewidth=0)
-                ax.plot(path["time"], path["value"], color=color, linewidth=1.8)
-            ax.axvline(0, color="#999999", linewidth=0.8)
-            ax.set_title(NAMES[signal], fontsize=9, color="#333333")
-        for ax in axes.flat[len(shown) :]:
-            ax.set_visible(False)
-        for ax in axes[-1]:
-            ax.set_xlabel("iterations from the fall", fontsize=8.5)
-        left.supylabel("distance from the last 20 iterations (MAD)", fontsize=8.5, color="#333333")
-        _alarms(right.subplots(), table)
+        fig = page(title, question, source_of(metrics.all), 4.0, handles)
+        _alarms(fig.subplots(), table)
     caption = (
         f"{question} A run counts if it learned (rose by {LEARNED:.2f}); a fall is the first evaluation "
-        "below half of its gain. Lines: medians, bands: quartiles. An alarm announces a fall if it rings in "
-        f"the {AHEAD} iterations before; thresholds allow {BUDGET:g} false alarm in 100 iterations where "
-        "they are tuned. By chance: in what share of the runs that went on and did not fall then the same "
-        "alarm rings in the same iterations, mean over the crashes. "
+        f"below half of its gain. An alarm announces a fall if it rings in the {AHEAD} iterations before; "
+        f"thresholds allow {BUDGET:g} false alarm in 100 iterations where they are tuned. By chance: in what "
+        "share of the runs that went on and did not fall then the same alarm rings in the same iterations, "
+        "mean over the crashes. "
     )
     if told:
         caption += (
@@ -88,7 +63,7 @@ def early_warning(metrics: Metrics) -> Plot | None:
         "Ahead: median, in iterations; false: alarms in 100 iterations that no fall follows. Dark: the "
         "signal that did best in the half that it was tuned in."
     )
-    return Plot("early_warning", fig, paths, caption, tables={"alarms": table}, title=title)
+    return Plot("early_warning", fig, table, caption, title=title)
 
 
 def _alarms(ax: Axes, table: pd.DataFrame) -> None:
@@ -110,7 +85,7 @@ def _alarms(ax: Axes, table: pd.DataFrame) -> None:
         ax.plot(chance[y], y, zorder=4, **CHANCE)
         words = f"{row['lead']:g} ahead, " if row["announced"] else ""
         words += f"{row['false_alarms']:.1f} false"
-        ax.text(right[y] + 0.06 * right.max(), y, words, va="center", fontsize=7.5, color="#555555")
+        ax.text(right[y] + 0.02 * right.max(), y, words, va="center", fontsize=7.5, color="#555555")
     name_rows(ax, drawn["name"], 8.5)
     ax.set_xlim(0, right.max() / BARS)
     ticks = [tick for tick in (0, 0.25, 0.5, 0.75, 1) if tick < right.max() + 0.25]
@@ -135,35 +110,3 @@ def _title(table: pd.DataFrame) -> str:
     if best["worlds"] < fewest_worlds(joint_level(len(each))):
         return capital(f"{few_words(best['worlds'])}: {title}")
     return capital(f"{title}; {(each['low'] > 0).sum()} of {len(each)} signals beat chance")
-
-
-def _paths(runs: Sequence[Watched]) -> pd.DataFrame:
-    """Quartiles of every signal's distance by the time from a fall: of the runs that fall, and of those
-    `beside` them in the same iterations."""
-    before = np.arange(-AHEAD - 4, 3)
-    rows = []
-    for signal in SIGNALS:
-        known = [run for run in runs if signal in run.distances]
-        falls = [run.fall for run in known if not math.isnan(run.fall)]
-        if not falls:
-            continue
-        read = pd.DataFrame([pd.Series(run.distances[signal], run.iterations) for run in known])
-        read = read.reindex(columns=np.arange(min(falls) + before[0], max(falls) + before[-1] + 1))
-        own = [[run.fall == fall for run in known] for fall in sorted(set(falls))]
-        others = [[beside(run, fall) for run in known] for fall in falls]
-        for kind, chosen, at in (("crash", own, sorted(set(falls))), ("no crash", others, falls)):
-            found = [
-                read.to_numpy()[who][:, (fall + before - read.columns[0]).astype(int)]
-                for who, fall in zip(chosen, at, strict=True)
-            ]
-            curves = np.concatenate(found)
-            if not len(curves):
-                continue
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # times before a run's first distance
-                low, value, high = np.nanquantile(curves, [0.25, 0.5, 0.75], axis=0)
-            keys = {"signal": signal, "kind": kind, "runs": len(curves)}
-            rows.append(
-                pd.DataFrame({"time": before, "value": value, "low": low, "high": high}).assign(**keys)
-            )
-    return pd.concat(rows, ignore_index=True)

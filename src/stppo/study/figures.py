@@ -6,17 +6,14 @@ from stppo.figures.figures import HAPPENS, WHY, Kind
 from stppo.study.beginnings import beginnings
 from stppo.study.each_seed import each_seed
 from stppo.study.early_warning import early_warning
-from stppo.study.granularity import granularity
-from stppo.study.settings import one_change, settings_map
+from stppo.study.settings import every_setting
 
 FIGURES: dict[str, Kind] = {
     draw.__name__: Kind(group, draw)
     for group, draw in (
         (HAPPENS, each_seed),
-        (HAPPENS, settings_map),
-        (HAPPENS, one_change),
+        (HAPPENS, every_setting),
         (WHY, beginnings),
         (WHY, early_warning),
-        (WHY, granularity),
     )
 }

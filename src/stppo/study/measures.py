@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
+from scipy.stats import linregress
 
 from stppo.record import schema
 from stppo.record.runs import Metrics
-from stppo.stats import log_linear_trend
 
 SHARES = ("learned", "collapsed")  # 0 or 1 of a run, so a mean is a share
 NUMBERS = (
@@ -21,7 +21,7 @@ NUMBERS = (
     *("start", "peak", "final", "area", "gain_kept", "rapid_crashes"),
     *("clip_fraction_mean", "gradient_norm_max", "updates", "wall_seconds"),
 )
-MIN_POINTS = 5  # measured iterations below which a trend is NaN
+MIN_POINTS = 5  # measured iterations below which a growth is NaN
 
 
 def gradient_spike(iterations: pd.DataFrame) -> float:
@@ -38,9 +38,11 @@ def clipping_bias_growth(iterations: pd.DataFrame) -> float:
     if "clipping_bias_norm" not in iterations:
         return math.nan
     age = iterations["staleness_iterations"]
-    steady = iterations[age == age.max()]
-    trend = log_linear_trend(steady["iteration"], steady["clipping_bias_norm"])
-    return 10 * trend.slope if trend.n >= MIN_POINTS else math.nan
+    norm = iterations["clipping_bias_norm"]
+    steady = iterations[(age == age.max()) & (norm > 0) & np.isfinite(norm)]
+    if len(steady) < MIN_POINTS:
+        return math.nan
+    return 10 * float(linregress(steady["iteration"], np.log(steady["clipping_bias_norm"])).slope)
 
 
 def critic_error(iterations: pd.DataFrame) -> float:

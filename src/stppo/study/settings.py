@@ -1,11 +1,11 @@
-"""The baseline at every setting that was tried, run by run: a map of settings, and one thing changed at a
-time."""
+"""The baseline at every setting that was tried, run by run."""
 
 from __future__ import annotations
 
+import textwrap
+
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 
 from stppo.figures.curves import page, plain, plotted, source_of, start_handle, start_line
@@ -16,10 +16,10 @@ from stppo.record.runs import Metrics
 from stppo.record.tidy import BASELINE, SUCCESS, Runs
 
 COLORS = dict(zip(LABELS, ("#0061A8", "#E69F00", "#D55E00", "#8A8A8A", "#1D2530"), strict=True))
-SETTING = ["epochs", "staleness", "learning_rate"]
-MAP, CHANGES = 6, 3  # settings below which a picture says nothing
+SETTING = {"epochs": "{} epochs", "staleness": "staleness {}", "learning_rate": "learning rate {}"}
+FEWEST = 3  # settings below which a picture says nothing
+MOST_COLUMNS = 5
 SHOWN = 0.6  # share of a setting's runs that must learn and then lose half, for the setting to show it
-COLUMNS = 4
 
 
 def cells(runs: Runs) -> pd.DataFrame:
@@ -49,114 +49,46 @@ def cells(runs: Runs) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def settings_map(metrics: Metrics) -> Plot | None:
-    """Every run's curve of sampled success, in the colour of how it ended, at its place among the settings.
-
-    None unless two of epochs, staleness and learning rate vary, the rate among them, over `MAP` settings or
-    more.
-    """
-    if BASELINE not in metrics.algorithms():
+def every_setting(metrics: Metrics) -> Plot | None:
+    """Sampled success of every run against the iteration, in the colour of how it ended, a panel for each
+    regime. None unless the baseline alone was trained, in `FEWEST` regimes or more."""
+    if metrics.algorithms() != [BASELINE] or len(metrics.regimes) < FEWEST:
         return None
-    runs = metrics.all.of(algorithms=[BASELINE])
-    table = cells(runs)
-    # A setting with a number of epochs that no other has is no part of a grid.
-    table = table[table.groupby("epochs")["regime"].transform("size") > 1]
-    varied = table[SETTING].nunique() > 1
-    if len(table) < MAP or not varied["learning_rate"] or varied.sum() < 2:
-        return None
-    table["rate"] = table["intensity"].map(
-        lambda value: float(f"{value:.2g}")
-    )  # 2.8e-3 from any of its factors
-    if table.duplicated(["iterations", *SETTING[:2], "rate"]).any():
-        return None  # regimes differ in more than the setting
-    runs = runs.of(table["regime"])
+    runs = metrics.all
+    table = cells(runs).sort_values(["iterations", "staleness", "epochs", "learning_rate"], kind="stable")
+    varied = [name for name in SETTING if table[name].nunique() > 1]
     title = capital(
         f"{runs.looks.loc[BASELINE, 'label']} learns and then loses half of its gain in "
         f"{table['shows'].sum()} of {table['runs'].sum()} runs, in most runs of "
         f"{(table['share'] >= SHOWN).sum()} of {len(table)} settings"
     )
     question = (
-        "Where does it learn, and where does it collapse? Sampled success of every run, coloured by its end. "
-        "Columns: learning rate × epochs."
+        "Where does it learn, and where does it collapse? Sampled success of every run, coloured by its end; "
+        "a panel for each setting."
     )
+    columns = min(MOST_COLUMNS, len(table))
+    rows = -(-len(table) // columns)
     parts: list[pd.DataFrame] = []
     with style():
-        body = sum(1.05 * part["epochs"].nunique() + 0.75 for _, part in table.groupby("iterations"))
-        fig = page(title, question, source_of(runs), body, _handles(table))
-        blocks = fig.subfigures(table["iterations"].nunique(), 1, squeeze=False)[:, 0]
-        for block, (horizon, part) in zip(blocks, table.groupby("iterations"), strict=True):
-            parts += _block(block, runs, part)
-            if len(blocks) > 1:
-                block.suptitle(f"{horizon} iterations", x=0.01, ha="left", fontsize=10)
-    caption = (
-        f"{question} In a column the steps of an iteration add up to the same. A run learned once its mean "
-        f"of three evaluations rose by {LEARNED:.2f}; it collapsed if it then lost half of its gain for good."
-    )
-    return Plot("settings_map", fig, plotted(parts), caption, tables={"cells": table}, title=title)
-
-
-def _block(block: SubFigure, runs: Runs, table: pd.DataFrame) -> list[pd.DataFrame]:
-    """One horizon: panels of epochs by rate, side by side for each staleness; empty where nothing was run."""
-    epochs = sorted(table["epochs"].unique())
-    columns = list(
-        table[["staleness", "rate"]]
-        .drop_duplicates()
-        .sort_values(["staleness", "rate"])
-        .itertuples(index=False)
-    )
-    axes = block.subplots(len(epochs), len(columns), squeeze=False, sharex=True, sharey=True)
-    parts: list[pd.DataFrame] = []
-    for c, (lag, rate) in enumerate(columns):
-        for r, n_epochs in enumerate(epochs):
-            ax = axes[r][c]
-            here = (table["staleness"] == lag) & (table["rate"] == rate) & (table["epochs"] == n_epochs)
+        fig = page(title, question, source_of(runs), 1.5 * rows, _handles(table))
+        axes = fig.subplots(rows, columns, squeeze=False, sharey=True)
+        for ax, row in zip(axes.flat, table.to_dict("records"), strict=False):
+            parts += _draw_runs(ax, runs.of([row["regime"]]))
+            words = [SETTING[name].format(plain(row[name])) for name in varied]
+            name = ", ".join(words) or row["regime"].replace("_", " ").lower()
+            ax.set_title(textwrap.fill(name, 24), fontsize=7.5)
             ax.set(ylim=(0, 1), yticks=[0, 0.5, 1])
-            ax.tick_params(labelsize=6.5, length=0)
-            if not here.any():
-                ax.text(0.5, 0.5, "not run", transform=ax.transAxes, ha="center", fontsize=7, color="#888888")
-            for regime in table.loc[here, "regime"]:
-                parts += _draw_runs(ax, runs.of([regime]))
-            if c == 0:
-                ax.set_ylabel(f"{plain(n_epochs)} epochs", fontsize=8)
-        first = c == 0 or columns[c - 1][0] != lag
-        axes[0][c].set_title((f"staleness {plain(lag)}\n" if first else "\n") + plain(rate), fontsize=8)
-        axes[-1][c].set_xlabel("iteration", fontsize=7)
-    return parts
-
-
-def one_change(metrics: Metrics) -> Plot | None:
-    """Sampled success of every run against the iteration, in the colour of how it ended, regime by regime.
-
-    None unless the baseline alone was trained, in `CHANGES` regimes or more of one learning rate, number of
-    epochs and staleness.
-    """
-    if metrics.algorithms() != [BASELINE]:
-        return None
-    runs = metrics.all
-    table = cells(runs)
-    if len(table) < CHANGES or len(table[SETTING].drop_duplicates()) > 1:
-        return None
-    title = (
-        f"One thing changed at a time: {runs.looks.loc[BASELINE, 'label']} learns and then loses half of its "
-        f"gain in most runs of {(table['share'] >= SHOWN).sum()} of {len(table)} settings"
-    )
-    question = (
-        "What does its fate depend on? Sampled success of every run, coloured by its end. Highest: mean of "
-        "three evaluations in a row, averaged over runs."
-    )
-    parts: list[pd.DataFrame] = []
-    with style():
-        height = -(-len(table) // COLUMNS)
-        fig = page(title, question, source_of(runs), 1.75 * height, _handles(table))
-        axes = fig.subplots(height, COLUMNS, squeeze=False, sharey=True).flatten()
-        for ax, row in zip(axes, table.itertuples(), strict=False):
-            parts += _draw_runs(ax, runs.of([row.regime]))
-            ax.set_title(f"{row.regime.replace('_', ' ').lower()}: highest {row.peak:.2f}", fontsize=9.5)
-            ax.set(ylim=(0, 1), yticks=[0, 0.5, 1], xlabel="iteration")
-        for ax in axes[len(table) :]:
+            ax.tick_params(labelsize=6.5)
+        for ax in list(axes.flat)[len(table) :]:
             ax.set_axis_off()
-        axes[0].set_ylabel("success, sampled")
-    return Plot("one_change", fig, plotted(parts), question, tables={"changes": table}, title=title)
+        axes[0][0].set_ylabel("success, sampled", fontsize=8)
+        for ax in axes[-1]:
+            ax.set_xlabel("iteration", fontsize=8)
+    caption = (
+        f"{question} A run learned once its mean of three evaluations rose by {LEARNED:.2f}; it collapsed if "
+        "it then lost half of its gain for good."
+    )
+    return Plot("every_setting", fig, plotted(parts), caption, tables={"cells": table}, title=title)
 
 
 def _handles(table: pd.DataFrame) -> list[Line2D]:

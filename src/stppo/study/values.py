@@ -205,7 +205,7 @@ def _claims(folder: Path) -> dict[str, Any]:
 
 def _alarms(folder: Path) -> dict[str, float]:
     """The alarm that did best, from the data of the committed picture."""
-    row = pd.read_csv(folder / "figures/early_warning_alarms.csv").set_index("signal").loc["best"]
+    row = pd.read_csv(folder / "figures/early_warning.csv").set_index("signal").loc["best"]
     return row[["announced", "crashes", "by_chance"]].astype(float).to_dict()
 
 
