@@ -1,11 +1,11 @@
-"""Hashes of content and their cache; JSON that others wrote."""
+"""Hashes of content and their cache; folders written whole; JSON that others wrote."""
 
 import json
 import os
 
 import pytest
 
-from stppo.files import content_hash, parse_json, printable, read_yaml
+from stppo.files import content_hash, parse_json, printable, read_yaml, write_folder
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +54,26 @@ def test_without_a_cache_it_is_computed_each_time(tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("in the way")
     monkeypatch.setattr("time.time", lambda: file.stat().st_ctime + 10)
     assert content_hash(file) == content_hash(file)
+
+
+def test_a_folder_appears_whole_and_the_first_stays(tmp_path):
+    place = tmp_path / "a/folder"
+
+    def writing(text):
+        return lambda part: (part / "file").write_text(text)
+
+    def broken(part):
+        (part / "file").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_folder(place, broken)
+    assert list(place.parent.iterdir()) == []
+    write_folder(place, writing("first"))
+    write_folder(place, writing("second"))
+    assert (place / "file").read_text() == "first"
+    write_folder(place, writing("third"), lambda found: (found / "file").read_text() == "third")
+    assert (place / "file").read_text() == "third" and list(place.parent.iterdir()) == [place]
 
 
 def test_strings_are_clean_wherever_they_stand():

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,6 +67,29 @@ def told(error: Exception) -> str:
     place = "" if error.filename is None else f"{error.filename}: "
     remedy = f"; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
     return f"{place}{error.strerror}{remedy}"
+
+
+def write_folder(
+    folder: Path, write: Callable[[Path], None], is_whole: Callable[[Path], bool] = Path.is_dir
+) -> None:
+    """Let `write` fill a folder beside `folder`, then move it there. One that is whole stays, such as another
+    process's that was quicker; a damaged one makes room."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=PART))
+    try:
+        write(part)
+        part.chmod(0o755)
+        for file in (path for path in part.rglob("*") if path.is_file()):
+            file.chmod(0o644)
+        if folder.exists() and not is_whole(folder):
+            shutil.rmtree(folder)
+        try:
+            part.rename(folder)
+        except OSError:
+            if not is_whole(folder):
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def write_json(path: Path, content: Any) -> None:

