@@ -4,28 +4,26 @@ POST {"queries": [...], "topk": k, "return_scores": true} gives {"result": [[{"d
 "score"}, ...], ...]}, one list a query; servers that return bare documents are understood too.
 """
 
-import contextlib
+import asyncio
 import json
 import logging
 import math
-import socket
+import os
+import ssl
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests
-from requests.adapters import HTTPAdapter
+import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
 from tenacity.wait import wait_random_exponential
-from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, PoolManager
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from stppo.checks import whole_number
 from stppo.files import parse_json
@@ -141,22 +139,12 @@ class RetrievalClient:
 
     def _attempt(self, queries: list[str], top_k: int) -> list[Ranking]:
         body = {"queries": queries, "topk": top_k, "return_scores": True}
-        deadline = _Deadline(self.timeout)
         try:
-            with (
-                deadline,
-                self._session.post(
-                    self.url, json=body, timeout=self.timeout, stream=True, allow_redirects=False
-                ) as reply,
-            ):
-                content = _read(reply)
-            if deadline.passed:  # what is cut off in its headers looks like a whole reply
-                raise OSError
-        except (requests.RequestException, HTTPError, OSError) as error:
-            if deadline.passed or isinstance(error, ReadTimeoutError):
-                raise _Transient(f"no whole reply within {self.timeout:g} s") from error
-            raise _Transient(_cause(error, self.timeout)) from error
-        status = reply.status_code
+            status, content = _run(self._post(body))
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise _Transient(f"no whole reply within {self.timeout:g} s") from error
+        except (httpx.HTTPError, OSError) as error:
+            raise _Transient(_cause(error)) from error
         if status >= 500 or status in _TRANSIENT:
             raise _Transient(f"HTTP {status} {_told(content)}")
         if status != 200:
@@ -170,20 +158,22 @@ class RetrievalClient:
             problem = "no JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
             raise _Transient(f"not Search-R1's reply: {problem} in {_excerpt(content)}") from error
 
-    @property
-    def _session(self) -> requests.Session:
-        """One for each thread: requests does not promise that threads can share one."""
-        session = getattr(self._local, "session", None)
-        if session is None:
-            session = self._local.session = requests.Session()
-            for scheme in ("http://", "https://"):
-                session.mount(scheme, _Adapter())
-            session.trust_env = not _is_loopback(urlsplit(self.url).hostname)
-        return session
-
-    @cached_property
-    def _local(self) -> threading.local:
-        return threading.local()
+    async def _post(self, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Status and whole body of one reply; OSError where it is longer than any may be. The time is that of
+        all, where httpx's is one of each single read, which a byte now and then never reaches."""
+        proxied = not _is_loopback(urlsplit(self.url).hostname)
+        parts, size = [], 0
+        async with (
+            asyncio.timeout(self.timeout),
+            httpx.AsyncClient(timeout=None, trust_env=proxied, verify=_certificates()) as http,
+            http.stream("POST", self.url, json=body) as reply,
+        ):
+            async for part in reply.aiter_bytes():
+                parts.append(part)
+                size += len(part)
+                if size > _MOST_REPLY_BYTES:
+                    raise OSError(f"the reply is longer than {_MOST_REPLY_BYTES} bytes")
+        return reply.status_code, b"".join(parts)
 
     @cached_property
     def _cache(self) -> "_Cache":
@@ -198,79 +188,22 @@ def _warn_of_nothing(url: str) -> None:
     )
 
 
-_current = threading.local()  # `deadline`: of the request that this thread waits for
+def _run(coroutine: Coroutine[Any, Any, tuple[int, bytes]]) -> tuple[int, bytes]:
+    """Its result, also where this thread has a loop of events already, as in a notebook."""
+    try:
+        runs = asyncio.get_running_loop() is not None
+    except RuntimeError:
+        runs = False
+    if not runs:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
-class _Deadline:
-    """Ends a request when its time is over, wherever it stands: a time-out of requests is one of each single
-    read, which a server that sends a byte now and then never reaches."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._over = seconds, threading.Event()
-        self._ended: list[HTTPConnection | socket.socket] = []
-        self.passed = False
-
-    def __enter__(self) -> None:
-        _current.deadline = self
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def __exit__(self, *_: object) -> None:
-        _current.deadline = None
-        self._over.set()
-
-    def ends(self, connection: HTTPConnection | socket.socket) -> None:
-        """End this connection too, or its socket, which urllib3 takes from it before the reply is read."""
-        self._ended.append(connection)
-
-    def _watch(self) -> None:
-        if self._over.wait(self._seconds):
-            return
-        self.passed = True
-        while True:  # again, for a connection that is made only now
-            for each in list(self._ended):
-                with contextlib.suppress(OSError, TypeError):  # TypeError: not connected yet
-                    socket.socket.shutdown(getattr(each, "sock", each), socket.SHUT_RDWR)
-            if self._over.wait(0.05):
-                return
-
-
-class _Watched:
-    """A connection that the deadline of its thread's request ends."""
-
-    def request(self, *arguments: Any, **options: Any) -> None:
-        deadline = getattr(_current, "deadline", None)
-        if deadline is not None:
-            deadline.ends(self)
-        super().request(*arguments, **options)
-        if deadline is not None:
-            deadline.ends(self.sock)
-
-
-class _Connection(_Watched, HTTPConnection):
-    pass
-
-
-class _SecureConnection(_Watched, HTTPSConnection):
-    pass
-
-
-class _Pool(HTTPConnectionPool):
-    ConnectionCls = _Connection
-
-
-class _SecurePool(HTTPSConnectionPool):
-    ConnectionCls = _SecureConnection
-
-
-class _Adapter(HTTPAdapter):
-    def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
-        super().init_poolmanager(*arguments, **options)
-        self.poolmanager.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
-
-    def proxy_manager_for(self, *arguments: Any, **options: Any) -> PoolManager:
-        manager = super().proxy_manager_for(*arguments, **options)
-        manager.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
-        return manager
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: they take longer than many a search."""
+    return httpx.create_ssl_context()
 
 
 class _Cache:
@@ -328,17 +261,6 @@ def _scored_document(item: Any) -> tuple[Document, float] | None:
     return parse_document({"id": "", **document}, "first_words"), score
 
 
-def _read(reply: requests.Response) -> bytes:
-    """The whole body; OSError where it is longer than any reply may be."""
-    parts, size = [], 0
-    while part := reply.raw.read1(65_536, decode_content=True):
-        parts.append(part)
-        size += len(part)
-        if size > _MOST_REPLY_BYTES:
-            raise OSError(f"the reply is longer than {_MOST_REPLY_BYTES} bytes")
-    return b"".join(parts)
-
-
 def _is_loopback(host: str | None) -> bool:
     try:
         return ip_address(host or "").is_loopback
@@ -346,13 +268,12 @@ def _is_loopback(host: str | None) -> bool:
         return host == "localhost"
 
 
-def _cause(error: Exception, timeout: float) -> str:
-    """The innermost reason of an error of requests, which wraps it in long sentences."""
-    if isinstance(error, requests.Timeout):
-        return f"no answer within {timeout:g} s"
+def _cause(error: Exception) -> str:
+    """The innermost reason of an error, which httpx wraps in its own."""
     while inner := error.__cause__ or error.__context__:
         error = inner
-    return f"{type(error).__name__}: {error}"
+    code = error.errno if isinstance(error, OSError) else None
+    return f"{type(error).__name__}: {os.strerror(code) if code and code > 0 else error}"
 
 
 def _told(content: bytes) -> str:
