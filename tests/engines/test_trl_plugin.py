@@ -753,6 +753,13 @@ def test_a_rollout_refuses_what_would_break_the_ratios(world, warm, tmp_path, ch
         rolled_out(world, warm, tmp_path, **changes)
 
 
+def test_a_rollout_refuses_a_model_with_a_window(world, warm, tmp_path):
+    model = copy.deepcopy(warm)
+    model.config.layer_types = ["sliding_attention"] * len(model.config.layer_types or [0])
+    with pytest.raises(ValueError, match="attends to a window alone in some layers"):
+        rolled_out(world, model, tmp_path, n=4)
+
+
 def test_a_rollout_refuses_foreign_prompts(world, warm, tmp_path):
     _, trainer, _ = rolled_out(world, warm, tmp_path, n=4)
     with pytest.raises(ValueError, match="is no prompt of the world's train questions"):

@@ -179,6 +179,10 @@ class Sampler(ABC):
         """A sampler for this policy; see `engines.make_rollout`."""
         return cls(environment, tokenizer, config)
 
+    def limits(self, prompts: Tensor) -> Tensor:
+        """Most tokens (n,) of trajectories whose prompts have so many (n,)."""
+        return torch.full_like(prompts, self.config.max_tokens)
+
     def encode(self, text: str) -> list[int]:
         """What the environment says as token ids; it is tokenised once and never merged with agent tokens."""
         return self.encoder.observation(text)
@@ -221,27 +225,28 @@ class Sampler(ABC):
 class RolloutBuffer:
     """Trajectories while they are played, one slot (row) each, on the CPU.
 
-    tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths: (n,); episodes: n; below: (n,
-    max_tokens, H) states of frozen layers, or None. Raises ValueError where the room is too small for the
-    longest prompt and a turn."""
+    tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths, limits: (n,) tokens that a slot has
+    and may have; episodes: n; below: (n, max_tokens, H) states of frozen layers, or None. Raises ValueError
+    where the room is too small for the longest prompt and a turn."""
 
     def __init__(self, sampler: Sampler, questions: list[Question]) -> None:
-        self.sampler, n, limit = sampler, len(questions), sampler.config.max_tokens
+        self.sampler, n = sampler, len(questions)
         self.max_turn = sampler.environment.protocol.max_turn_tokens
         self.episodes = [sampler.environment.start(question) for question in questions]
         prompts = sampler.encoder.prompts([episode.prompt for episode in self.episodes])
-        longest = max(map(len, prompts))
-        if longest + self.max_turn > limit:
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts])
+        self.limits = sampler.limits(self.lengths)
+        if (self.lengths + self.max_turn > self.limits).any():
             raise ValueError(
-                f"rollout.max_tokens={limit} leaves no room for a turn after the longest prompt "
-                f"({longest} tokens); raise it"
+                f"rollout.max_tokens={sampler.config.max_tokens} leaves no room for a turn after the longest "
+                f"prompt ({int(self.lengths.max())} tokens); raise it"
             )
+        limit = int(self.limits.max())
         self.tokens = torch.full((n, limit), sampler.tokenizer.pad_token_id or 0)
         self.agent_mask = torch.zeros(n, limit, dtype=torch.bool)
         self.sentence_ends = torch.zeros_like(self.agent_mask)
         self.logprobs = torch.zeros(n, limit)
         self.below: Tensor | None = None
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts])
         for slot, prompt in enumerate(prompts):
             self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
 
@@ -284,7 +289,7 @@ class RolloutBuffer:
                 continue
             observed = next(encoded)
             begin, end = int(self.lengths[slot]), int(self.lengths[slot]) + len(observed)
-            if end + self.max_turn > self.tokens.shape[1]:
+            if end + self.max_turn > self.limits[slot]:
                 continue  # out of room: the trajectory ends unanswered, with no reward
             self.tokens[slot, begin:end] = torch.tensor(observed)
             self.lengths[slot] = end
