@@ -51,7 +51,7 @@ from stppo.record.progress import follow
 from stppo.record.runs import missing_runs, uncollected
 from stppo.config.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.derivations.interact import NBCONVERT_OPTIONS
-from stppo.record.ownership import FolderInUse, FolderLock, announce_parent
+from stppo.record.ownership import FolderInUse, FolderLock
 from stppo import preloaded
 from stppo.rollout import ENGINES
 
@@ -59,7 +59,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs are parallel, not threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Two lines for every job that say nothing of it.
 logger.addFilter(lambda record: not str(record.msg).startswith(("Select jobs to", "Execute ")))
-announce_parent()  # a run whose Snakemake was killed stops at its next checkpoint
 
 PRESET = config.get("preset", "laptop")
 try:

@@ -14,7 +14,6 @@ from stppo.config import files as config_files
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
 from stppo.policy.policy import build_policy
-from stppo.record.ownership import PARENT
 from stppo.rollout.rollout_torch import TorchRollout
 from stppo.training.warm_start import demonstration_batch, made_for
 from stppo.world.encoding import DialogueEncoder
@@ -41,12 +40,6 @@ TINY = [
     "evaluation.questions=16",
     "evaluation.every=2",
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_parent(monkeypatch):
-    """No test is the pipeline, for a later one, without which a run stops."""
-    monkeypatch.setenv(PARENT, "")
 
 
 @pytest.fixture

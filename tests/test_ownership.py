@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from stppo.record.ownership import LOCK_FILE, PARENT, FolderInUse, FolderLock, announce_parent, is_orphan
+from stppo.record.ownership import LOCK_FILE, FolderInUse, FolderLock
 
 HOLD = """
 import sys, time
@@ -141,35 +141,3 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-def test_a_run_is_an_orphan_when_the_announced_process_is_gone(monkeypatch):
-    monkeypatch.delenv(PARENT, raising=False)
-    assert not is_orphan(), "started by hand, perhaps under nohup"
-    tell = (
-        "import os\nfrom stppo.record.ownership import PARENT, announce_parent\n"
-        "announce_parent()\nprint(os.environ[PARENT])"
-    )
-    gone = subprocess.run(
-        [sys.executable, "-c", tell], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    monkeypatch.setenv(PARENT, gone)
-    assert is_orphan()
-    announce_parent()
-    assert is_orphan(), "the outermost process counts"
-    monkeypatch.setenv(PARENT, "another-machine 1 1")
-    assert not is_orphan(), "process numbers of another machine say nothing"
-    announce_parent()
-    assert os.environ[PARENT].split()[1] == str(os.getpid()) and not is_orphan()
-
-
-def test_process_numbers_of_another_container_on_this_machine_say_nothing(monkeypatch):
-    monkeypatch.delenv(PARENT, raising=False)
-    announce_parent()
-    ask = [sys.executable, "-c", "import stppo.record.ownership as o; print(o.is_orphan())"]
-    shut_off = subprocess.run(
-        ["unshare", "--pid", "--fork", "--mount-proc", *ask], capture_output=True, text=True
-    )
-    if "unshare" in shut_off.stderr:
-        pytest.skip(f"no PID namespace can be made here: {shut_off.stderr.strip()}")
-    assert shut_off.stdout == "False\n", shut_off.stderr

@@ -150,6 +150,22 @@ def test_the_server_ends_with_its_parent_and_leaves_nothing(tmp_path):
     assert not folder.exists()
 
 
+def test_a_fork_ends_with_whoever_started_the_server(tmp_path):
+    """A killed Snakemake leaves no run behind, though its shells, the callers, live on."""
+    start = (
+        "import os, time\nfrom stppo import preloaded\npreloaded.start(['json'])\n"
+        "print(os.environ[preloaded.SERVER], flush=True)\ntime.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {preloaded.SERVER: parent.stdout.readline().strip()}
+    command = [*COMMAND, "stppo", "progress", str(tmp_path), "--watch"]
+    caller = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert caller.stdout.readline().endswith("no run has recorded anything yet\n")
+    parent.kill()
+    assert caller.wait(timeout=30) == 128 + signal.SIGKILL
+    parent.wait()
+
+
 def test_without_room_for_a_process_the_caller_does_its_work_itself(tmp_path):
     full = (
         "import os, sys\nfrom stppo import preloaded\n"

@@ -19,10 +19,9 @@ from stppo.config.loading import build, load
 from stppo.config.provenance import environment
 from stppo.files import write_atomically
 from stppo.policy.policy import load_policy
-from stppo.record.ownership import PARENT, FolderInUse
+from stppo.record.ownership import FolderInUse
 from stppo.record.schema import ENGINE_COLUMNS, EVALUATION_COLUMNS, RUN_FIELDS, TIMING_COLUMNS, UPDATE_COLUMNS
 from stppo.training.checkpoint import newest
-from stppo.training.failures import RunStopped
 from stppo.training.run import Run
 from stppo.training.warm_start import encode_episode, load_warm_start, warm_start
 from stppo.world.encoding import DialogueEncoder
@@ -504,17 +503,3 @@ def test_one_folder_takes_one_run_at_a_time(tmp_path, tiny, barely_trained):
     assert its_run.train()["status"] == "completed"
     assert json.loads((tmp_path / "run.json").read_text())["algorithm"] == "st_ppo"
     assert not list(tmp_path.glob("earlier-*"))
-
-
-def test_a_run_whose_pipeline_is_gone_stops_at_its_next_checkpoint(
-    tmp_path, tiny, barely_trained, monkeypatch
-):
-    tell = "import os\nfrom stppo.record.ownership import PARENT, announce_parent\nannounce_parent()\nprint(os.environ[PARENT])"
-    gone = subprocess.run(
-        [sys.executable, "-c", tell], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    monkeypatch.setenv(PARENT, gone)
-    with pytest.raises(RunStopped, match="stopped after iteration 2, which is kept"):
-        run(tiny(), tmp_path, barely_trained)
-    monkeypatch.delenv(PARENT)
-    assert run(tiny(), tmp_path, barely_trained)["iterations"] == 5

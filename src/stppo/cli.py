@@ -765,8 +765,7 @@ def progress(
             if not watch:
                 typer.echo(shown)
                 return
-            typer.clear()
-            typer.echo(shown)
+            typer.echo(f"\x1b[2J\x1b[H{shown}")  # on a clear screen
             time.sleep(5)
     except KeyboardInterrupt:
         typer.echo()

@@ -4,8 +4,9 @@
     python -m stppo.preloaded papermill A B                    `papermill A B` in such a fork
 
 Where nobody serves at STPPO_PRELOADED, the command is run as it stands. A fork has its caller's streams,
-folder and environment, and ends when the caller does. The jobs of Snakemake on this machine, their notebooks'
-kernels (`preloaded_kernel`) and the runs of `training.campaign` are such forks.
+folder and environment, and ends when the caller does, or whoever started the server. The jobs of Snakemake
+on this machine, their notebooks' kernels (`preloaded_kernel`) and the runs of `training.campaign` are such
+forks.
 """
 
 from __future__ import annotations
@@ -196,19 +197,20 @@ def serve(address: str, parent: int, modules: Sequence[str] = ()) -> None:
     gc.collect()
     gc.freeze()  # forks share these pages as long as nobody writes to them
     listener.settimeout(1.0)
+    server = os.getpid()
     while os.getppid() == parent:
         with contextlib.suppress(OSError):  # no caller, or no room for a process: its connection ends
             caller, _ = listener.accept()
             with caller:
                 if os.fork() == 0:
                     listener.close()
-                    _serve(caller)
+                    _serve(caller, server)
     with contextlib.suppress(OSError):
         os.unlink(address)
         os.rmdir(os.path.dirname(address))
 
 
-def _serve(caller: socket.socket) -> NoReturn:
+def _serve(caller: socket.socket, server: int) -> NoReturn:
     """In a fork: do what the caller wishes, tell it the exit status and end; end when the caller does."""
     status, told = 1, False
     try:
@@ -216,7 +218,7 @@ def _serve(caller: socket.socket) -> NoReturn:
         wish = json.loads(caller.recv(_WORD.unpack(head)[0], socket.MSG_WAITALL))
         caller.sendall(_WORD.pack(os.getpid()))
         told = True
-        threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(caller, server), daemon=True).start()
         status = _run(wish, streams)
     except BaseException:
         traceback.print_exc()
@@ -229,9 +231,14 @@ def _serve(caller: socket.socket) -> NoReturn:
         os._exit(status)
 
 
-def _end_with(caller: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        caller.recv(1)  # it says nothing more, so it is gone
+def _end_with(caller: socket.socket, server: int) -> None:
+    """End this process when its caller does, or the server, and so whoever started that."""
+    caller.settimeout(1.0)
+    while os.getppid() == server:
+        with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(ConnectionError):
+                caller.recv(1)  # it says nothing more, so it is gone
+            break
     os.kill(os.getpid(), signal.SIGTERM)
 
 

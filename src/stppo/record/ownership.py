@@ -1,4 +1,4 @@
-"""Who works in a folder, and whether whoever started this process still lives.
+"""Who works in a folder.
 
 A lock is filelock's lease in the file `.lock` of the folder: its owner stands in it, its time of change is a
 heartbeat. An owner that is gone from this machine makes room at once, one on another machine of a network
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 BEAT, PATIENCE = 10.0, 90.0  # seconds between heartbeats, and how long they must be missed
-PARENT = "STPPO_PARENT"  # environment: the process without which a run need not go on
 
 
 class FolderInUse(OSError):
@@ -114,41 +113,3 @@ def _name(owner: OwnerRecord | None) -> str:
     if owner is None:
         return "another process"
     return f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
-
-
-# ---- the process without which a run need not go on ----------------------------------------------
-
-
-def _machine() -> str:
-    """This boot of this kernel and this container: process numbers mean something within it alone."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _started(pid: int) -> str:
-    """When a process started, which tells it from a later one of its number; "" where it has ended."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (
-            fields[19] if fields[0] not in "ZX" else ""
-        )  # ended, though nobody has asked for its exit code yet
-    return ""
-
-
-def announce_parent() -> None:
-    """Name this process, in the environment of those that it starts, as the one without which runs stop.
-
-    One that is named already stays, except another machine's, as in a job of a cluster.
-    """
-    if os.environ.get(PARENT, "").partition(" ")[0] != _machine():
-        os.environ[PARENT] = f"{_machine()} {os.getpid()} {_started(os.getpid())}"
-
-
-def is_orphan() -> bool:
-    """Whether the process that `announce_parent` named is gone; never where none was, as under nohup."""
-    machine, _, process = os.environ.get(PARENT, "").partition(" ")
-    pid, _, started = process.partition(" ")
-    return machine == _machine() and pid.isdigit() and started != "" and _started(int(pid)) != started

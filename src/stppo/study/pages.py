@@ -27,8 +27,6 @@ NUMBER = r"[−+]?(?:\d{1,3}(?:,\d{3})+|\d*\.\d+|\d+)"
 MARKED = re.compile(rf"({NUMBER})( %)?<!-- (-?)([\w.]+) -->")
 COMMENT = re.compile(r"<!-- ([\w. -]+) -->")
 CELL = re.compile(rf"(?<![\w.])({NUMBER})( %)?")
-# A number without a zero before its point is a result, and is named; constants are written 0.1.
-UNNAMED = re.compile(r"(?<![\w.])[−+]?\.\d+\b(?! ?%?<!-- )")
 
 
 def marked(root: Path) -> list[Path]:
@@ -101,22 +99,3 @@ def _cell(cell: str, paths: list[str], values: dict[str, Any]) -> str:
         raise ValueError(f"{cell.strip()!r} has not {len(numbers)} numbers, as {', '.join(paths)} have")
     rest = iter(numbers)
     return CELL.sub(lambda found: shown(next(rest), found[1], found[2]), cell)
-
-
-def unnamed(page: str) -> list[str]:
-    """Results that no comment names, in sentences and in tables."""
-    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", page, flags=re.S)
-    loose, columns, inside = [], [], False
-    for line in text.split("\n"):
-        if not line.startswith("|"):
-            inside, columns = False, []
-            loose += UNNAMED.findall(line)
-            continue
-        cells = line.split("|")
-        if not inside:
-            inside, columns = True, [bool(COMMENT.search(cell)) for cell in cells]
-            continue
-        named = bool(COMMENT.search(cells[1]))
-        for cell, column in zip(cells, columns, strict=False):
-            loose += [] if named and column else UNNAMED.findall(cell)
-    return loose

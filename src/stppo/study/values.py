@@ -322,28 +322,20 @@ def mechanism(folder: Path) -> dict[str, Any]:
 def oracle(folder: Path) -> dict[str, Any]:
     """Expected gradients against the true one: group baselines, aggregations, every algorithm."""
     table = pd.read_csv(folder / "group_baselines.csv")
-    wide = table.pivot_table(
-        index=["baseline", "aggregation"], columns=["turns", "tree"], values=["cosine", "scale"]
-    )
     found: dict[str, Any] = {}
-    for (baseline, aggregation), row in wide.iterrows():
-        found[key(f"{baseline} {aggregation}")] = {
-            turns: {
-                "least": row["cosine", turns].min(),
-                "most": row["cosine", turns].max(),
-                "scale": row["scale", turns].mean(),
-            }
-            for turns in ("chosen", "fixed")
-        }
+    for (baseline, aggregation, turns), rows in table.groupby(["baseline", "aggregation", "turns"]):
+        ends = {"least": rows["cosine"].min(), "most": rows["cosine"].max(), "scale": rows["scale"].mean()}
+        found.setdefault(key(f"{baseline} {aggregation}"), {})[turns] = ends
     rows = pd.read_csv(folder / "algorithms.csv").set_index(["algorithm", "data"])
     for name in rows.index.unique("algorithm"):
         fresh, old = rows.loc[(name, "fresh")], rows.loc[(name, "off-policy")]
-        found[key(name)] = {
+        ends = {
             "fresh": fresh["bias"],
             "old": old["bias"],
             "scale": fresh["scale"],
             "old_scale": old["scale"],
         }
+        found[key(name)] = ends
     return found
 
 
@@ -487,19 +479,16 @@ def _writes(numbers: dict[str, Any]) -> dict[str, Any]:
 
 def speed(folder: Path) -> dict[str, Any]:
     """Roll-outs by PyTorch and by vLLM, and an update's passes, as `benchmarks/` measured them."""
-    names = {
-        "tokens": "tokens_per_second",
-        "agent_tokens": "agent_tokens_per_second",
-        "cpu_seconds": "cpu_seconds",
-        "prefix_cache": "prefix_cache_hit_rate",
-        "mismatch": "mismatch_mean",
-    }
     found: dict[str, Any] = {}
     for row in json.loads((folder / "rollouts.json").read_text(encoding="utf-8"))["rows"]:
         whole = row["engine"] == "vllm"
-        shown = {name: row[column] if whole else [] for name, column in list(names.items())[3:]}
-        shown |= {name: row[column] for name, column in list(names.items())[:3]}
-        found[f"{row['engine']}_{row['trajectories']}"] = shown
+        found[f"{row['engine']}_{row['trajectories']}"] = {
+            "prefix_cache": row["prefix_cache_hit_rate"] if whole else [],
+            "mismatch": row["mismatch_mean"] if whole else [],
+            "tokens": row["tokens_per_second"],
+            "agent_tokens": row["agent_tokens_per_second"],
+            "cpu_seconds": row["cpu_seconds"],
+        }
     for name in ("torch_32", "torch_64"):
         found[name]["against_vllm"] = found[name]["tokens"] / found[name.replace("torch", "vllm")]["tokens"]
     tables = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))["tables"]

@@ -27,7 +27,6 @@ from stppo.config.planned import PlannedRun
 from stppo.config.provenance import code_hash, usable_cores
 from stppo.files import repository_path, told
 from stppo.preloaded import JOB, TRAINING, Fork, serving
-from stppo.record.ownership import announce_parent
 from stppo.waiting import saying
 
 
@@ -80,7 +79,6 @@ def train_planned(
             failed.append(done)
         report(done, finished, total)
 
-    announce_parent()
     forks, stopped = set[Fork](), threading.Event()
     active: dict[Future[Done], tuple[PlannedRun | None, Path]] = {}
     with serving(TRAINING), ThreadPoolExecutor(jobs) as pool:

@@ -20,7 +20,7 @@ from stppo.config.settings import RunConfig
 from stppo.files import parse_json, write_atomically, write_json
 from stppo.policy.compute import device_of
 from stppo.policy.policy import save_policy
-from stppo.record.ownership import FolderLock, is_orphan
+from stppo.record.ownership import FolderLock
 from stppo.record.schema import (
     COMPLETED,
     CONFIG_FILE,
@@ -33,7 +33,7 @@ from stppo.record.schema import (
 )
 from stppo.training.checkpoint import CHECKPOINT_DIR, load_checkpoint, save_checkpoint, set_aside
 from stppo.training.controls import identity
-from stppo.training.failures import RunStopped, what_stopped
+from stppo.training.failures import what_stopped
 from stppo.training.loggers import Logger, Loggers, check_installed
 from stppo.training.metrics import (
     evaluate,
@@ -101,7 +101,7 @@ class Run:
 
         resume: "auto" continues from a checkpoint if there is one and raises ValueError where it does not
         fit; "set_aside" renames such a checkpoint and starts again; "never" ignores checkpoints. FolderInUse
-        where another process trains in this folder; RunStopped where the pipeline that started it is gone.
+        where another process trains in this folder; RunStopped where memory runs out or a server is gone.
         """
         with FolderLock(self.folder) as self.lock:
             return self._train_alone(resume)
@@ -182,11 +182,6 @@ class Run:
         if done % training.checkpoint_every == 0 and done < training.iterations:
             self._write(RUNNING)
             self._checkpoint()
-            if is_orphan():
-                raise RunStopped(
-                    f"stopped after iteration {done}, which is kept: the pipeline that started this run is "
-                    "gone"
-                )
         elif evaluated:
             self._write(RUNNING)
 
