@@ -24,9 +24,7 @@ import os
 import re
 import shlex
 import sys
-import threading
 from collections import Counter
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,7 +45,6 @@ from stppo.config.identity import code_of, data_section, fingerprint, run_sectio
 from stppo.config.composition import compose
 from stppo.config.planned import planned_runs, warm_start_overrides
 from stppo.policy.known_models import KNOWN
-from stppo.record.progress import follow
 from stppo.record.runs import missing_runs, uncollected
 from stppo.config.provenance import code_hash, config_targets, imported_files, notebook_imports
 from stppo.derivations.interact import NBCONVERT_OPTIONS
@@ -231,9 +228,6 @@ onstart:
         preloaded.start()
     else:  # jobs take this environment along, and one run by a server here would escape its limits
         os.environ.pop(preloaded.SERVER, None)
-    # In the terminal, a line as a run starts, passes each quarter and ends.
-    say = partial(print, file=sys.stderr, flush=True)
-    threading.Thread(target=follow, args=(f"{RESULTS}/runs", say), daemon=True).start()
 
 
 onsuccess:

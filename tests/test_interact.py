@@ -73,15 +73,6 @@ def test_figures_become_pictures(shown):
     assert base64.b64decode(source[1]).startswith(b"\x89PNG")
 
 
-def test_without_ipywidgets_the_picture_and_one_line(shown, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    interact.explore(Drawn, staleness=(0.0, 2.0, 0.1), kind=["token", "turn"], start={"kind": "turn"})
-    assert Drawn.calls == [{"staleness": 0.0, "kind": "turn"}]
-    assert interact.WIDGET_VIEW not in shown[0] and "picture of" in shown[0]["text/html"]
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "pip install ipywidgets" in said
-
-
 def test_an_import_error_of_the_drawing_is_not_taken_for_missing_widgets(capsys):
     def draw(n):
         raise ImportError("no such colour map")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from stppo.record.ownership import FolderLock
-from stppo.record.progress import all_progress, follow, milestones, table
+from stppo.record.progress import all_progress, table
 
 
 @pytest.fixture
@@ -52,39 +52,7 @@ def test_a_run_is_read_from_its_files(record):
     assert (run.name, run.iteration, run.iterations, run.status) == ("A/st_ppo/seed1", 10, 40, "running")
     assert run.success == 0.5, "sampled, not greedy"
     assert run.seconds == 2.0 and run.left == pytest.approx(30 * 2 - 5, abs=1)
-    assert run.line().startswith("st_ppo seed 1: iteration 10 of 40, success .50, 2.0 s an iteration, about ")
-
-
-def test_each_milestone_is_said_once(record, tmp_path):
-    said = milestones(tmp_path)
-    assert next(said) == []
-    lines = []
-    for iteration in range(0, 40, 2):
-        record("A/st_ppo/seed1", iteration)
-        lines += next(said)
-    record("A/st_ppo/seed1", 40, status="completed")
-    lines += next(said)
-    assert next(said) == []
-    at = [0, 10, 20, 30, 40]
-    assert [
-        f"{n} of 40" in line or (n == 0 and "started" in line) for n, line in zip(at, lines, strict=True)
-    ] == [True] * 5
-    assert "completed" in lines[-1]
-
-
-def test_two_runs_side_by_side_are_told_apart(record, tmp_path):
-    said = milestones(tmp_path)
-    next(said)
-    record("A/st_ppo/seed1", 0)
-    record("A/token_ppo/seed1", 20)
-    assert len(next(said)) == 2
-
-
-def test_runs_that_ended_before_are_passed_over_and_one_that_goes_on_is_not(record, tmp_path):
-    record("A/st_ppo/seed1", 40, status="completed")
-    record("A/st_ppo/seed2", 12)
-    (line,) = next(milestones(tmp_path))
-    assert "12 of 40" in line
+    assert "10 of 40    success .50  2.0 s an iteration, about 5" in table([run])
 
 
 def test_a_run_that_stopped_is_told_as_such(record):
@@ -117,14 +85,3 @@ def test_a_record_that_is_none_is_passed_over(record, content):
 def test_missing_folder_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no folder .*laptop"):
         all_progress(tmp_path / "laptop")
-
-
-def test_follow_waits_for_a_folder_that_is_not_there_yet(record, tmp_path):
-    said, looks = [], iter([False, False, True])
-
-    def stop():
-        record("runs/A/st_ppo/seed1", 10)
-        return next(looks)
-
-    follow(tmp_path / "runs", said.append, pause=0.0, stop=stop)
-    assert len(said) == 1

@@ -42,7 +42,7 @@ def explore(draw: Callable[..., Any], *, start: Mapping[str, Any] | None = None,
 
     The cell's one output holds the controls and the picture of the start values as alternatives: JupyterLab
     shows the controls, HTML made with `NBCONVERT_OPTIONS`, GitHub and viewers without widgets show the
-    picture and name its values. Without ipywidgets the picture comes with one line that says what to install.
+    picture and name its values.
 
     ValueError names an option that is no abbreviation, a start value that its option does not offer, or a
     `draw` that returned nothing to show.
@@ -52,13 +52,6 @@ def explore(draw: Callable[..., Any], *, start: Mapping[str, Any] | None = None,
         raise ValueError(
             f"explore: start names {', '.join(unknown)}, but the options are {', '.join(options)}"
         )
-    try:
-        import ipywidgets  # noqa: F401
-    except ImportError:
-        print("Sliders need ipywidgets: pip install ipywidgets, then restart the kernel. The start picture:")
-        values = {name: start.get(name, _first(option)) for name, option in options.items()}
-        display(_static(_picture(draw(**values)), values), raw=True)
-        return
     box, picture = controls(draw, options, start)
     widgets = zip(options, box.children, strict=False)  # the last child is the picture
     said = {name: getattr(widget, "label", widget.value) for name, widget in widgets}
@@ -114,13 +107,6 @@ def _widget(name: str, option: Any, start: Mapping[str, Any]) -> Any:
     if "description_width" in widget.style.keys:
         widget.style.description_width = "initial"
     return widget
-
-
-def _first(option: Any) -> Any:
-    """The value that an option starts with where no widget can tell: the first that it offers."""
-    if isinstance(option, Mapping):
-        return next(iter(option.values()))
-    return option[0] if isinstance(option, (tuple, list)) else getattr(option, "value", option)
 
 
 def _static(picture: str, values: Mapping[str, Any]) -> dict[str, str]:

@@ -8,7 +8,6 @@ folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from stppo.files import parse_json, printable, read_yaml
 from stppo.record.ownership import in_use
 from stppo.record.schema import COMPLETED, CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, RUNNING, is_set_aside
 
-MILESTONES = 4  # lines a run: at its start, then at each quarter
 _WIDTH = 20
 
 
@@ -28,8 +26,6 @@ class Progress:
     """One run as it stands on disk."""
 
     name: str  # path below the folder that was asked about
-    algorithm: str
-    seed: int
     status: str
     iteration: int
     iterations: int  # that it is to have
@@ -50,17 +46,6 @@ class Progress:
         """Whether it has not ended, and nobody goes on with it."""
         return self.status == RUNNING and not self.in_use
 
-    def line(self) -> str:
-        """One line for a terminal."""
-        start = f"{self.algorithm} seed {self.seed}: "
-        at = f"iteration {self.iteration} of {self.iterations}"
-        success = "" if self.success is None else f", success {_share(self.success)}"
-        if self.status != RUNNING:
-            return f"{start}{self.status.replace('_', '-')} at {at}{success}"
-        if self.seconds is None:
-            return f"{start}started, {self.iterations} iterations{success}"
-        return f"{start}{at}{success}, {_pace(self.seconds)} an iteration, about {_duration(self.left)} left"
-
 
 def read_progress(record: Path, folder: Path) -> Progress | None:
     """The run whose `run.json` this is; None where its files are not (yet) readable."""
@@ -74,8 +59,6 @@ def read_progress(record: Path, folder: Path) -> Progress | None:
             return None
         return Progress(
             name=printable(str(record.parent.relative_to(folder))),
-            algorithm=content["algorithm"],
-            seed=content["seed"],
             status=content["status"],
             iteration=done,
             iterations=iterations,
@@ -136,46 +119,6 @@ def _state(run: Progress) -> str:
     if run.seconds is None:
         return "started"
     return f"{_pace(run.seconds)} an iteration, about {_duration(run.left)} left"
-
-
-def follow(
-    folder: str | Path,
-    say: Callable[[str], None],
-    pause: float = 5.0,
-    stop: Callable[[], bool] = lambda: False,
-) -> None:
-    """Say a line as a run below the folder starts, passes each quarter and ends, until `stop()`.
-
-    Runs that have ended before are passed over. pause: seconds between two looks.
-    """
-    lines = milestones(Path(folder))
-    while not stop():
-        for line in next(lines):
-            say(line)
-        time.sleep(pause)
-
-
-def milestones(folder: Path) -> Iterator[list[str]]:
-    """Each time it is asked, the lines that are due since the time before."""
-    reached: dict[Path, tuple[int, str]] = {}
-    read: dict[Path, int] = {}
-    first = True
-    while True:
-        lines = []
-        for record in records(folder) if folder.is_dir() else []:
-            try:
-                written = record.stat().st_mtime_ns
-            except OSError:
-                continue
-            if read.get(record) == written or (run := read_progress(record, folder)) is None:
-                continue
-            read[record] = written
-            now = (MILESTONES * run.iteration // run.iterations, run.status)
-            before, reached[record] = reached.get(record), now
-            if before != now and not (first and (run.status != RUNNING or run.is_stopped)):
-                lines.append(run.line())
-        first = False
-        yield lines
 
 
 def _share(value: float) -> str:
