@@ -59,7 +59,7 @@ def test_an_index_is_made_and_asked(retriever, corpus):
         (["query", ".", "q"], "no index; make one with `stppo retriever index`"),
         (["query", "http://127.0.0.1:1/retrieve", "q"], "http://127.0.0.1:1/retrieve: no usable answer"),
         (["serve", "nowhere"], "index: no file or folder nowhere"),
-        (["serve", ".", "--topk", "9", "--max-topk", "5"], "--topk 9 is above --max-topk 5"),
+        (["serve", ".", "--topk", "101"], "--topk 101: at most 100"),
     ],
 )
 def test_what_is_wrong_is_one_line(retriever, corpus, monkeypatch, arguments, problem):

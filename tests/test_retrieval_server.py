@@ -134,11 +134,6 @@ def test_other_paths_and_methods_are_refused(url):
         RetrievalClient(url).search(["a"], 1)
 
 
-def test_a_wrong_limit_is_named():
-    with pytest.raises(ValueError, match="topk must be a whole number of at least 1"):
-        Limits(topk=0)
-
-
 # ---- many at once, failures ---------------------------------------------------------------------
 
 

@@ -72,12 +72,6 @@ def serve(
     topk: Annotated[int, typer.Option(min=1, help="For requests that name none.")] = 3,
     corpus: Corpus = None,
     device: Device = "cpu",
-    max_queries: Annotated[int, typer.Option(min=1, help="In one request.")] = 4096,
-    max_query_characters: Annotated[int, typer.Option(min=1)] = 8192,
-    max_topk: Annotated[int, typer.Option(min=1)] = 100,
-    max_documents: Annotated[int, typer.Option(min=1, help="Queries times topk.")] = 32_768,
-    max_body_bytes: Annotated[int, typer.Option(min=1)] = 8 * 2**20,
-    timeout: Annotated[int, typer.Option(min=1, help="Seconds for a request.")] = 60,
 ) -> None:
     """Serve an index with Search-R1's interface: POST /retrieve, GET /health. It has no authentication.
 
@@ -87,11 +81,8 @@ def serve(
     from stppo.retrieval.server import LOCAL_NAMES, Limits, create_app
     from stppo.retrieval.server import serve as serve_app
 
-    limits = Limits(
-        max_queries, max_query_characters, max_topk, max_documents, max_body_bytes, seconds=timeout
-    )
-    if topk > max_topk:
-        raise ValueError(f"--topk {topk} is above --max-topk {max_topk}")
+    if topk > Limits.topk:
+        raise ValueError(f"--topk {topk}: at most {Limits.topk}")
     retriever = IndexRetriever(folder, corpus, device)
     retriever.search(["ready"], 1)  # what is wrong with a model or file shows before the first client
     about = {name: retriever.manifest[name] for name in ("kind", "documents")}
@@ -99,7 +90,7 @@ def serve(
         f"{about['kind']} index of {about['documents']} documents: http://{host}:{port}/retrieve", err=True
     )
     hosts = LOCAL_NAMES if host in LOCAL_NAMES else None
-    serve_app(create_app(retriever, limits, topk, about, hosts), host, port, limits)
+    serve_app(create_app(retriever, default_topk=topk, about=about, hosts=hosts), host, port)
 
 
 @app.command()

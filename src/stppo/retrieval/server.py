@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from stppo.checks import install, whole_number
+from stppo.checks import install
 from stppo.files import parse_json
 from stppo.retrieval.documents import Document, Retriever
 
@@ -45,9 +45,6 @@ class Limits:
     batch_queries: int = 256
     waiting_queries: int = 8192
     seconds: int = 60
-
-    def __post_init__(self) -> None:
-        whole_number(self, *self.__dataclass_fields__)
 
 
 @dataclass(eq=False)
@@ -258,7 +255,7 @@ class _Impatient(H11Protocol):
             self.transport.close()
 
 
-def serve(app: FastAPI, host: str, port: int, limits: Limits | None = None) -> None:
+def serve(app: FastAPI, host: str, port: int) -> None:
     """Serve until interrupted; OSError names an address that cannot be listened on."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -268,7 +265,7 @@ def serve(app: FastAPI, host: str, port: int, limits: Limits | None = None) -> N
             f"{host}:{port} cannot be listened on ({error.strerror}); choose another --port or --host"
         ) from error
     with listening:
-        uvicorn.Server(server_config(app, limits)).run(sockets=[listening])
+        uvicorn.Server(server_config(app)).run(sockets=[listening])
 
 
 async def _read(request: Request, most: int) -> bytes:
