@@ -42,32 +42,13 @@ AXES = (
     "loss aggregation",
 )
 
-# The worked example of figure 1, made up: one trajectory of three turns, each token's ratio pi / pi_old and
-# the
-# sign of its advantage. E stands for an environment token.
+# The worked example of figure 1, made up: one trajectory of three turns, a line each, its tokens' ratios
+# pi / pi_old and the sign of the turn's advantage. E stands for an environment token.
 E = None
 TOKEN_RATIOS = (
-    E,
-    E,
-    E,
-    1.10,
-    0.95,
-    1.60,
-    1.05,
-    E,
-    E,
-    E,
-    0.70,
-    1.15,
-    0.60,
-    0.85,
-    0.75,
-    E,
-    E,
-    E,
-    0.90,
-    1.30,
-    1.05,
+    *(E, E, E, 1.10, 0.95, 1.60, 1.05),
+    *(E, E, E, 0.70, 1.15, 0.60, 0.85, 0.75),
+    *(E, E, E, 0.90, 1.30, 1.05),
 )
 TURN_ADVANTAGES = (1.0, -1.0, 1.0)
 # Of every token, for the rules that read them: its probability under pi_old, the entropy where it was drawn,
