@@ -3,7 +3,6 @@
 import copy
 import importlib
 import random
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stppo.plugins.shared_folder import SharedFolder
 from stppo.plugins.vllm_weights import WeightSync
 from stppo.policy.compute import place
 from stppo.policy.policy import PolicyConfig, build_policy
@@ -212,52 +210,3 @@ def test_a_process_has_one_engine_at_a_time_on_a_gpu(start, policy):
     first.close()  # once more does nothing
     second.sync(policy)
     second.close()
-
-
-# ---- the folder of an engine's model ---------------------------------------------------------------
-
-
-def writing(text):
-    return lambda folder: (folder / "config.json").write_text(text)
-
-
-def test_same_content_has_the_same_path_at_any_time(tmp_path):
-    first = SharedFolder(tmp_path / "root", writing("a"))
-    path = first.path
-    assert (path / "config.json").read_text() == "a"
-    first.close()
-    first.close()
-    assert not path.exists()
-    again, other = (
-        SharedFolder(tmp_path / "root", writing("a")),
-        SharedFolder(tmp_path / "root", writing("b")),
-    )
-    assert again.path == path != other.path
-    assert [p for p in (tmp_path / "root").iterdir() if p.name.startswith(".part")] == []
-
-
-def test_it_stays_while_another_process_uses_it(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from stppo.plugins.shared_folder import SharedFolder\n"
-        "folder = SharedFolder(Path(sys.argv[1]), lambda f: (f / 'config.json').write_text('a'))\n"
-        "print(folder.path, flush=True); input(); folder.close()"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    theirs = child.stdout.readline().strip()
-    ours = SharedFolder(tmp_path, writing("a"))
-    assert str(ours.path) == theirs
-    ours.close()
-    assert ours.path.exists()
-    child.communicate("\n")
-    assert child.returncode == 0 and not ours.path.exists()
-
-
-def test_what_cannot_be_written_leaves_nothing(tmp_path):
-    def broken(folder):
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        SharedFolder(tmp_path, broken)
-    assert list(tmp_path.iterdir()) == []
