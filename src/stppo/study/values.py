@@ -30,6 +30,7 @@ from stppo.study import benchmark, pages
 from stppo.study.benchmark_figures import signals_of_methods
 
 REFERENCE, FILE = Path("results/reference"), "values.yaml"
+LEAST_WORLDS = 6  # of an arm that is told
 LEVEL = 0.95
 FELL = ("crashed and recovered", "collapsed")
 LOST = ("did not learn", "lost its start")
@@ -290,6 +291,17 @@ def divisor(folder: Path) -> dict[str, Any]:
                 ended = metrics.arm(benchmark.REGIME, arm)
                 found[arm] = {"final": ended["final"].mean(), "greedy": ended["greedy_final"].mean()}
             found[one]["log_sd"] = _over_updates(metrics, benchmark.REGIME, one)["divisor_log_sd"].median()
+    trial = load_metrics(parts["part2"])
+    arms = trial.summary.groupby(["regime", "algorithm"]).size()
+    for regime, arm in arms[arms >= LEAST_WORLDS].index:
+        runs = trial.arm(regime, arm)
+        ends = {"worlds": len(runs), "final": runs["final"].mean(), "greedy": runs["greedy_final"].mean()}
+        base = "token_ppo" if arm.startswith(("s_ppo", "token_ppo")) else "turn_ppo"
+        less = {} if arm == base or base not in arms[regime] else _apart(runs, trial.arm(regime, base))
+        divisors = trial.rows_of(regime, arm)["stabilizer_divisor"]
+        acts = {"divided": int((divisors != 1).sum()), "iterations": len(divisors)}
+        told = less | ends | acts
+        found.setdefault(key(regime), {})[key(arm)] = told
     return found
 
 
