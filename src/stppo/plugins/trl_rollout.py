@@ -58,7 +58,7 @@ def search_rollout(
     model with a sliding window."""
     questions = _questions(world, splits)
     environment = world.environment
-    made: dict[GRPOTrainer, _Rooms] = {}  # it reads the whole vocabulary once
+    made: list[tuple[GRPOTrainer, _Rooms]] = []  # the last one: it reads the whole vocabulary once
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
         _refuse_other_sampling(trainer, environment)
@@ -68,9 +68,8 @@ def search_rollout(
                 f"search_rollout: {unknown[0]!r} is no prompt of the world's {', '.join(splits)} questions; "
                 "make the dataset with search_dataset(world)"
             )
-        if trainer not in made:
-            made.clear()
-            made[trainer] = _Rooms(environment, trainer)
+        if not made or made[0][0] is not trainer:
+            made[:] = [(trainer, _Rooms(environment, trainer))]
         seed = int(torch.randint(2**62, ()))  # of TRL's own stream
         with unwrap_model_for_generation(
             trainer.model_wrapped,
@@ -79,7 +78,7 @@ def search_rollout(
         ) as policy:
             _refuse_windows(policy)
             asked = [questions[prompt] for prompt in prompts]
-            played = made[trainer].collect(policy, asked, torch.Generator().manual_seed(seed))
+            played = made[0][1].collect(policy, asked, torch.Generator().manual_seed(seed))
         batch = played.trajectories
         starts, ends = batch.agent_mask.int().argmax(1).tolist(), batch.lengths.tolist()
 
