@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
-from scipy.stats import linregress
+from scipy import stats
 
 from stppo.record import schema
 from stppo.record.runs import Metrics
@@ -42,7 +42,7 @@ def clipping_bias_growth(iterations: pd.DataFrame) -> float:
     steady = iterations[(age == age.max()) & (norm > 0) & np.isfinite(norm)]
     if len(steady) < MIN_POINTS:
         return math.nan
-    return 10 * float(linregress(steady["iteration"], np.log(steady["clipping_bias_norm"])).slope)
+    return 10 * float(stats.linregress(steady["iteration"], np.log(steady["clipping_bias_norm"])).slope)
 
 
 def critic_error(iterations: pd.DataFrame) -> float:
