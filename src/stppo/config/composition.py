@@ -75,7 +75,7 @@ def _refuse_bare(overrides: list[str]) -> None:
     for override in overrides:
         if "=" not in override and not override.startswith("~"):
             of = [group for group in config_files.groups() if override in options(group)]
-            example = f"{of[0] if of else 'algorithm'}={override}"
+            example = f"{override}=VALUE" if "." in override else f"{of[0] if of else 'algorithm'}={override}"
             raise ConfigError(f"{override}: an override has the form key=value, e.g. {example}")
 
 
