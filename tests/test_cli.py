@@ -207,6 +207,14 @@ def test_what_can_be_chosen_is_listed(stppo):
     assert_one_line_error(stppo("list", "world_s"), "allowed are algorithms", "did you mean worlds?")
 
 
+def test_a_base_that_is_no_algorithm_is_named(stppo, tmp_path):
+    file = tmp_path / "algorithm" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("defaults: [turn_pppo]\nname: mine\n")
+    result = stppo("train", "algorithm=mine", "preset=smoke", "--config-dir", str(tmp_path))
+    assert_one_line_error(result, "algorithm/mine", "turn_pppo", "did you mean turn_ppo?")
+
+
 def test_an_own_file_with_keys_missing_is_named_with_them(stppo, tmp_path):
     file = tmp_path / "algorithm" / "half.yaml"
     file.parent.mkdir()

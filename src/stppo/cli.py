@@ -774,7 +774,7 @@ def progress(
 @app.command()
 def collect(
     out: Annotated[Path, typer.Argument(help="Folder of the metrics tables, e.g. results/smoke/metrics.")],
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or metrics folders made before.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, folders above runs, or metrics folders.")],
 ) -> None:
     """Aggregate the recorded metrics of several runs.
 
@@ -784,11 +784,18 @@ def collect(
 
     * `stppo collect results/both results/reference/laptop/metrics results/laptop/runs/OFF_POLICY/*/seed3`
     """
+    from stppo.record.compare import find_runs
     from stppo.record.runs import collect as collect_runs
 
-    summary = collect_runs(runs, out).summary
+    summary = collect_runs([r for folder in runs for r in _runs_of(folder, find_runs)], out).summary
     shown = ["regime", "algorithm", "seed", "start", "peak", "final", "greedy_final", "outcome"]
     typer.echo(summary[shown].to_string(index=False, float_format="%.3f"))
+
+
+def _runs_of(folder: Path, find: Any) -> list[Path]:
+    """A run or metrics folder, or the runs below one that is neither; what is not there stays."""
+    below = folder.is_dir() and not (folder / "run.json").exists() and any(folder.rglob("run.json"))
+    return find([folder]) if below else [folder]
 
 
 @app.command()

@@ -61,6 +61,12 @@ def compose(overrides: list[str] | None = None) -> Config:
         mark = getattr(error, "problem_mark", None)
         raise ConfigError(f"{mark.name if mark else own}: {config_files.problem(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
+        if missing := re.match(r"In '(\S+)': Could not (?:load|find) '(\w+)/([\w.]+)'", str(error)):
+            names = options(missing[2])
+            hint = meant(missing[3], names) or f"; allowed: {', '.join(names)}"
+            raise ConfigError(
+                f"{missing[1]}: its defaults name {missing[3]}, which is no {missing[2]}{hint}"
+            ) from error
         if unknown := re.match(r"Could not override '([\w.]+)'", str(error)):
             _refuse_unknown_key(unknown[1], overrides)
         # Hydra's first line says what is wrong; the lines after it often name the key.

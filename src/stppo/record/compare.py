@@ -111,9 +111,10 @@ def _is_unfinished(folder: Path) -> bool:
 def text(table: pd.DataFrame) -> str:
     """The table for a terminal of 100 columns: means, the range of final success where there are several
     seeds, and at the end of a line, where it may be long, the name."""
+    width = 12 if (table["seeds"] > 1).any() else 0  # of the range
     lines = [
-        "sampled                             greedy",
-        "start  final               auc   top start final  auc   top  seeds iterations algorithm",
+        f"{'sampled':<{24 + width}}greedy",
+        f"start  final {'':<{width}}  auc   top start final  auc   top seeds iters algorithm",
     ]
     for row in table.to_dict("records"):
         cells = []
@@ -125,9 +126,9 @@ def text(table: pd.DataFrame) -> str:
                 cells.append(f"{'-':>5}" if pd.isna(mean) else f"{mean:5.2f}")
                 if (measure, kind) == ("final", "sampled"):
                     shown = f"[{low:.2f}, {high:.2f}]" if row["seeds"] > 1 else ""
-                    cells.append(f"{shown:<12}")
+                    cells.append(f"{shown:<{width}}")
         name = printable(" ".join(filter(None, (row["regime"], row["algorithm"], row["variant"]))))
-        lines.append(f"{' '.join(cells)}  {row['seeds']:>5} {row['iterations']:>10} {name}")
+        lines.append(f"{' '.join(cells)} {row['seeds']:>5} {row['iterations']:>5} {name}")
     return "\n".join([*lines, table.attrs["asked"]])
 
 
