@@ -67,9 +67,10 @@ def test_recorded_runs_are_left_out_and_their_warm_start_is_taken(tmp_path, monk
     shutil.move("results/mini/warm_start", "record/warm_start")
     shutil.rmtree("results")
     (start,) = Path("record/warm_start").iterdir()
-    name, older = start.name, start.with_name("seed0-made-by-older-code")
-    start.rename(older)
-    (older / "mark").touch()
+    name = start.name
+    (start / "mark").touch()
+    shutil.make_archive(str(start.with_name("seed0-made-by-older-code")), "zip", start)
+    shutil.rmtree(start)
     assert "1 of 2 runs are in record/metrics" in command(*train)
     assert [folder.name for folder in runs.iterdir()] == ["so_grpo"]
     assert (Path("results/mini/warm_start") / name / "mark").is_file()
