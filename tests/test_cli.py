@@ -407,6 +407,13 @@ def assert_last_line(result, part):
     assert err.splitlines()[-1].startswith("error: ") and part in err.splitlines()[-1]
 
 
+def test_runs_below_a_folder_are_collected(stppo, started):
+    assert stppo("train", *TINY, "training.iterations=1", "--out", "below/one")[0] == 0
+    code, out, err = stppo("collect", "metrics", "below")
+    assert code == 0 and "st_ppo" in out, err
+    assert len(json.loads((started / "metrics" / "runs.json").read_text())) == 1
+
+
 def test_a_checkpoint_of_other_settings_names_them(stppo, started):
     arguments = ["train", *TINY, "training.iterations=1", "--out", "run"]
     assert stppo(*arguments)[0] == 0

@@ -21,6 +21,13 @@ from torch import Tensor
 from stppo.objectives import Stabilizer
 from stppo.plugins.losses import loss_and_metrics, objective_of
 
+_THRESHOLDS = ("outlier_token_is_threshold", "token_mask_is_threshold")
+_CORRECTIONS = (
+    "tis_ratio_type",
+    "sequence_mask_metric",
+    *(f"{t}_{e}" for t in _THRESHOLDS for e in ("low", "high")),
+)
+
 
 def register(name: str, knobs: Mapping[str, Any] | None = None) -> str:
     """Add an algorithm to SkyRL's policy losses; returns its name there.
@@ -50,8 +57,8 @@ def loss(
 
     ValueError where `off_policy_correction` is on, which SkyRL leaves to each loss and ours do not apply."""
     correction = getattr(config, "off_policy_correction", None)
-    for option in ("tis_ratio_type", "sequence_mask_metric"):
-        if getattr(correction, option, None):
+    for option in _CORRECTIONS:
+        if getattr(correction, option, None) is not None:
             raise ValueError(
                 f"{name}: off_policy_correction.{option} is not applied by this loss; set it to null"
             )
