@@ -419,6 +419,8 @@ def test_a_checkpoint_of_other_settings_names_them(stppo, started):
     assert stppo(*arguments)[0] == 0
     result = stppo(*arguments, "algorithm.objective.clip.epsilon_low=0.125", "training.kernels=eager")
     assert_last_line(result, "(algorithm.objective.clip.epsilon_low = 0.2 there, 0.125 here)")
+    (started / "run/config.yaml").write_text("algorithm: {name: st_ppo}\n")
+    assert_last_line(stppo(*arguments, "training.learning_rate=0.01"), "(another config or code)")
 
 
 def test_an_error_in_a_class_of_ones_own_names_its_line(stppo, started):

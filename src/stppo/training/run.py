@@ -17,7 +17,7 @@ from stppo.config.loading import LoadedRun
 from stppo.config.planned import label_of
 from stppo.config.provenance import environment, other_torch
 from stppo.config.settings import RunConfig
-from stppo.files import parse_json, write_atomically, write_json
+from stppo.files import parse_json, read_yaml, write_atomically, write_json
 from stppo.policy.compute import device_of
 from stppo.policy.policy import save_policy
 from stppo.record.ownership import FolderLock
@@ -265,10 +265,10 @@ class Run:
     def _difference(self) -> str:
         """What the run whose files are in the folder differs from this one by, for a message."""
         try:
-            theirs = yaml.safe_load((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            theirs = read_yaml(self.folder / CONFIG_FILE)
             code = parse_json((self.folder / RUN_FILE).read_bytes()).get("code_hash")
             old, new = (dict(dotted(identity_section(config))) for config in (theirs, self.config))
-        except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError):
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):  # damaged, or of an old form
             return "another config or code"
         keys = [k for k, v in {**old, **new}.items() if old.get(k) != new.get(k) and not isinstance(v, dict)]
         said = [f"{key} = {old.get(key)!r} there, {new.get(key)!r} here" for key in keys[:3]]
