@@ -56,7 +56,7 @@ gallery: setup
 # brief, and other notebooks are pages where `make all PRESET=$(DOCS_PRESET)` was run before. A warning is an error.
 DOCS_PRESET ?= smoke
 docs: setup
-	@missing=$$(python docs/_ext/executed.py missing | xargs -n1 | sed 's|..*|results/$(DOCS_PRESET)/&.ipynb|'); \
+	@missing=$$(python docs/_ext/executed.py missing | xargs -n1 | sed 's|..*|results/$(DOCS_PRESET)/status/&.ok|'); \
 	[ -z "$$missing" ] || snakemake $$missing $(QUIET) --config preset=$(DOCS_PRESET)
 	python docs/_ext/executed.py show results/$(DOCS_PRESET)
 	sphinx-build -q -W --keep-going -b html docs docs/_build/html

@@ -13,8 +13,10 @@
 #
 # Your own notebook: notebooks/30-anything.ipynb (30 to 39), with a cell tagged `parameters` that sets
 # `metrics_dir`, the folder of recorded metrics to read, and `output_dir`, where `stppo.figures.style.publish`
-# puts its figures. It is a job of its own: where it stops with an error, its page shows where, the report is made
-# all the same, and the command ends with a line that names it; `--forcerun own_notebook` executes it again.
+# puts its figures.
+#
+# Where a notebook stops with an error, its page shows where, the report is made all the same, and the command ends
+# with a line that names it; the next one executes it again.
 #
 # What a run depends on is content: its composed config, and the syntax of the modules that it imports. Both
 # go into `params`, whose changes make Snakemake rerun a job; a comment edit or a new time stamp does not.
@@ -73,7 +75,6 @@ except (ValueError, AttributeError) as error:
     )
 RESULTS = f"results/{PRESET}"
 KERNEL = config.get("kernel", "python3")
-FAST = PRESET == "smoke"
 
 try:
     RUNS = {run.name: run for run in planned_runs(PRESET, OVERRIDES)}
@@ -81,6 +82,7 @@ try:
 except ConfigError as error:
     raise WorkflowError(str(error))
 PIPELINE = COMPOSED["pipeline"]
+FAST = bool(PIPELINE.get("fast"))  # derivations in brief
 # A preset may be rendered from committed metrics; `retrain=true` trains it instead.
 RETRAIN = str(config.get("retrain", False)).lower() in ("true", "1", "yes")
 RECORDED = None if RETRAIN else PIPELINE.get("recorded")
@@ -155,6 +157,7 @@ def numbered(number):
 DERIVATIONS, NOTEBOOKS, OWN = numbered("0[0-9]"), numbered("2[0-3]"), numbered("3[0-9]")
 PAGES = [*([] if RECORDED else DERIVATIONS), *NOTEBOOKS, *OWN]
 FIGURES = [f"{RESULTS}/figures", *(f"{RESULTS}/{name}.ipynb" for name in NOTEBOOKS)]
+ENDED = f"{RESULTS}/status"  # how notebooks ended that no run waits for
 CLAIMS = multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "planned.json")
 CLAIMS = CLAIMS if "study" in COMPOSED else []
 RUN = "python -m stppo.preloaded"  # without the seconds of importing, where jobs run on this machine
@@ -212,6 +215,7 @@ wildcard_constraints:
     start="|".join(WARM_STARTS) or "-",
     derivation="|".join(DERIVATIONS),
     own="|".join(map(re.escape, OWN)) or "-",
+    page="|".join(map(re.escape, PAGES)),
 
 
 onstart:
@@ -243,7 +247,7 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         expand(f"{RESULTS}/{{name}}.html", name=[*PAGES, *OWN_PAGES]),
-        expand(f"{RESULTS}/own/{{own}}.ok", own=OWN),
+        expand(f"{ENDED}/{{page}}.ok", page=PAGES),
         expand(f"{RESULTS}/runs/{{run}}/10-train.html", run=TRAINED),
 
 
@@ -340,10 +344,35 @@ else:
             "{RUN} stppo collect {RESULTS}/metrics {params.runs} > {log} 2>&1"
 
 
+def executes(name, options):
+    """Shell that executes a notebook to its end or to its error."""
+    page, said = f"{RESULTS}/{name}.ipynb", f"{RESULTS}/logs/{name}.log"
+    # Not every notebook has metadata that names its language.
+    return f"{RUN} papermill notebooks/{name}.ipynb {page} {PAPERMILL} -l python {options} > {said} 2>&1"
+
+
+def keeps_end(name):
+    """Shell that waits for the notebook in the background ($1 is its process) and keeps how it ended."""
+    page, said = f"{RESULTS}/{name}.ipynb", f"{RESULTS}/logs/{name}.log"
+    return (
+        "ended=0; wait $1 || ended=$?; shift; "
+        # papermill takes it for the end of the notebook
+        f"! grep -q '\"ename\": \"SystemExit\"' {page} || {{{{ ended=1; echo SystemExit >> {said}; }}}}; "
+        f"mkdir -p {ENDED}; echo $ended > {ENDED}/{name}.status; "
+    )
+
+
+def side_by_side(names, options):
+    """Shell that executes notebooks at the same time; an interrupted job leaves none behind."""
+    starts = "".join(executes(name, options) + ' & set -- "$@" $!; ' for name in names)
+    return "set --; trap 'kill $@ 2> /dev/null || true' EXIT; " + starts + "".join(map(keeps_end, names))
+
+
 rule derivation:
     output:
         f"{RESULTS}/{{derivation}}.ipynb",
         directory(f"{RESULTS}/derivations/{{derivation}}"),
+        f"{ENDED}/{{derivation}}.status",
     params:
         content=lambda wildcards: CONTENT[wildcards.derivation],
         benchmarks=content_of("results/reference/benchmarks.json"),  # what the cheap estimators cost
@@ -351,15 +380,14 @@ rule derivation:
         f"{RESULTS}/logs/{{derivation}}.log",
     threads: 1
     shell:
-        "mkdir -p {output[1]} && "  # not every notebook draws a figure
-        "{RUN} papermill notebooks/{wildcards.derivation}.ipynb {output[0]} {PAPERMILL}"
-        " -p output_dir {output[1]} > {log} 2>&1"
+        "mkdir -p {output[1]}; "  # not every notebook draws a figure
+        + side_by_side(["{wildcards.derivation}"], "-p output_dir {output[1]}")
 
 
 # The derivations alone, without any training: what `make docs` shows of them.
 rule derivations:
     input:
-        expand(f"{RESULTS}/{{name}}.ipynb", name=DERIVATIONS),
+        expand(f"{ENDED}/{{page}}.ok", page=DERIVATIONS),
 
 
 # Not part of `all`: snakemake results/<preset>/25-plug-ins.html, whole only where verl and TRL are installed
@@ -456,57 +484,46 @@ rule figures:
     output:
         directory(FIGURES[0]),
         FIGURES[1:],
+        expand(f"{ENDED}/{{name}}.status", name=NOTEBOOKS),
     params:
         content=[CONTENT[name] for name in NOTEBOOKS],
-        options=f"{PAPERMILL} -p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures",
     log:
         expand(f"{RESULTS}/logs/{{name}}.log", name=NOTEBOOKS),
     threads: len(NOTEBOOKS)  # side by side, for they share a folder of figures and so a job
-    retries: 1  # as for derivations
     shell:
-        "jobs=; trap 'kill $jobs 2> /dev/null || true' EXIT; "  # an interrupted job leaves none behind
-        + "".join(
-            f"{RUN} papermill notebooks/{name}.ipynb {RESULTS}/{name}.ipynb {{params.options}}"
-            f" > {RESULTS}/logs/{name}.log 2>&1"
-            ' & jobs="$jobs $!"; '
-            for name in NOTEBOOKS
-        )
-        + "failed=0; for job in $jobs; do wait $job || failed=1; done; exit $failed"
+        "mkdir -p {output[0]}; "
+        + side_by_side(NOTEBOOKS, f"-p metrics_dir {RESULTS}/metrics -p output_dir {RESULTS}/figures")
 
 
-# A reader's notebook: executed to its end or to its error, which the report is not to wait for.
 rule own_notebook:
     input:
         METRICS,
     output:
         f"{RESULTS}/{{own}}.ipynb",
         directory(f"{RESULTS}/own/{{own}}"),
-        f"{RESULTS}/own/{{own}}.status",
+        f"{ENDED}/{{own}}.status",
     params:
         content=lambda wildcards: CONTENT[wildcards.own],
     log:
         f"{RESULTS}/logs/{{own}}.log",
     threads: 1
     shell:
-        "mkdir -p {output[1]:q}; status=0; "
-        "{RUN} papermill notebooks/{wildcards.own:q}.ipynb {output[0]:q} {PAPERMILL} -l python"
-        " -p metrics_dir {RESULTS}/metrics -p output_dir {output[1]:q} > {log:q} 2>&1 || status=$?; "
-        # papermill takes it for the end of the notebook
-        "! grep -q '\"ename\": \"SystemExit\"' {output[0]:q} || {{ status=1; echo SystemExit >> {log:q}; }}; "
-        "echo $status > {output[2]:q}"
+        "mkdir -p {output[1]:q}; "
+        + side_by_side(["{wildcards.own:q}"], f"-p metrics_dir {RESULTS}/metrics -p output_dir {{output[1]:q}}")
 
 
-rule own_notebook_ended:
+# Forgets how a notebook ended that stopped with an error, so that the next run executes it again.
+rule notebook_ended:
     input:
-        rules.own_notebook.output[2],
-        f"{RESULTS}/{{own}}.html",
+        f"{ENDED}/{{page}}.status",
+        f"{RESULTS}/{{page}}.html",
     output:
-        touch(f"{RESULTS}/own/{{own}}.ok"),
+        touch(f"{ENDED}/{{page}}.ok"),
     log:
-        f"{RESULTS}/logs/own/{{own}}.log",
+        f"{RESULTS}/logs/status/{{page}}.log",
     shell:
-        "test $(cat {input[0]:q}) = 0 || {{ echo 'notebooks/{wildcards.own}.ipynb stopped with'"
-        " \"$(grep . {RESULTS}/logs/{wildcards.own:q}.log | tail -n 1)\"'; {input[1]} shows where'"
+        "test $(cat {input[0]:q}) = 0 || {{ rm {input[0]:q}; echo 'notebooks/{wildcards.page}.ipynb stopped with'"
+        " \"$(grep . {RESULTS}/logs/{wildcards.page:q}.log | tail -n 1)\"'; {input[1]} shows where'"
         " | tee {log:q} >&2; exit 1; }}"
 
 

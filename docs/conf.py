@@ -14,7 +14,7 @@ logging.getLogger("faiss").setLevel(logging.WARNING)  # it tells of every build 
 
 project = "stppo"
 author = "the stppo contributors"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml", "generated", "links"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml", "generated", "links", "breaks"]
 # The generated ones are parts of other pages.
 exclude_patterns = [
     "_build",

@@ -120,6 +120,7 @@ def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_pa
         (["train", "training.epoch=3"], ["did you mean epochs?"]),
         (["train", "trainin.epochs=3"], ["did you mean training?"]),
         (["train", "device=cuda"], ["did you mean training.device?"]),
+        (["train", "lr=0.1"], ["did you mean training.learning_rate or warm_start."]),
         (["train", "algorithm.epsilon=0.3"], ["did you mean algorithm.objective.clip.epsilon_low?"]),
         (["train", "algorithm.objective.clip.epsilon_low=0"], ["epsilon_low=0"]),
         (["train", "seed=0,1", "--out", "x"], ["--out", "2 runs"]),

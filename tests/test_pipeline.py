@@ -183,9 +183,31 @@ def test_notebooks_of_ones_own_come_and_go_and_a_broken_one_loses_nothing(tmp_pa
     assert planned(added, "figures") == planned(added, "collect") == 0
 
     with_notebook(tmp_path, "33-ends.ipynb", "import sys; sys.exit(0)", "1")
-    ended = snakemake(tmp_path, *options, targets=["results/laptop/own/33-ends.ok"])
+    ended = snakemake(tmp_path, *options, targets=["results/laptop/status/33-ends.ok"])
     assert ended.returncode != 0 and (results / "33-ends.html").is_file()
     assert "33-ends.ipynb stopped with SystemExit" in ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_a_notebook_of_ours_that_fails_costs_no_report_and_is_executed_again(tmp_path, recorded):
+    with_notebook(tmp_path, "31-mine.ipynb", "1")
+    ours = tmp_path / "notebooks" / "21-why.ipynb"
+    notebook = nbformat.read(ours, as_version=4)
+    ours.unlink()
+    notebook.cells.append(
+        nbformat.v4.new_code_cell("1 / len(__import__('pathlib').Path('broken').read_text())")
+    )
+    nbformat.write(notebook, ours)
+    results, options = tmp_path / "results" / "smoke", ("--config", "preset=smoke", RECORDED)
+    failed = snakemake(tmp_path, *options, targets=["all"])
+    said = "21-why.ipynb stopped with FileNotFoundError: "
+    assert failed.returncode != 0 and said in failed.stdout + failed.stderr
+    assert 'href="21-why.html"' in (results / "report.html").read_text(encoding="utf-8")
+    assert (results / "figures" / "learning.png").is_file()
+    again = snakemake(tmp_path, *options)
+    assert planned(again, "figures") == planned(again, "notebook_ended") == 1
+    (tmp_path / "broken").write_text("mended")
+    assert snakemake(tmp_path, *options, targets=["all"]).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -178,8 +178,13 @@ def _refuse_unknown_key(key: str, overrides: list[str]) -> None:
             if part in _known_keys(node, key):
                 raise ConfigError(f"{key} is not set by what was chosen; write +{key}=... to set it")
             names = [name for name in node if name != "_target_"]
-            places = {k.rpartition(".")[2]: k for k, _ in reversed(list(config_files.dotted(whole)))}
-            hint = meant(part, names) or meant(part, places, places)
+            places = {k: k.rpartition(".")[2] for k, _ in config_files.dotted(whole)}
+            # Its very name elsewhere, or its first letters (lr), what is trained with first.
+            initials = {leaf: "".join(word[:1] for word in leaf.split("_")) for leaf in places.values()}
+            same = [k for k, leaf in places.items() if part in (leaf, initials[leaf])]
+            same.sort(key=lambda k: not k.startswith("training."))
+            hint = f"; did you mean {' or '.join(same)}?" if same else meant(part, names)
+            hint = hint or meant(part, places.values(), {leaf: k for k, leaf in reversed(places.items())})
             raise ConfigError(f"{key}: unknown key; allowed: {', '.join(names)}{hint}")
         return  # an open mapping such as warm_start.noise: Hydra's advice is right
 

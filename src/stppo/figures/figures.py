@@ -95,7 +95,7 @@ def learning(metrics: Metrics) -> Plot | None:
         "Who learns, and who keeps it? Success on held-out questions, sampled at temperature 1 and greedy."
     )
     title = too_short(runs) or _ends_title(runs, base, *others)
-    handles = [*line_handles(runs.looks), start_handle()]
+    handles = [*line_handles(runs.looks), start_handle(runs.runs)]
     handles += (
         [thin_handle(f"{runs.looks.loc[base, 'short']}, run of median area", arm["color"].iloc[0])]
         if seeds
@@ -155,7 +155,7 @@ def every_algorithm(metrics: Metrics) -> Plot | None:
     n_rows = -(-len(looks) // n_columns)
     behind = BASELINE in looks.index and len(looks) > 1
     thin = counts["runs"].max() > 2
-    handles = [start_handle(), *([baseline_handle(looks)] if behind else [])]
+    handles = [start_handle(runs.runs), *([baseline_handle(looks)] if behind else [])]
     handles += [thin_handle("lowest and highest final success")] if thin else []
     lines, parts = bands(runs, runs.algorithms, SAMPLED_PANEL), []
     with style():
@@ -209,11 +209,10 @@ def stability(metrics: Metrics) -> Plot | None:
         Line2D([], [], linestyle="none", marker=MARKERS[label], label=label, **_fill(label, "#555555"))
         for label in present
     ]
+    handles += [interval, start_handle(runs.runs)]
     parts = []
     with style():
-        fig = page(
-            title, question, source_of(runs), 0.33 * len(names) + 0.65, [*handles, interval, start_handle()]
-        )
+        fig = page(title, question, source_of(runs), 0.33 * len(names) + 0.65, handles)
         axes = fig.subplots(1, 2, sharey=True)
         columns = (
             ("final", "start", "final success, sampled"),

@@ -48,6 +48,7 @@ math { font-family: "STIX Two Math", "Cambria Math", "Latin Modern Math", "DejaV
 .formula > math { flex: 1 0 auto; }
 .unbroken { white-space: nowrap; }
 .formula > .number { flex: none; padding-left: 1.5em; }
+@media (prefers-color-scheme: dark) { html { background: #fff; filter: invert(.9) hue-rotate(180deg); } }
 </style>
 """
 

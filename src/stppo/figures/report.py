@@ -33,14 +33,10 @@ class Picture:
     """One figure of one results folder."""
 
     src: str  # data URI
-    text: str  # title, if it states one, and caption, a line each
+    title: str  # which is drawn; empty if it states none
+    caption: str
     link: str  # to its vector file or, without one, to itself; relative to the report
     data: str  # to its numbers, likewise
-
-    @property
-    def caption(self) -> str:
-        """Without the title, which is drawn."""
-        return self.text.partition("\n")[2] or self.text
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,11 @@ def _picture(folder: Path | None, name: str, page: Path) -> Picture | None:
     shown, link = (
         Path(os.path.relpath(of, page.parent)) for of in (vector if vector.is_file() else file, file)
     )
+    title, caption = (" ".join(words.split()) for words in words_of(file))
     return Picture(
         src=f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}",
-        text="\n".join(filter(None, words_of(file))),
+        title=title,
+        caption=caption,
         link=shown.as_posix(),
         data=link.with_suffix(".csv").as_posix(),
     )
@@ -101,12 +99,15 @@ def summary_lines(metrics: Metrics) -> list[str]:
     summary, table = metrics.summary, metrics.table
     n, worlds = len(summary), summary["world_seed"].nunique()
     iterations = _span([run["iterations"] for run in metrics.runs])
+    samples = [n for run in metrics.runs if (n := run["warm_start"].get("n_sampled"))]
+    on = f" ({_span(samples, ',')} samples)" if samples else ""
     policies = ", ".join(_distinct(run.get("policy") for run in metrics.runs))
     lines = [
         f"{_count(n, 'run')}: {_count(summary['algorithm'].nunique(), 'algorithm')}, "
         f"{_count(worlds, 'world')}, {iterations} iterations, {policies} policy.",
-        f"Success at the start: {_span(summary['start'], '.2f')} sampled, "
-        f"{_span(summary['greedy_start'], '.2f')} greedy.",
+        f"Success at the start: {_span(summary['start'], '.2f')} sampled{on}, "
+        f"{_span(summary['greedy_start'], '.2f')} greedy. Each later evaluation: "
+        f"{_span(metrics.evaluations['n_questions'], ',')} questions.",
         f"{summary['learned'].sum()} of {n} learned, {summary['crash_iteration'].count()} crashed, "
         f"{summary['collapsed'].sum()} collapsed.",
     ]

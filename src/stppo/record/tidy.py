@@ -27,8 +27,8 @@ class Runs:
     rows: one per run and iteration: regime, algorithm, seed, iteration, `world`, `label`, `color`, `family`
     and every recorded column, `success` and `success_greedy` of the evaluations among them; NaN where a run
     has no value or the column says nothing of it (`_told`). runs: one per run: `Metrics.summary`, `LOOKS`,
-    learning_rate, epochs, staleness, iterations, policy, policy_parameters, world_name, critic (whether it
-    has one).
+    learning_rate, epochs, staleness, iterations, policy, policy_parameters, world_name, start_samples (0: not
+    recorded), critic (whether it has one).
     """
 
     rows: pd.DataFrame
@@ -111,6 +111,7 @@ def tidy(
                 "policy": record.get("policy"),
                 "policy_parameters": record.get("policy_parameters"),
                 "world_name": str(record["world"]),
+                "start_samples": record["warm_start"].get("n_sampled", 0),
             }
             for record in records
         ],

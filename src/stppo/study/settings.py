@@ -70,7 +70,7 @@ def every_setting(metrics: Metrics) -> Plot | None:
     rows = -(-len(table) // columns)
     parts: list[pd.DataFrame] = []
     with style():
-        fig = page(title, question, source_of(runs), 1.5 * rows, _handles(table))
+        fig = page(title, question, source_of(runs), 1.5 * rows, _handles(table, runs.runs))
         axes = fig.subplots(rows, columns, squeeze=False, sharey=True)
         for ax, row in zip(axes.flat, table.to_dict("records"), strict=False):
             parts += _draw_runs(ax, runs.of([row["regime"]]))
@@ -91,14 +91,14 @@ def every_setting(metrics: Metrics) -> Plot | None:
     return Plot("every_setting", fig, plotted(parts), caption, tables={"cells": table}, title=title)
 
 
-def _handles(table: pd.DataFrame) -> list[Line2D]:
+def _handles(table: pd.DataFrame, runs: pd.DataFrame) -> list[Line2D]:
     """Legend of the outcomes that occur."""
     ends = [
         Line2D([], [], color=COLORS[label], linewidth=2, label=label)
         for label in LABELS
         if table[label].any()
     ]
-    return [*ends, start_handle()]
+    return [*ends, start_handle(runs)]
 
 
 def _draw_runs(ax: Axes, runs: Runs) -> list[pd.DataFrame]:
