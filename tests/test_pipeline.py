@@ -205,7 +205,7 @@ def test_a_notebook_of_ours_that_fails_costs_no_report_and_is_executed_again(tmp
     assert 'href="21-why.html"' in (results / "report.html").read_text(encoding="utf-8")
     assert (results / "figures" / "learning.png").is_file()
     again = snakemake(tmp_path, *options)
-    assert planned(again, "figures") == planned(again, "notebook_ended") == 1
+    assert planned(again, "figures") == 1 and planned(again, "notebook_ended") == 2  # 20 is of the same job
     (tmp_path / "broken").write_text("mended")
     assert snakemake(tmp_path, *options, targets=["all"]).returncode == 0
 
