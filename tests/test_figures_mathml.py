@@ -87,20 +87,6 @@ def test_a_formula_that_cannot_be_converted_is_named_with_its_notebook(latex, sa
     assert repr(latex) in str(error.value)
 
 
-def test_a_notebook_that_ended_early_makes_no_page():
-    cells = [nbformat.v4.new_code_cell(source) for source in ("1", "", "import sys; sys.exit(0)", "2")]
-    exporter, about = OfflineHTMLExporter(), {"metadata": {"name": "21-why"}}
-    assert exporter.from_notebook_node(nbformat.v4.new_notebook(cells=cells), about)[0], "never executed"
-    cells[0].execution_count, cells[2].execution_count = 1, 2
-    cells[2].outputs = [
-        nbformat.v4.new_output("error", ename="SystemExit", evalue="0", traceback=["SystemExit: 0"])
-    ]
-    with pytest.raises(ValueError, match="21-why.ipynb: it ended before its code cell 3"):
-        exporter.from_notebook_node(nbformat.v4.new_notebook(cells=cells), about)
-    own = {"metadata": {"name": "30-mine"}}
-    assert "SystemExit" in exporter.from_notebook_node(nbformat.v4.new_notebook(cells=cells), own)[0]
-
-
 def test_dollars_in_code_are_no_formulas():
     shown = page("`echo $HOME $PATH`\n\n```\n$x$\n```")
     assert "<math" not in shown and "$HOME $PATH" in shown
