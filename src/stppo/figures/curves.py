@@ -238,7 +238,7 @@ def line_handles(looks: pd.DataFrame) -> list[Line2D]:
 def start_handle(runs: pd.DataFrame) -> Line2D:
     """Legend entry of the level before training (`Runs.runs`), of more samples than one evaluation has."""
     on = _range(runs["start_samples"].replace(0, math.nan).astype(float))
-    label = f"before training, on {on} samples" if on else "before training"
+    label = f"before training (sampled {on} times)" if on else "before training"
     return Line2D([], [], color=SOFT, linewidth=1, linestyle=(0, (1, 2)), label=label)
 
 
