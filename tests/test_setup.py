@@ -261,3 +261,27 @@ def test_derivation_has_its_parameters_and_tests_run_it_fast(derivation):
     assert PARAMETERS.items() <= values.items()
     assert values == PARAMETERS or derivation.stem == "05-search-agent"
     assert cell["metadata"]["nbmake"]["mock"]["fast"] is True
+
+
+@pytest.mark.parametrize(
+    ("origin", "asked"),
+    [
+        ({"url": "file:///a/stppo.whl", "archive_info": {}}, "file:///a/stppo.whl"),
+        ({"url": "https://b.org/stppo", "vcs_info": {"vcs": "git"}}, "git+https://b.org/stppo"),
+        (None, "file:///FOLDER/WHEEL"),
+    ],
+)
+def test_an_extra_is_asked_for_from_where_pip_had_the_package(tmp_path, monkeypatch, origin, asked):
+    about = tmp_path / "stppo-9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stppo\nVersion: 9\n")
+    if origin:
+        (about / "direct_url.json").write_text(json.dumps(origin))
+    installed = tmp_path / "checks.py"  # apart from a checkout
+    installed.write_text((ROOT / "src/stppo/checks.py").read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = importlib.util.spec_from_file_location("installed_checks", installed)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.install("train") == f"pip install 'stppo[train] @ {asked}'"
+    Requirement(module.install("train").partition("'")[2].rstrip("'"))

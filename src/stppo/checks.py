@@ -1,8 +1,10 @@
 """Range checks of config values; every message names the field."""
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -56,4 +58,12 @@ def install(extra: str) -> str:
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e '{checkout}[{extra}]'"
-    return f"pip install 'stppo[{extra}] @ file:///FOLDER/WHEEL' with the place of the wheel"
+    try:
+        origin = json.loads(
+            distribution("stppo").read_text("direct_url.json") or "{}"
+        )  # where pip had it from
+    except PackageNotFoundError:
+        origin = {}
+    kind = origin.get("vcs_info", {}).get("vcs")
+    url = origin.get("url", "file:///FOLDER/WHEEL")
+    return f"pip install 'stppo[{extra}] @ {f'{kind}+{url}' if kind else url}'"
