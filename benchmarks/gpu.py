@@ -239,7 +239,7 @@ def written(policy: PreTrainedModel, device: str, rows: int = 64) -> Trajectorie
     torch.manual_seed(1)
     prompt, length = torch.randint(policy.config.vocab_size, (rows, 40)), 132
     tokens = policy.to(device).generate(
-        prompt.to(device), do_sample=True, min_new_tokens=length - 40, max_new_tokens=length - 40
+        prompt.to(device), do_sample=True, top_k=0, min_new_tokens=length - 40, max_new_tokens=length - 40
     )
     policy.cpu()
     mask = torch.zeros(rows, length, dtype=torch.bool)

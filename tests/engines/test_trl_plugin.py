@@ -598,6 +598,23 @@ def test_one_step_a_batch_is_warned_of_since_ratios_stay_1(world, tmp_path, capl
     assert said == ["WARNING"] * warns
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rate", "lost"), [("bfloat16", 1e-6, True), ("bfloat16", 1e-3, False), ("float32", 1e-6, False)]
+)
+def test_steps_that_half_precision_would_swallow_are_warned_of(world, tmp_path, caplog, dtype, rate, lost):
+    model = policy(world).to(getattr(torch, dtype))
+    before = [weight.detach().clone() for weight in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    pairs = list(zip(before, model.parameters(), strict=True))
+    stood = sum(int((old == new).sum()) for old, new in pairs) / sum(old.numel() for old in before)
+    assert (stood > 0.5) is lost
+    trainer_of(TurnGRPOTrainer, TurnGRPOConfig(**options(tmp_path, learning_rate=rate)), world, model)
+    assert any("lost in the rounding" in record.getMessage() for record in caplog.records) is lost
+
+
 def test_a_plain_config_is_refused(world, tmp_path):
     with pytest.raises(ValueError, match="args must be a TurnGRPOConfig, got GRPOConfig"):
         trainer_of(TurnGRPOTrainer, GRPOConfig(**options(tmp_path)), world)

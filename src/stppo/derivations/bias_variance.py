@@ -76,6 +76,7 @@ def bias_variance_figure(table: pd.DataFrame | None = None) -> Plot:
     )
     with style():
         fig = Figure(figsize=(10.0, 0.19 * len(wide) + 1.4), layout="constrained")
+        fig.get_layout_engine().set(w_pad=0.12)
         for ax, (what, label) in zip(fig.subplots(1, len(PANELS), sharey=True), PANELS.items(), strict=True):
             fresh, old = wide[what, FRESH], wide[what, STALE]
             ax.hlines(rows, fresh, old, color="#C4C4C4", linewidth=1, zorder=1)

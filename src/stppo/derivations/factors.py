@@ -139,9 +139,8 @@ def steps_figure(table: pd.DataFrame | None = None) -> Plot:
     first = table[table["algorithm"] == table["algorithm"].iloc[0]]
     with style():
         fig = Figure(figsize=(9.6, 0.2 * len(wide) + 1.7), layout="constrained")
-        fig.get_layout_engine().set(
-            w_pad=0.12
-        )  # laid out at 100 dpi, where letters are narrower than in the saved file
+        # Laid out at 100 dpi, where letters are narrower than in the saved file.
+        fig.get_layout_engine().set(w_pad=0.2)
         ax = fig.subplots()
         image = ax.imshow(wide, aspect="auto", cmap="RdBu", norm=TwoSlopeNorm(0.0, -2.0, 2.0))
         labels = table.drop_duplicates("algorithm")["label"]

@@ -413,6 +413,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         self._bias_estimator = self.stabilizer.estimator or "logprob"
         self._clips = self.objective is None and self.loss_type in CLIPPING_LOSSES
         self._warn_if_on_policy()
+        self._warn_of_lost_steps()
         if self._clips:
             self.add_callback(_DivideGradient(self))
         self._reset_bias()
@@ -454,6 +455,23 @@ class TurnGRPOTrainer(GRPOTrainer):
                 args.num_iterations,
                 args.steps_per_generation,
                 args.gradient_accumulation_steps,
+            )
+
+    def _warn_of_lost_steps(self) -> None:
+        """Adam moves a weight by about the learning rate; in half precision most weights are too coarse."""
+        rate, lost, n = self.args.learning_rate, 0, 0
+        for weight in (w.detach() for w in self.model.parameters() if w.requires_grad):
+            n += weight.numel()
+            if weight.dtype in (torch.bfloat16, torch.float16):
+                half_a_step = weight.abs() * torch.finfo(weight.dtype).eps / 4  # at least, to the next number
+                lost += int((half_a_step > rate).sum())
+        if 2 * lost > n:
+            logging.getLogger(__name__).warning(
+                "learning_rate=%g is lost in the rounding of %.0f %% of the weights, which are in half "
+                "precision: load the model with dtype=torch.float32, name its folder (which TRL reads so), or "
+                "train an adapter",
+                rate,
+                100 * lost / n,
             )
 
     def _refuse_unseen_gradients(self) -> None:
