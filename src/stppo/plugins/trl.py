@@ -468,7 +468,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         if 2 * lost > n:
             logging.getLogger(__name__).warning(
                 "learning_rate=%g is lost in the rounding of %.0f %% of the weights, which are in half "
-                "precision: load the model with dtype=torch.float32, name its folder (which TRL reads so), or "
+                "precision: load the model with dtype=torch.float32, name its folder (TRL reads it so), or "
                 "train an adapter",
                 rate,
                 100 * lost / n,
