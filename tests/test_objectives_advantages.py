@@ -199,10 +199,10 @@ def test_turn_returns_equal_grpo_for_a_terminal_reward_and_count_only_what_follo
     rewards[0, turns_of(batch, 0)[0][-1]] = 0.25  # returns are now 1.25, 0, 0.5, 0
     batch = Trajectories(**{**batch.state_dict(), "rewards": rewards})
     advantages = GroupNormalised(group_size=4, returns="turn", eps=0.0)(batch).advantages
-    returns = torch.tensor([1.25, 0.0, 0.5, 0.0], dtype=torch.float64)
+    whole, rest = (torch.tensor([own, 0.0, 0.5, 0.0], dtype=torch.float64) for own in (1.25, 1.0))
     first, second = turns_of(batch, 0)
-    close(advantages[0, first], ((1.25 - returns.mean()) / returns.std()).expand(2))
-    close(advantages[0, second], ((1.0 - returns.mean()) / returns.std()).expand(1))
+    close(advantages[0, first], ((1.25 - whole.mean()) / whole.std()).expand(2))
+    close(advantages[0, second], ((1.0 - rest.mean()) / rest.std()).expand(1))
 
 
 def test_turn_returns_of_an_agreeing_group_stay_zero():

@@ -569,17 +569,22 @@ def play(
     world = build(compose(overrides)["world"], "world")
     asked = world.questions("test")[:questions]
     for episode in play_world(world, asked[:transcripts], random.Random(seed)):
-        _show_episode(episode)
+        _show_episode(episode, world.environment.rewards(episode))
     typer.echo(json.dumps(play_summary(world, asked, random.Random(seed), progress=sys.stderr.isatty())))
 
 
-def _show_episode(episode: Episode) -> None:
-    """A played question in the terminal: the agent's turns in colour, one each, and what it read."""
+def _show_episode(episode: Episode, rewards: list[float]) -> None:
+    """A played question in the terminal: the agent's turns in colour, one each, what it read, and what turns
+    were paid beside the answer."""
+    rewards[-1] -= episode.reward
     typer.secho(printable(episode.prompt), bold=True)
-    for turn, color in zip(episode.turns, itertools.cycle(("cyan", "magenta", "yellow", "green"))):
+    colors = itertools.cycle(("cyan", "magenta", "yellow", "green"))
+    for turn, color, reward in zip(episode.turns, colors, rewards, strict=False):
         typer.secho(f"  agent  {printable(turn.text)}", fg=color)
         if turn.observation:
             typer.secho(f"  world  {printable(turn.observation)}", dim=True)
+        if abs(reward) > 1e-9:
+            typer.echo(f"  paid   {reward:+.4g}")
     gold = printable(" or ".join(episode.question.answers))
     right = "right" if episode.reward > 0 else f"wrong, {gold} is"
     typer.echo(f"  answer {printable(episode.answer or 'none')}: {right}\n")

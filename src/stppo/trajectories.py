@@ -239,6 +239,11 @@ class Trajectories:
         """(B,) undiscounted sum of rewards"""
         return self.rewards.sum(1)
 
+    @property
+    def turn_rewards(self) -> Tensor:
+        """(K,) what each turn was paid: the sum over its tokens"""
+        return self.layout.turn_sum(self.layout.gather(self.rewards))
+
     def select(self, index: Tensor | Sequence[int]) -> Trajectories:
         """The rows `index` (integers or a (B,) bool mask), trimmed to the longest of them."""
         index = torch.as_tensor(index, device=self.tokens.device)

@@ -71,6 +71,12 @@ def world_section(config: Config) -> Config:
     return world | {"retriever": {k: value for k, value in retriever.items() if k not in _WHEREABOUTS}}
 
 
+def start_world_section(config: Config) -> Config:
+    """What of the world a warm start depends on: what turns are paid it never sees, so runs with and without
+    begin alike."""
+    return {name: value for name, value in world_section(config).items() if name != "turn_rewards"}
+
+
 _FOLDERS = ("records", "index", "pretrained")  # keys that may name a folder of data
 
 
@@ -111,7 +117,7 @@ def warm_start_section(config: Config) -> Config:
     """What a warm start depends on; runs that share it share the cached warm start."""
     names = ("policy", "warm_start", "warm_start_seed")
     return {name: config[name] for name in names} | {
-        "world": world_section(config),
+        "world": start_world_section(config),
         "rollout": _lasting(config, "rollout"),
         "questions": config["evaluation"]["questions"],
         **data_section(config),

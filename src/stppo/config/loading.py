@@ -66,6 +66,7 @@ def load_all(configs: Iterable[Config]) -> list[LoadedRun]:
     for config in configs:
         settings = settings_of(config)
         objective = _objective(config, settings)
+        _check_potential(config, objective)
         section = fingerprint(config["world"])
         if section not in worlds:
             with saying("building the world: its questions and passages are read"):
@@ -107,6 +108,22 @@ def _objective(config: Config, settings: RunConfig) -> Objective:
     if settings.algorithm.prior not in (None, NO_KNOB):
         _check_prior(config["algorithm"], Prior.of(settings.algorithm.prior))
     return objective
+
+
+def _check_potential(config: Config, objective: Objective) -> None:
+    """ConfigError where potential-based turn rewards would change which policy is best."""
+    from stppo.objectives import TurnGAE, TurnReturnMinusValue
+
+    paid, credit = config["world"].get("turn_rewards"), objective.credit
+    if not isinstance(paid, dict) or paid.get("form") != "potential":
+        return
+    mine, theirs = paid.get("gamma", 1.0), getattr(credit, "gamma", 1.0)
+    if mine != theirs or (theirs < 1 and not isinstance(credit, TurnGAE | TurnReturnMinusValue)):
+        raise ConfigError(
+            f"world.turn_rewards.form=potential: world.turn_rewards.gamma={mine} and the discount "
+            f"{theirs} of the credit {type(credit).__name__} must be the same, below 1 for TurnGAE and "
+            "TurnReturnMinusValue alone; set both to 1"
+        )
 
 
 def _check_prior(algorithm: Config, prior: Prior) -> None:

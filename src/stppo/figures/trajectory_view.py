@@ -47,6 +47,8 @@ CSS = f"""
   -webkit-box-decoration-break: clone; }}
 .stppo-trajectory .turn span:hover {{ outline: 1px solid #333; }}
 .stppo-trajectory .reward {{ float: right; font-weight: 600; margin-left: 1.2em; }}
+.stppo-trajectory .paid {{ font: 600 12px system-ui, sans-serif; border: 1px solid #888; border-radius: 8px;
+  padding: 0 .4em; margin: 0 .3em; }}
 .stppo-trajectory .measured {{ line-height: 2.3; }}
 .stppo-trajectory .bare {{ box-shadow: inset 0 0 0 1px #bbb; padding: .3em .25em; }}
 .stppo-trajectory .clipped-token, .stppo-legend .clipped-token {{ text-decoration: line-through 2px #222; }}
@@ -112,13 +114,16 @@ def _check(record: Record, number: int, needed: Sequence[str] = ()) -> None:
             raise ValueError(
                 f"trajectory {number}: {name} has {len(record[name])} entries for {len(tokens)} tokens"
             )
+    turns = max(record["turn_ids"], default=-1) + 1
+    if (paid := record.get("turn_rewards")) is not None and len(paid) != turns:
+        raise ValueError(f"trajectory {number}: turn_rewards has {len(paid)} entries for {turns} turns")
 
 
 def _trajectory(record: Record, color: str, scale: float) -> str:
     tokens = record["tokens"]
     # Word-level tokens carry no spaces of their own, subword tokens do.
     gap = "" if any(token != token.strip() for token in tokens) else " "
-    parts = []
+    parts, paid = [], _paid(record)
     for turn, group in groupby(range(len(tokens)), key=lambda t: record["turn_ids"][t]):
         positions = list(group)
         if turn < 0:
@@ -131,6 +136,8 @@ def _trajectory(record: Record, color: str, scale: float) -> str:
         else:
             look = 'class="turn bare"'
         parts.append(f"<span {look}>{inner}</span>")
+        if reward := paid.get(turn, 0.0):
+            parts.append(f'<span class="paid" title="paid for turn {turn}">{reward:+.4g}</span>')
     answers = ", ".join(map(str, record["answers"]))
     measured = " measured" if any(name in record for name in MEASURES) else ""
     return (
@@ -139,6 +146,14 @@ def _trajectory(record: Record, color: str, scale: float) -> str:
         f"<b>{escape(str(record['question']))}</b><br>accepted: {escape(answers)}</header>"
         f'<div class="tokens{measured}">{gap.join(parts)}</div></div>'
     )
+
+
+def _paid(record: Record) -> dict[int, float]:
+    """turn -> what it was paid beside the answer's reward; {} where nothing is recorded."""
+    rewards = [*(record.get("turn_rewards") or ())]
+    if rewards:
+        rewards[-1] = round(rewards[-1] - record["reward"], 5)
+    return dict(enumerate(rewards))
 
 
 def _token(record: Record, t: int, color: str, scale: float) -> str:

@@ -171,10 +171,15 @@ class TurnReturnMinusValue(CreditRule):
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupCredit(CreditRule):
-    """Credits that compare the `group_size` trajectories of one question (equal `group_ids`)."""
+    """Credits that compare the `group_size` trajectories of one question (equal `group_ids`).
+
+    returns: "trajectory" compares R, the sum of a trajectory's rewards. "turn" compares for each turn k the
+    rewards from it on, undiscounted; a trajectory with fewer turns takes part with its last one's. With a
+    reward of the last turn alone both are the same."""
 
     group_size: int = 8
     whiten: bool = False
+    returns: str = "trajectory"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,14 +188,17 @@ class _GroupCredit(CreditRule):
             raise ValueError(
                 f"{type(self).__name__}.group_size={size!r}: a group needs at least 2 trajectories"
             )
+        one_of(self, "returns", ("trajectory", "turn"))
 
     def estimate(self, trajectories, layout, values):
-        baseline, scale = self._statistics(trajectories)
-        return Estimate(((trajectories.returns - baseline) * scale)[layout.rows])
+        compared, turns = trajectories.returns[:, None], torch.zeros_like(layout.rows)
+        if self.returns == "turn":
+            compared, turns = _returns_to_go(trajectories, layout)
+        return Estimate(self._compare(trajectories.group_ids, compared)[layout.rows, turns])
 
-    def _statistics(self, trajectories: Trajectories) -> tuple[Tensor, Tensor]:
-        """(B,) mean of the trajectory's group and the factor that its advantages carry."""
-        ids, order = trajectories.group_ids.sort(stable=True)
+    def _compare(self, group_ids: Tensor, compared: Tensor) -> Tensor:
+        """(B, K) less the mean over the trajectory's group, times the group's factor, in each column."""
+        ids, order = group_ids.sort(stable=True)
         groups, counts = ids.unique_consecutive(return_counts=True)
         wrong = (counts != self.group_size).nonzero()
         if len(wrong):
@@ -200,46 +208,33 @@ class _GroupCredit(CreditRule):
                 f"group_size is {self.group_size}; credit whole iterations, not minibatches"
             )
         rows = order.view(-1, self.group_size)
-        returns = trajectories.returns[rows]
+        returns = compared[rows]
         # A group that agrees carries no signal; without this, rounding over eps would invent some.
-        differs = returns.amax(1, keepdim=True) > returns.amin(1, keepdim=True)
-        baseline, scale = torch.zeros_like(trajectories.returns), torch.zeros_like(trajectories.returns)
-        baseline[rows] = returns.mean(1, keepdim=True).expand_as(returns)
-        scale[rows] = (self._scale(returns) * differs).to(scale.dtype).expand_as(returns)
-        return baseline, scale
+        low, high = returns.amin(1, keepdim=True), returns.amax(1, keepdim=True)
+        differs = high - low > 1e-6 * torch.maximum(high, -low).clamp_min(1.0)
+        scale = self._scale(returns) * differs.to(returns.dtype)
+        advantages = torch.zeros_like(compared)
+        advantages[rows] = (returns - returns.mean(1, keepdim=True)) * scale
+        return advantages
 
     def _scale(self, returns: Tensor) -> Tensor | float:
-        """Factor of a group, from its returns (G, group_size)."""
+        """Factor of each group and column, from returns (G, group_size, K)."""
         return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupNormalised(_GroupCredit):
-    """GRPO (arXiv 2402.03300): (R - mean) / (std + eps) over the group, std with Bessel's correction.
+    """GRPO (arXiv 2402.03300): (R - mean) / (std + eps) over the group, std with Bessel's correction. With
+    returns="turn" reading B's SO-GRPO."""
 
-    returns="trajectory": R is the trajectory's return. returns="turn": each turn's return-to-go,
-    undiscounted, normalised by the same statistics of the group's trajectory returns (reading B's SO-GRPO);
-    with a terminal reward only, the two are equal."""
-
-    returns: str = "trajectory"
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, "returns", ("trajectory", "turn"))
         in_range(self, "eps", 0.0)
 
     def _scale(self, returns):
         return 1.0 / (returns.std(1, keepdim=True) + self.eps)
-
-    def estimate(self, trajectories, layout, values):
-        if self.returns == "trajectory":
-            return super().estimate(trajectories, layout, values)
-        baseline, scale = self._statistics(trajectories)
-        turn_rewards = layout.turn_sum(layout.gather(trajectories.rewards))
-        to_go = _discounted_sum(turn_rewards, layout.turn_rows, layout.row_turns, 1.0)
-        scores = (to_go - baseline[layout.turn_rows]) * scale[layout.turn_rows]
-        return Estimate(scores[layout.turns])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,12 +263,21 @@ class BatchBaseline(CreditRule):
 
 def _turn_credit(trajectories, layout, values, gamma, lam):
     state_values = values[layout.turn_starts]
-    rewards = layout.turn_sum(layout.gather(trajectories.rewards))
-    advantages = _gae(rewards, state_values, layout.turn_rows, layout.row_turns, gamma, lam)
+    advantages = _gae(trajectories.turn_rewards, state_values, layout.turn_rows, layout.row_turns, gamma, lam)
     first = torch.zeros_like(layout.rows, dtype=torch.bool)
     first[layout.turn_starts] = True
     targets = (advantages + state_values)[layout.turns] * first
     return Estimate(advantages[layout.turns], targets, first)
+
+
+def _returns_to_go(trajectories: Trajectories, layout: Layout) -> tuple[Tensor, Tensor]:
+    """(B, K) rewards from each of a trajectory's turns on, beyond its last one those of the last; (N,) which
+    of its trajectory's turns each token belongs to."""
+    to_go = _discounted_sum(trajectories.turn_rewards, layout.turn_rows, layout.row_turns, 1.0)
+    first = layout.row_turns.cumsum(0) - layout.row_turns
+    turns = torch.arange(int(layout.row_turns.max()), device=first.device)
+    held = torch.minimum(turns, layout.row_turns[:, None] - 1)
+    return to_go[first[:, None] + held], layout.turns - first[layout.rows]
 
 
 def _gae(rewards: Tensor, values: Tensor, rows: Tensor, counts: Tensor, gamma: float, lam: float) -> Tensor:

@@ -45,8 +45,9 @@ class LeaveOneOutKept(LeaveOneOut):
 
     def estimate(self, trajectories, layout, values):
         advantages = super().estimate(trajectories, layout, values).advantages
-        first = layout.segments("sequence").starts
-        return Estimate(advantages, kept=advantages[first].abs() >= self.drop_below)
+        largest = advantages.new_zeros(len(trajectories))
+        largest = largest.scatter_reduce(0, layout.rows, advantages.abs(), "amax")
+        return Estimate(advantages, kept=largest >= self.drop_below)
 
 
 @dataclass(frozen=True, kw_only=True)

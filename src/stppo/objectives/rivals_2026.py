@@ -56,7 +56,7 @@ class EqualStates(GroupNormalised):
         """(K,) advantages of turns. probabilities (B,): of trajectories that stand for infinitely many; the
         moments are then theirs."""
         layout = trajectories.layout
-        to_go = layout.turn_sum(layout.gather(trajectories.rewards))
+        to_go = trajectories.turn_rewards
         same = (layout.turn_rows[1:] == layout.turn_rows[:-1]).tolist()
         for turn in reversed(range(len(same))):
             if same[turn]:

@@ -57,11 +57,12 @@ use_bias_correction_kl=False.
 The clipping bias needs no second formula either: C is the gradient of TRL's loss with the clip minus that of
 TRL's loss without it, on the same log-probs, whatever the normalisation.
 
-Not offered: a critic, and with it PPO's credit, since TRL has none; turn-level returns; the logit-space norm;
-the divisor under DeepSpeed, which hides the gradient. `loss_type="dapo"` (TRL's default, ours is grpo) and
-bnpo weigh long completions more. TRL's `tools=` and `environment_factory=` mark their turns by the same mask,
-but speak in a chat template's tool calls instead of our search tags, and need jmespath with transformers
-before 5.13; TRL calls `rollout_func` experimental and warns, which TRL_EXPERIMENTAL_SILENCE=1 turns off. Its
+Not offered: a critic, and with it PPO's credit, since TRL has none; credit of turns, since a completion has
+one reward, to which `search_reward` adds what turns were paid; the logit-space norm; the divisor under
+DeepSpeed, which hides the gradient. `loss_type="dapo"` (TRL's default, ours is grpo) and bnpo weigh long
+completions more. TRL's `tools=` and `environment_factory=` mark their turns by the same mask, but speak in a
+chat template's tool calls instead of our search tags, and need jmespath with transformers before 5.13; TRL
+calls `rollout_func` experimental and warns, which TRL_EXPERIMENTAL_SILENCE=1 turns off. Its
 `completions/clipped_ratio` counts completions that do not end in an end token: here nearly all."""
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ def search_dataset(world: World, split: str = "train") -> Dataset:
 
 
 def search_reward(completions: list, episode_reward: list[float], **_: Any) -> list[float]:
-    """Reward function: what the search environment gave to each of `search_rollout`'s episodes."""
+    """Reward function: what the search environment gave to each of `search_rollout`'s episodes, that of its
+    turns added up: TRL credits a completion with one number."""
     return episode_reward
 
 
@@ -51,13 +52,19 @@ def search_rollout(
     that has no room left for an observation and a whole turn within max_completion_length ends without
     reward. `splits`: those that the trainer's datasets are made of. The trainer's tokenizer reads and writes
     with its chat template where it has one, within the protocol's limits, control tokens of questions and
-    documents as text.
+    documents as text. Reward functions also get `turn_rewards`, of each episode what each turn was paid.
 
-    The returned function raises ValueError for prompts that are not the world's or exceed max_start_tokens,
-    for options under which the recorded log-probs would not be those of the sampling distribution, and for a
-    model with a sliding window."""
+    ValueError for a world with turn_rewards of form=potential, whose sum is the answer's reward. The returned
+    function raises ValueError for prompts that are not the world's or exceed max_start_tokens, for options
+    under which the recorded log-probs would not be those of the sampling distribution, and for a model with a
+    sliding window."""
     questions = _questions(world, splits)
     environment = world.environment
+    if environment.turn_rewards is not None and environment.turn_rewards.form == "potential":
+        raise ValueError(
+            "search_rollout: TRL credits a completion with one number, in which turn_rewards of "
+            "form=potential sum to nothing: set form=bonus, or leave turn_rewards out"
+        )
     made: list[tuple[GRPOTrainer, _Rooms]] = []  # the last one: it reads the whole vocabulary once
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
@@ -82,6 +89,8 @@ def search_rollout(
         batch = played.trajectories
         starts, ends = batch.agent_mask.int().argmax(1).tolist(), batch.lengths.tolist()
 
+        turn_rewards = [environment.rewards(episode) for episode in played.episodes]
+
         def completions(values: Tensor) -> list[list]:
             return [row[s:e].tolist() for row, s, e in zip(values, starts, ends, strict=True)]
 
@@ -90,7 +99,8 @@ def search_rollout(
             "completion_ids": completions(batch.tokens),
             "logprobs": completions(batch.behaviour_logprobs),
             "env_mask": completions(batch.agent_mask.int()),
-            "episode_reward": [episode.reward for episode in played.episodes],
+            "episode_reward": [*map(sum, turn_rewards)],
+            "turn_rewards": turn_rewards,
         }
 
     return rollout

@@ -38,8 +38,8 @@ def grpo_turn_return(
 ) -> tuple[Tensor, Tensor]:
     """Group-normalised turn returns (reading B's SO-GRPO): `GroupNormalised(returns="turn")` for verl.
 
-    Each turn's undiscounted return-to-go, minus the mean and over the standard deviation of its group's
-    trajectory returns; with a terminal reward only, verl's `grpo`. Groups are the equal entries of `index`
+    The undiscounted rewards from each turn on, minus their mean and over their standard deviation in the
+    group; with a terminal reward only, verl's `grpo`. Groups are the equal entries of `index`
     (verl's uid). Rewards on environment tokens belong to the turn before. A response that is alone in its
     group, as filtering may leave it, gets 0. Returns (advantages, advantages), (B, T) and 0 off the mask.
     ValueError without `index`, if no group has two responses, for `norm_adv_by_std_in_grpo=false` and for

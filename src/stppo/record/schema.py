@@ -330,7 +330,10 @@ class TrajectoryRecord(Recorded):
 
     question: str = _said("text of the question")
     answers: list[str] = _said("accepted answers")
-    reward: float = _said("reward of the trajectory")
+    reward: float = _said("reward of the answer")
+    turn_rewards: list[float] | None = Field(
+        None, description="what each turn was paid, the answer's reward in the last; absent where that is all"
+    )
     tokens: list[str] = _said("tokens as text, padding removed")
     agent_mask: list[int | bool] = _said("1 where the policy emitted the token, 0 where the environment did")
     turn_ids: list[int] = _said("turn of each agent token from 0, -1 elsewhere")

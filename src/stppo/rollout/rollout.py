@@ -226,8 +226,9 @@ class RolloutBuffer:
     """Trajectories while they are played, one slot (row) each, on the CPU.
 
     tokens, agent_mask, sentence_ends, logprobs: (n, max_tokens); lengths, limits: (n,) tokens that a slot has
-    and may have; episodes: n; below: (n, max_tokens, H) states of frozen layers, or None. Raises ValueError
-    where the room is too small for the longest prompt and a turn."""
+    and may have; episodes: n; turn_ends: of each slot, where the last tokens of its turns stand; below: (n,
+    max_tokens, H) states of frozen layers, or None. Raises ValueError where the room is too small for the
+    longest prompt and a turn."""
 
     def __init__(self, sampler: Sampler, questions: list[Question]) -> None:
         self.sampler, n = sampler, len(questions)
@@ -246,6 +247,7 @@ class RolloutBuffer:
         self.agent_mask = torch.zeros(n, limit, dtype=torch.bool)
         self.sentence_ends = torch.zeros_like(self.agent_mask)
         self.logprobs = torch.zeros(n, limit)
+        self.turn_ends: list[list[int]] = [[] for _ in questions]
         self.below: Tensor | None = None
         for slot, prompt in enumerate(prompts):
             self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
@@ -280,6 +282,7 @@ class RolloutBuffer:
         for slot, begin, turn in zip(ids, start.tolist(), turns, strict=True):
             ends = encoder.sentence_ends(turn.tolist())
             self.sentence_ends[slot, begin : begin + len(ends)] = torch.tensor(ends)
+            self.turn_ends[slot].append(int(self.lengths[slot]) - 1)
         texts = [through_first(encoder.turn(turn), stops) for turn in turns]
         observations = environment.step([self.episodes[slot] for slot in ids], texts)
         encoded = iter(encoder.observations([text for text in observations if text is not None]))
@@ -297,11 +300,18 @@ class RolloutBuffer:
         return torch.tensor(keep, dtype=torch.long)
 
     def finish(self, group_ids: list[int], policy_updates: int) -> Trajectories:
-        """The trajectories, each with its reward on its last agent token."""
+        """The trajectories, with what the environment pays on the last token of each turn. ValueError where
+        it pays for another number of turns than an episode has."""
         n, width = len(self.episodes), int(self.lengths.max())
         rewards = torch.zeros_like(self.logprobs)
-        last = torch.where(self.agent_mask, torch.arange(self.agent_mask.shape[1]), 0).argmax(1)
-        rewards[torch.arange(n), last] = torch.tensor([float(e.reward) for e in self.episodes])
+        for row, (episode, ends) in enumerate(zip(self.episodes, self.turn_ends, strict=True)):
+            paid = self.sampler.environment.rewards(episode)
+            if len(paid) != len(ends):
+                raise ValueError(
+                    f"{type(self.sampler.environment).__name__}.rewards: {len(paid)} numbers for the "
+                    f"{len(ends)} turns of question {episode.question.id}; give one a turn, 0 for nothing"
+                )
+            rewards[row].index_add_(0, torch.tensor(ends), torch.tensor(paid))
         return Trajectories(
             tokens=self.tokens[:, :width],
             lengths=self.lengths,

@@ -107,14 +107,17 @@ def trajectory_records(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, n: 
     """The first n trajectories of a roll-out, token by token, as the viewer reads them
     (`schema.TrajectoryRecord`)."""
     batch, records = rollout.trajectories, []
+    turn_rewards = batch.turn_rewards.split(batch.n_turns.tolist())
     for row, episode in enumerate(rollout.episodes[:n]):
-        length = int(batch.lengths[row])
+        length, paid = int(batch.lengths[row]), [round(x, 5) for x in turn_rewards[row].tolist()]
+        plain = [0.0] * (len(paid) - 1) + [round(float(episode.reward), 5)]  # the answer's reward is all
         ids, mask = batch.tokens[row, :length].tolist(), batch.agent_mask[row, :length].int().tolist()
         records.append(
             {
                 "question": episode.question.text,
                 "answers": list(episode.question.answers),
                 "reward": float(episode.reward),
+                **({} if paid == plain else {"turn_rewards": paid}),
                 "tokens": _texts(ids, mask, tokenizer),
                 "agent_mask": mask,
                 "turn_ids": batch.turn_ids[row, :length].tolist(),

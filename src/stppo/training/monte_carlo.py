@@ -16,7 +16,7 @@ from stppo.trajectories import Layout, Trajectories
 @dataclass(frozen=True, eq=False)
 class TrueValues:
     """turns (M,): turns of a batch, numbered through it as `Layout.turns` does; returns (M, n): undiscounted
-    returns of n independent continuations from the state before each of these turns."""
+    rewards of n independent continuations from the state before each of these turns on."""
 
     turns: Tensor
     returns: Tensor
@@ -70,5 +70,7 @@ def true_values(
     for turn in turns.tolist():
         questions += [rollout.episodes[int(layout.turn_rows[turn])].question] * n
         taken += [tokens[int(row_starts[turn]) : int(layout.turn_starts[turn])]] * n
-    played = sampler.collect(policy, questions, generator, forced=taken)
-    return TrueValues(turns, played.trajectories.returns.view(-1, n))
+    played = sampler.collect(policy, questions, generator, forced=taken).trajectories
+    # What the turns before paid is none of this state's value.
+    ahead = played.agent_mask.cumsum(1) > torch.tensor([len(ids) for ids in taken])[:, None]
+    return TrueValues(turns, (played.rewards * ahead).sum(1).view(-1, n))

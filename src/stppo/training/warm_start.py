@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from stppo.config.composition import compose
 from stppo.config.files import Config
-from stppo.config.identity import data_section, fingerprint, warm_start_dir, world_section
+from stppo.config.identity import data_section, fingerprint, start_world_section, warm_start_dir
 from stppo.config.loading import LoadedRun, load
 from stppo.config.settings import RunConfig, WarmStartConfig
 from stppo.files import parse_json, repository_path, write_json
@@ -395,7 +395,7 @@ def evaluation_questions(world: World, n: int) -> list[Question]:
 def made_for(config: Config) -> str:
     """Fingerprint of the world and policy that a warm start fits."""
     data = data_section(config)
-    return fingerprint([world_section(config), config["policy"], *([data] if data else [])])
+    return fingerprint([start_world_section(config), config["policy"], *([data] if data else [])])
 
 
 def recorded_start(config: Config) -> Path | None:

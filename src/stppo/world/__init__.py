@@ -12,6 +12,7 @@ from stppo.world.protocol import Action, Protocol, Question, parse_turn
 from stppo.world.records import BENCHMARKS
 from stppo.world.rewards import exact_match, f1, mean_by_source, normalise_answer, score, search_r1_em
 from stppo.world.scripted import DemonstrationNoise, play, play_summary
+from stppo.world.turn_rewards import TurnRewards
 
 __all__ = [
     "BENCHMARKS",
@@ -27,6 +28,7 @@ __all__ = [
     "SearchEnvironment",
     "SyntheticWorld",
     "Turn",
+    "TurnRewards",
     "exact_match",
     "f1",
     "mean_by_source",

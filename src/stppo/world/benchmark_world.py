@@ -20,6 +20,7 @@ from stppo.world.records import BENCHMARKS, SCHEMAS
 from stppo.world.rewards import MEASURES, normalise_answer
 from stppo.world.scripted import DemonstrationNoise, GoldTitleSearcher, paragraph_key
 from stppo.world.single_hop import SINGLE_HOP
+from stppo.world.turn_rewards import TurnRewards
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class BenchmarkWorld:
     turn_budget: turns that get an observation before the last generation.
     prompt: one of `PROMPTS`: Search-R1's, or a short one for small contexts.
     parsing, max_*: as in `Protocol`.
+    turn_rewards: what turns are paid beside the answer, a mapping of the fields of `TurnRewards`; `found` is
+    for questions whose records say which titles are gold.
 
     ValueError names the field that is wrong; missing or malformed files as in `read_records` and
     `read_corpus`."""
@@ -92,6 +95,7 @@ class BenchmarkWorld:
     max_start_tokens: int = 2048
     only_in_corpus: bool = False
     reward: str = "em"
+    turn_rewards: Mapping[str, Any] | None = None
 
     tokenizer = None  # the language model brings its own: take it from the policy's pretrained folder
 
@@ -138,6 +142,7 @@ class BenchmarkWorld:
             raise ValueError("only_in_corpus needs world.corpus: a retriever does not say what it holds")
         whole_number(self, *(f for f in ("train_limit", "test_limit") if getattr(self, f) is not None))
         _ = self._protocol, self._reading(None)  # validate their fields
+        object.__setattr__(self, "turn_rewards", TurnRewards.of(self.turn_rewards, self.turn_budget))
 
     @property
     def _tested(self) -> list[str]:
@@ -185,7 +190,9 @@ class BenchmarkWorld:
             retriever = BM25Retriever(self._documents, self.cache_dir)
         elif not hasattr(retriever, "search"):
             retriever = retriever()
-        return SearchEnvironment(self._protocol, retriever, self.top_k, self.reward)
+        return SearchEnvironment(
+            self._protocol, retriever, self.top_k, self.reward, turn_rewards=self.turn_rewards
+        )
 
     @cached_property
     def _documents(self) -> list[Document]:
@@ -292,6 +299,19 @@ class BenchmarkWorld:
                 found |= {f"title: {title}" for title in _titles(question)}
         return found
 
+    def _check_gold(self, pools: Mapping[str, Sequence[Question]]) -> None:
+        """ValueError where `turn_rewards.found` can never be paid; a line of the log where it is not for
+        some."""
+        without = [name for name, pool in pools.items() if not any(q.gold_paragraphs for q in pool)]
+        if self.turn_rewards is None or not self.turn_rewards.found or not without:
+            return
+        said = f"turn_rewards.found: the records of {', '.join(without)} do not say which titles are gold"
+        if len(without) == len(pools):
+            raise ValueError(
+                f"{said}, so it is never paid; leave it out, or train on hotpotqa, 2wikimultihopqa or musique"
+            )
+        log.warning("%s; it is paid on the other questions alone", said)
+
     @cached_property
     def _divided(self) -> dict[str, tuple[Question, ...]]:
         taken = self._shared(self._test)
@@ -305,6 +325,7 @@ class BenchmarkWorld:
                     log.info("%s: %d %s questions are left to others", name, len(ours) - len(kept), split)
                 divided[split][name] = kept
             taken |= self._shared(q for pool in divided[split].values() for q in pool)
+        self._check_gold(divided["train"])
         mixed = {}
         for split, pools in divided.items():
             rng = random.Random(f"{split} {self.seed}")

@@ -1,13 +1,15 @@
 """The search environment: plays many episodes in lockstep, one retriever call a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stppo.checks import one_of, whole_number
 from stppo.retrieval.documents import Document, Retriever
 from stppo.world.episodes import Episode, Turn
 from stppo.world.protocol import Protocol, Question
 from stppo.world.rewards import MEASURES, judge
+from stppo.world.turn_rewards import TurnRewards
 
 
 class NothingFound:
@@ -29,19 +31,24 @@ class SearchEnvironment:
     reward: "em" or "f1".
     retrieve_first: spend the first of the `turn_budget` searches on the question itself, before the agent's
     first turn, and show the result in the prompt. With a budget of 1 an episode is a single turn, which must
-    answer."""
+    answer.
+    turn_rewards: what turns are paid beside the answer, as `TurnRewards` or a mapping of its fields; None:
+    nothing."""
 
     protocol: Protocol
     retriever: Retriever
     top_k: int
     reward: str = "em"
     retrieve_first: bool = False
+    turn_rewards: TurnRewards | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         whole_number(self, "top_k")
         one_of(self, "reward", MEASURES)
         if not isinstance(self.retrieve_first, bool):
             raise ValueError(f"retrieve_first must be true or false, got {self.retrieve_first!r}")
+        paid = TurnRewards.of(self.turn_rewards, self.turns_with_observation)
+        object.__setattr__(self, "turn_rewards", paid)
 
     @property
     def turns_with_observation(self) -> int:
@@ -51,6 +58,13 @@ class SearchEnvironment:
     def without_search(self) -> "SearchEnvironment":
         """The same dialogue, in which every search finds nothing."""
         return replace(self, retriever=NothingFound())
+
+    def rewards(self, episode: Episode) -> list[float]:
+        """What each turn of an episode that goes no further is paid; the answer's reward is in the last
+        one's."""
+        turns = len(episode.turns)
+        paid = [0.0] * turns if self.turn_rewards is None else self.turn_rewards.paid(episode)
+        return [*paid[:-1], paid[-1] + float(episode.reward)]
 
     def start(self, question: Question) -> Episode:
         prompt = self.protocol.prompt(question.text)

@@ -5,11 +5,11 @@ import math
 import random
 import string
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stppo.checks import probability, whole_number
 from stppo.retrieval.bm25 import BM25Retriever
@@ -78,6 +78,7 @@ class SyntheticWorld:
         (0: none; from 2 on). A blind guess then succeeds once in so many times.
     misjudged: share of the answers to training questions whose reward is wrong; validation and test judge
     rightly.
+    turn_rewards: what turns are paid beside the answer, a mapping of the fields of `TurnRewards`.
     cache_dir: where the retriever keeps its index (None: in memory; it is built in milliseconds).
 
     ValueError names the field that is out of range.
@@ -104,6 +105,7 @@ class SyntheticWorld:
     retrieve_first: bool = False
     options: int = 0
     misjudged: float = 0.0
+    turn_rewards: Mapping[str, Any] | None = None
     cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -164,6 +166,7 @@ class SyntheticWorld:
             self.top_k,
             self.reward,
             self.retrieve_first,
+            self.turn_rewards,
         )
 
     @property
