@@ -191,13 +191,13 @@ class _GroupCredit(CreditRule):
         one_of(self, "returns", ("trajectory", "turn"))
 
     def estimate(self, trajectories, layout, values):
-        compared, turns = trajectories.returns[:, None], torch.zeros_like(layout.rows)
+        compared, turns = trajectories.returns[None], torch.zeros_like(layout.rows)
         if self.returns == "turn":
             compared, turns = _returns_to_go(trajectories, layout)
-        return Estimate(self._compare(trajectories.group_ids, compared)[layout.rows, turns])
+        return Estimate(self._compare(trajectories.group_ids, compared)[turns, layout.rows])
 
     def _compare(self, group_ids: Tensor, compared: Tensor) -> Tensor:
-        """(B, K) less the mean over the trajectory's group, times the group's factor, in each column."""
+        """(K, B) less the mean over the trajectory's group, times the group's factor, in each row."""
         ids, order = group_ids.sort(stable=True)
         groups, counts = ids.unique_consecutive(return_counts=True)
         wrong = (counts != self.group_size).nonzero()
@@ -208,17 +208,17 @@ class _GroupCredit(CreditRule):
                 f"group_size is {self.group_size}; credit whole iterations, not minibatches"
             )
         rows = order.view(-1, self.group_size)
-        returns = compared[rows]
+        returns = compared[:, rows]
         # A group that agrees carries no signal; without this, rounding over eps would invent some.
-        low, high = returns.amin(1, keepdim=True), returns.amax(1, keepdim=True)
+        low, high = returns.amin(-1, keepdim=True), returns.amax(-1, keepdim=True)
         differs = high - low > 1e-6 * torch.maximum(high, -low).clamp_min(1.0)
         scale = self._scale(returns) * differs.to(returns.dtype)
         advantages = torch.zeros_like(compared)
-        advantages[rows] = (returns - returns.mean(1, keepdim=True)) * scale
+        advantages[:, rows] = (returns - returns.mean(-1, keepdim=True)) * scale
         return advantages
 
     def _scale(self, returns: Tensor) -> Tensor | float:
-        """Factor of each group and column, from returns (G, group_size, K)."""
+        """Factor of each group, from its returns (..., group_size)."""
         return 1.0
 
 
@@ -234,7 +234,7 @@ class GroupNormalised(_GroupCredit):
         in_range(self, "eps", 0.0)
 
     def _scale(self, returns):
-        return 1.0 / (returns.std(1, keepdim=True) + self.eps)
+        return 1.0 / (returns.std(-1, keepdim=True) + self.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,13 +271,13 @@ def _turn_credit(trajectories, layout, values, gamma, lam):
 
 
 def _returns_to_go(trajectories: Trajectories, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(B, K) rewards from each of a trajectory's turns on, beyond its last one those of the last; (N,) which
+    """(K, B) rewards from each of a trajectory's turns on, beyond its last one those of the last; (N,) which
     of its trajectory's turns each token belongs to."""
     to_go = _discounted_sum(trajectories.turn_rewards, layout.turn_rows, layout.row_turns, 1.0)
     first = layout.row_turns.cumsum(0) - layout.row_turns
-    turns = torch.arange(int(layout.row_turns.max()), device=first.device)
-    held = torch.minimum(turns, layout.row_turns[:, None] - 1)
-    return to_go[first[:, None] + held], layout.turns - first[layout.rows]
+    turns = torch.arange(int(layout.row_turns.max()), device=first.device)[:, None]
+    held = torch.minimum(turns, layout.row_turns - 1)
+    return to_go[first + held], layout.turns - first[layout.rows]
 
 
 def _gae(rewards: Tensor, values: Tensor, rows: Tensor, counts: Tensor, gamma: float, lam: float) -> Tensor:
