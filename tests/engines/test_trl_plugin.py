@@ -697,6 +697,24 @@ def test_a_rollout_plays_the_environment_with_tokens_as_sampled(world, warm, tmp
     assert 0 < sum(output["episode_reward"]) < len(prompts)
 
 
+def test_a_rollout_carries_what_turns_are_paid(world, warm, tmp_path):
+    """The same trajectories with and without; TRL's one reward is the sum, a reward function sees the turns."""
+    paying = dataclasses.replace(world, turn_rewards={"found": 0.2, "format": 0.04})
+    prompts, trainer, plain = rolled_out(world, warm, tmp_path)
+    torch.manual_seed(0)
+    found = search_rollout(paying)(prompts, trainer)
+    assert found["completion_ids"] == plain["completion_ids"]
+    for i, turns in enumerate(found["turn_rewards"]):
+        mask = found["env_mask"][i]
+        assert len(turns) == sum(now and not before for now, before in zip(mask, [0, *mask], strict=False))
+        assert found["episode_reward"][i] == pytest.approx(sum(turns))
+        assert sum(plain["turn_rewards"][i]) == plain["episode_reward"][i] == plain["turn_rewards"][i][-1]
+    assert search_reward([], **found) == found["episode_reward"]
+    assert sum(found["episode_reward"]) > sum(plain["episode_reward"]) + 1
+    with pytest.raises(ValueError, match="form=potential sum to nothing: set form=bonus"):
+        search_rollout(dataclasses.replace(world, turn_rewards={"found": 0.2, "form": "potential"}))
+
+
 @pytest.fixture
 def with_defaults_of_its_own(warm):
     """As many checkpoints on the hub."""
