@@ -4,10 +4,12 @@ import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from stppo.config.algorithms import algorithms
 from stppo.config.composition import compose
 from stppo.config.files import ConfigError
 from stppo.config.identity import fingerprint, identity_section
@@ -349,6 +351,15 @@ def test_a_potential_is_discounted_as_the_credit_is(tiny, overrides, allowed):
     with pytest.raises(ConfigError, match=r"^world.turn_rewards.form=potential: .* must be the same"):
         load(config)
     load(tiny("+world.turn_rewards.found=0.1", *overrides[:1]))  # a bonus goes with any credit
+
+
+def test_the_page_says_of_every_shipped_credit_what_it_does():
+    page = (Path(__file__).parents[1] / "docs/howto/turn-rewards.md").read_text(encoding="utf-8")
+    credits = {
+        compose([f"algorithm={row.name}"])["algorithm"]["objective"]["credit"]["_target_"].rpartition(".")[2]
+        for row in algorithms()
+    }
+    assert len(credits) > 8 and not {name for name in credits if f"`{name}`" not in page}
 
 
 # --- credits, against plain loops ------------------------------------------------------------------

@@ -132,6 +132,20 @@ def test_trajectories_are_what_the_environment_said_and_the_policy_sampled(world
             assert world.tokenizer.decode(own, skip_special_tokens=True) == turn.text
 
 
+def test_each_reward_stands_on_the_last_token_of_its_turn(sampler, policy, world, rollout):
+    paying = copy.copy(sampler)
+    paying.environment = replace(world, turn_rewards={"found": 0.2, "format": 0.04}).environment
+    played = paying.collect(policy, world.questions("train"), generator())
+    batch = played.trajectories
+    assert torch.equal(batch.tokens, rollout.trajectories.tokens)
+    expected = torch.zeros_like(batch.rewards)
+    for row, episode in enumerate(played.episodes):
+        for turn, paid in enumerate(paying.environment.rewards(episode)):
+            expected[row, (batch.turn_ids[row] == turn).nonzero()[-1]] = paid
+    torch.testing.assert_close(batch.rewards, expected)
+    assert (batch.turn_rewards > 0).sum() > N
+
+
 def test_turns_end_where_pytorch_ends_them(sampler, world, rollout):
     """Read off the requests themselves: `TurnEnd` finds nothing to cut."""
     batch, end, cut = rollout.trajectories, in_pytorch(sampler).turn_end, 0
