@@ -70,14 +70,22 @@ def test_effects_are_judged_together():
     assert effects(nine, many)["low"].isna().all() and effects(nine, {"f": FACTORIAL})["low"].notna().all()
 
 
-def test_many_panels_stand_in_two_columns_and_are_read_downwards():
-    arms = list(ENDS)
-    groups = {str(i): Group(str(i), f"Question {i}?", (arms[i % 4], f"other_{i}")) for i in range(7)}
-    metrics = runs(**ENDS, **{f"other_{i}": 0.5 for i in range(7)})
-    axes = questions_figure(metrics, groups).figure.axes
-    assert [ax.get_title(loc="left") for ax in axes] == [f"Question {i}?" for i in range(7)]
-    left = [ax.get_subplotspec().get_topmost_subplotspec().colspan.start for ax in axes]
-    assert left == [0, 0, 0, 1, 1, 1, 1]
+def test_a_factor_of_three_levels_is_told_by_the_mean_of_each():
+    arms = ("token_ppo", "s_ppo", "turn_ppo", "st_ppo", "grpo", "gspo")
+    factors = {"weight": ("token", "turn", "none"), "deciding ratio": ("token", "turn")}
+    groups = {"parts": Group("parts", "What weighs?", arms, factors=factors)}
+    ends = ENDS | {"grpo": 0.5, "gspo": 0.3}
+    plot = questions_figure(runs(**ends), groups)
+    said = "weight (turn 0.70, none 0.40, token 0.25)"
+    assert plot.title.split(". ")[1] == f"Means by {said}"
+    assert (
+        plot.figure.axes[0]
+        .get_title(loc="left")
+        .replace("\n", " ")
+        .startswith(f"What weighs? Effects: {said};")
+    )
+    few = make({arm: {31: end, 32: end} for arm, end in ends.items()})
+    assert questions_figure(few, groups).title == f"2 worlds, too few to tell: {said} and deciding ratio"
 
 
 def test_an_incomplete_factorial_has_no_effect_and_the_title_says_from_where_to_where_arms_end():

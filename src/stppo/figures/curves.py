@@ -258,36 +258,35 @@ def page(
     source: str,
     body: float,
     handles: Sequence[Line2D | Patch] = (),
-    width: float = WIDTH,
 ) -> Figure:
     """An empty figure of `body` inches below a title, a question and a legend and above a source line.
 
     Call within `style()`; panels placed in it keep clear of the texts.
     """
     texts = [
-        (_in_lines(title, int(width * 9.3)), 13, "bold", "#1D2530", 0.235),
-        (_in_lines(question, int(width * 14.2)), 9.5, "normal", "#555555", 0.18),
+        (_in_lines(title, int(WIDTH * 9.3)), 13, "bold", "#1D2530", 0.235),
+        (_in_lines(question, int(WIDTH * 14.2)), 9.5, "normal", "#555555", 0.18),
     ]
-    columns = _legend_columns([str(handle.get_label()) for handle in handles], width)
+    columns = _legend_columns([str(handle.get_label()) for handle in handles])
     legend = 0.21 * -(-len(handles) // columns) + 0.06 if handles else 0.0
     head = 0.14 + sum(line * (text.count("\n") + 1) + 0.05 for text, *_, line in texts) + legend
-    below = _in_lines(source, int(width * 17))
+    below = _in_lines(source, int(WIDTH * 17))
     foot = 0.12 + 0.15 * (below.count("\n") + 1)
     height = head + body + foot
-    fig = Figure(figsize=(width, height), layout="constrained")
+    fig = Figure(figsize=(WIDTH, height), layout="constrained")
     rect = (0, foot / height, 1, (body - 0.02) / height)
     fig.get_layout_engine().set(rect=rect, h_pad=0.04, w_pad=0.05)
     y = height - 0.12
     for text, size, weight, color, line in texts:
         at = {"va": "top", "ha": "left", "fontsize": size, "fontweight": weight, "color": color}
-        fig.text(0.1 / width, y / height, text, linespacing=1.2, **at)
+        fig.text(0.1 / WIDTH, y / height, text, linespacing=1.2, **at)
         y -= line * (text.count("\n") + 1) + 0.05
-    fig.text(0.1 / width, 0.1 / height, below, va="bottom", ha="left", fontsize=7.7, color=SOFT)
+    fig.text(0.1 / WIDTH, 0.1 / height, below, va="bottom", ha="left", fontsize=7.7, color=SOFT)
     if handles:
         legend = fig.legend(
             handles=list(handles),
             loc="upper left",
-            bbox_to_anchor=(0.04 / width, (y + 0.04) / height),
+            bbox_to_anchor=(0.04 / WIDTH, (y + 0.04) / height),
             ncols=columns,
             borderaxespad=0,
             columnspacing=1.4,
@@ -303,13 +302,13 @@ def _in_lines(text: str, width: int) -> str:
     return textwrap.fill(unbroken, width, break_on_hyphens=False).replace("\u00a0", " ")
 
 
-def _legend_columns(labels: Sequence[str], width: float) -> int:
+def _legend_columns(labels: Sequence[str]) -> int:
     """The most columns in which entries of this length fit."""
     inches = [0.55 + 0.083 * len(label) for label in labels]
     for columns in range(len(labels), 1, -1):
         rows = -(-len(labels) // columns)
         widths = [max(inches[i : i + rows]) for i in range(0, len(labels), rows)]
-        if sum(widths) <= width - 0.1:
+        if sum(widths) <= WIDTH - 0.1:
             return -(-len(labels) // rows)
     return 1
 

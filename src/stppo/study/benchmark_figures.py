@@ -42,8 +42,7 @@ INGREDIENTS = (
     ("wider upper clip, to GRPO", "dapo", "grpo"),
     ("no critic: GRPO for token PPO", "grpo", "token_ppo"),
     ("failures left out, to TOPR", "successes_only", "topr"),
-    # These two also average differently: over tokens, over trajectories.
-    ("TOPR's weight on failures, to REINFORCE", "topr", "reinforce"),
+    ("TOPR in place of REINFORCE", "topr", "reinforce"),  # the mean differs too
     ("no push at failures grown unlikely, to GRPO", "sequence_mask", "grpo"),
 )
 MARKS = dict(zip(BEST_OF, ("|", "o", "D"), strict=True))
