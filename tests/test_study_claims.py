@@ -280,6 +280,9 @@ def test_measures_of_a_known_course():
     assert measures.gradient_spike(stopped) == pytest.approx(2), "else its world would drop out of the claim"
     assert measures.clipping_bias_growth(course) == pytest.approx(0.4)  # the lag's own growth left out
     assert measures.critic_error(course) == pytest.approx(np.mean([0.5, 1.0, 1.5]))
+    own = course.assign(out_of_range_fraction_token=np.where(t <= 15, 0.1, 0.3))
+    assert measures.own_ratio_out_of_range(own) == pytest.approx(0.2)
+    assert np.isnan(measures.own_ratio_out_of_range(course))
     bare = course[["iteration", "gradient_norm"]]
     assert np.isnan([measures.clipping_bias_growth(bare), measures.critic_error(bare)]).all()
 
@@ -309,6 +312,10 @@ def test_the_best_elsewhere_is_chosen_by_final_success_and_judged_by_the_column(
         {},
     )
     assert alone.verdict == "not asked" and "worlds in common" in alone.checks[0].outcome
+    (unrecorded,) = evaluate(make({"c": final["c"]}), ledger(("S1", [asked])), {}, {})
+    assert unrecorded.checks[0].measured == verdict.checks[0].measured, (
+        "settings are no terms of a difference"
+    )
 
 
 # ---- the shipped ledger -------------------------------------------------------------------------

@@ -249,13 +249,14 @@ def _check(
     )
     if condition.main_effect:
         words = f"{column}: main effect of {condition.main_effect.partition('.')[2]}"
+    if condition.best_elsewhere:
+        words = f"{column}: " + " − ".join(f"best of {', '.join(s)}" for s in condition.best_elsewhere)
     if absent := ["/".join(arm) for arm in weights if arm not in runs]:
         return Check(condition, words, None, f"no runs of {', '.join(absent)}")
     short = any(len(runs[arm]) < planned.get("/".join(arm), 0) for arm in weights)
     values = [stats.by_world(runs[arm], column) for arm in weights]
     signs = list(weights.values())
     if condition.best_elsewhere:
-        words = f"{column}: " + " − ".join(f"best of {', '.join(s)}" for s in condition.best_elsewhere)
         first = len(condition.best_elsewhere[0])
         ends = [stats.by_world(runs[arm], "final") for arm in weights]
         sides = (values[:first], ends[:first]), (values[first:], ends[first:])
@@ -358,7 +359,8 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
         elif rows["provisional"].any():
             shown += " (provisional)"
         entry = verdict.entry
-        lines.append(f"| {entry.id} | {entry.claim} | {entry.source} | {' | '.join(cells)} | {shown} |")
+        said = f"{entry.claim} {entry.note}".strip()
+        lines.append(f"| {entry.id} | {said} | {entry.source} | {' | '.join(cells)} | {shown} |")
     asked = {check.condition.column for verdict in verdicts for check in verdict.checks}
     lines += ["", "What was measured of each run:", ""]
     lines += [f"- `{column}`: {meaning}" for column, meaning in COLUMNS.items() if column in asked]
@@ -368,7 +370,7 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
 def _head(verdicts: Sequence[Verdict]) -> str:
     """How the verdicts of a table are made, in words."""
     levels = {verdict.entry.id[0]: _percent(verdict.level) for verdict in verdicts}
-    told = " and ".join(f"{level} for entries {family}" for family, level in levels.items())
+    told = ", ".join(f"{level} for entries {family}" for family, level in levels.items())
     return f"""# Claims, and what the runs say of them
 
 Every number is a mean over worlds: of an arm, of the difference of two arms (A − B), or of a factor's main

@@ -53,10 +53,17 @@ def critic_error(iterations: pd.DataFrame) -> float:
     return float((iterations["critic_value_rmse"] / iterations["true_value_std"]).mean())
 
 
+def own_ratio_out_of_range(iterations: pd.DataFrame) -> float:
+    """Share of agent tokens whose own ratio leaves [1 - epsilon, 1 + epsilon], mean over the iterations: a
+    clip ratio with the same yardstick for every algorithm. NaN where it was not measured."""
+    return float(iterations.get("out_of_range_fraction_token", pd.Series(dtype=float)).mean())
+
+
 COURSE: dict[str, Callable[[pd.DataFrame], float]] = {
     "gradient_spike": gradient_spike,
     "clipping_bias_growth": clipping_bias_growth,
     "critic_error": critic_error,
+    "own_ratio_out_of_range": own_ratio_out_of_range,
 }
 # Every column that a claim may ask for, with its meaning.
 COLUMNS: dict[str, str] = {

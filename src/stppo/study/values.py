@@ -22,10 +22,12 @@ import pandas as pd
 import yaml
 from scipy.stats import spearmanr, t
 
+from stppo.config.plan import seconds
+from stppo.config.planned import PlannedRun, planned_runs
 from stppo.files import repository_path, write_atomically
 from stppo.record.runs import Metrics, load_metrics, together
 from stppo.record.tidy import clips
-from stppo.stats import by_world, difference, mean
+from stppo.stats import by_world, contrast, difference, mean
 from stppo.study import benchmark, pages
 from stppo.study.benchmark_figures import signals_of_methods
 
@@ -34,14 +36,16 @@ LEAST_WORLDS = 6  # of an arm that is told
 LEVEL = 0.95
 FELL = ("crashed and recovered", "collapsed")
 LOST = ("did not learn", "lost its start")
+LATER = "P"  # ids of the claims that were added after the runs
 NINE = ("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo_ctn", "grpo", "so_grpo", "so_grpo_ctn", "gspo")
 OFF, ONCE, TWICE = "OFF_POLICY", "FRESH_SAME_TRAJECTORIES", "ON_POLICY"
+FRESH = (ONCE, "FRESH_SAME_UPDATES", TWICE)
 # Comparisons of the study: regime, arm, the arm or arms that it is compared with.
 PAIRS = (
     (OFF, "token_ppo", ()),
     (OFF, "turn_ppo", ("token_ppo", "weight_one", "token_ppo_lr0.5")),
     (OFF, "st_ppo", ("token_ppo", "turn_ppo", "turn_ppo_shuffled", "turn_ppo_replayed")),
-    (OFF, "st_ppo", ("grad_clip", "token_ppo_lr0.5")),
+    (OFF, "st_ppo", ("grad_clip", "kl_stop", "token_ppo_lr0.5")),
     (OFF, "s_ppo", ("token_ppo", "token_ppo_shuffled")),
     (OFF, "sequence_ppo", ("turn_ppo",)),
     (OFF, "weight_one", ("token_ppo",)),
@@ -189,16 +193,26 @@ def study(folder: Path) -> dict[str, Any]:
     ahead = [row for arms in found.values() if isinstance(arms, dict) for row in arms.items()]
     divided = [row for name, row in ahead if name == "st_ppo_over_turn_ppo"]
     found["divisor"] = {"settings": len(divided), "above": sum(row["low"] > 0 for row in divided)}
+    signs = {"st_ppo": 1 / len(FRESH), "turn_ppo": -1 / len(FRESH)}
+    sampled, greedy = (
+        contrast(
+            [by_world(metrics.arm(of, arm), column) for of in FRESH for arm in signs], [*signs.values()] * 3
+        )
+        for column in ("final", "greedy_final")
+    )
+    found["divisor"]["fresh"] = _estimate(sampled) | {"greedy": greedy.value}
     return found | {"claims": _claims(folder), "alarms": _alarms(folder)}
 
 
 def _claims(folder: Path) -> dict[str, Any]:
-    """Verdicts as `stppo.study.claims` wrote them, with the numbers of each entry's last condition."""
+    """Verdicts as `stppo.study.claims` wrote them, with the numbers of each entry's last condition; counts
+    are of the registered ones."""
     rows = pd.read_csv(folder / "claims/claims.csv").drop_duplicates("id", keep="last").set_index("id")
-    counts = rows["verdict"].value_counts()
+    registered = rows[~rows.index.str.startswith(LATER)]
+    counts = registered["verdict"].value_counts()
     numbers = rows[["estimate", "median", "joint_low", "joint_high"]].dropna(how="all")
     return {
-        "all": len(rows),
+        "all": len(registered),
         **{key(name): int(n) for name, n in counts.items()},
         **{key(name): row.dropna().to_dict() for name, row in numbers.iterrows()},
     }
@@ -302,6 +316,41 @@ def divisor(folder: Path) -> dict[str, Any]:
         acts = {"divided": int((divisors != 1).sum()), "iterations": len(divisors)}
         told = less | ends | acts
         found.setdefault(key(regime), {})[key(arm)] = told
+    return found | _left(trial)
+
+
+def _question(run: PlannedRun) -> int:
+    """The question of the divisor's protocol that a run is for, the first where it is for several."""
+    if run.regime in (of := {"OFF_POLICY_CLIP": 5, "GUESS": 6, "NOISY": 6, "CHAINS": 7}):
+        return of[run.regime]
+    if "_own_" in run.algorithm:
+        return 4
+    if run.regime.startswith("SGD") or "_step" in run.algorithm:
+        return 3
+    if run.regime == OFF:
+        return 3 if run.algorithm in NINE else 5
+    return 2
+
+
+def _left(trial: Metrics) -> dict[str, Any]:
+    """How many of the trial's runs are planned and recorded, question by question, and the core hours of the
+    others: what the plan says of their regimes, times what the recorded runs took of it."""
+    runs = planned_runs("divisor")
+    costs: dict[str, float] = {}
+    for run in runs:
+        if run.regime not in costs:  # one config a regime is composed
+            costs[run.regime] = seconds(run.config)
+    recorded = {(r["regime"], r["algorithm"], r["seed"]): r["cpu_seconds"] for r in trial.runs}
+    pace = sum(recorded.values()) / sum(costs[regime] for regime, *_ in recorded)
+    found: dict[str, Any] = {"planned": len(runs), "left": {"hours": 0.0}}
+    for run in runs:
+        row = found.setdefault(f"question_{_question(run)}", {"planned": 0, "recorded": 0, "hours": 0.0})
+        row["planned"] += 1
+        if (run.regime, run.algorithm, run.seed) in recorded:
+            row["recorded"] += 1
+        else:
+            for part in (row, found["left"]):
+                part["hours"] += pace * costs[run.regime] / 3600
     return found
 
 
