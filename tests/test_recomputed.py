@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 
 REFERENCE = Path(__file__).parents[1] / "results/reference"
-RECORDS = sorted(
-    file.parent for file in REFERENCE.glob("*/metrics/summary.csv") if "first_study" not in str(file)
-)
+RECORDS = sorted(file.parent for file in REFERENCE.rglob("summary.csv") if "first_study" not in str(file))
 
 
 def last_tenth(curve: list[float]) -> float:
@@ -37,7 +36,7 @@ def outcome(curve: list[float], start: float, stopped: bool) -> dict[str, float 
     return {"start": start, "peak": peak, "final": final, "outcome": label}
 
 
-@pytest.mark.parametrize("folder", RECORDS, ids=lambda folder: folder.parent.name)
+@pytest.mark.parametrize("folder", RECORDS, ids=lambda folder: str(folder.relative_to(REFERENCE)))
 def test_outcomes_of_all_runs(folder):
     summary = pd.read_csv(folder / "summary.csv").set_index(["regime", "algorithm", "seed"])
     rows = pd.read_parquet(folder / "evaluations.parquet").sort_values("iteration")
@@ -56,3 +55,27 @@ def test_outcomes_of_all_runs(folder):
         if record["non_finite"] is None:
             assert found == pytest.approx(said[list(found)].to_dict(), abs=1e-4), key
             assert last_tenth(list(curves[(*key, 0.0)])) == pytest.approx(said["greedy_final"], abs=1e-4), key
+
+
+def test_numbers_of_the_divisors_trial():
+    """Ends, differences and how often the divisor acted, as its page shows them."""
+    folder, keys = REFERENCE / "divisor/part2/metrics", ["algorithm", "seed"]
+    said = yaml.safe_load((REFERENCE / "values.yaml").read_text())["divisor"]["paper"]
+    rows = pd.read_parquet(folder / "evaluations.parquet").query("regime == 'PAPER'").sort_values("iteration")
+    sampled, greedy = (
+        rows[rows["temperature"] == t]
+        .groupby(keys)["success"]
+        .agg(lambda of: last_tenth(list(of)))
+        .unstack(0)
+        for t in (1.0, 0.0)
+    )
+    updates = pd.read_parquet(folder / "iterations.parquet").query("regime == 'PAPER'")
+    acted = (updates["stabilizer_divisor"] != 1).groupby(updates["algorithm"]).sum()
+    arms = [arm for arm in sampled if sampled[arm].notna().all()]
+    assert len(arms) == 12
+    for arm in arms:
+        base = "token_ppo" if arm.startswith(("s_ppo", "token")) else "turn_ppo"
+        found = {"final": sampled[arm].mean(), "greedy": greedy[arm].mean(), "divided": acted[arm]}
+        found |= {"value": (sampled[arm] - sampled[base]).mean()} if arm != base else {}
+        row = said[arm.replace(".", "_")]
+        assert found == pytest.approx({name: row[name] for name in found}, abs=2e-5), arm

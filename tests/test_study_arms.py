@@ -72,6 +72,10 @@ def test_arm_varies_the_algorithm_that_makes_it():
         ({"label": "A", "overrides": "algorithm=grpo"}, "pipeline.arms.a.overrides = 'algorithm=grpo'"),
         ({"label": "A", "overrides": ["training.epochs=2"]}, "algorithm=... must be among them"),
         ({"label": "A", "overrides": ["algorithm=grpo"], "base": "ppo"}, "base = 'ppo': no algorithm"),
+        (
+            {"label": "A", "overrides": ["algorithm=st_pppo"]},
+            "a.overrides: algorithm=st_pppo: no .*mean st_ppo",
+        ),
         ({"label": "A", "overrides": ["algorithm=grpo"], "color": 1}, "pipeline.arms.a.color: unknown key"),
     ],
 )

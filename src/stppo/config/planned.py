@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from stppo.checks import meant
 from stppo.config.composition import compose
 from stppo.config.files import Config, ConfigError, options
 from stppo.config.identity import MEMORY_SETTINGS, PLAIN
@@ -56,9 +57,10 @@ def _arm(name: str, entry: Any) -> Arm:
     if not chosen:
         raise ConfigError(f"{key}.overrides = {overrides!r}: algorithm=... must be among them")
     base = entry.get("base", chosen[-1])
-    if base not in options("algorithm"):
-        allowed = ", ".join(options("algorithm"))
-        raise ConfigError(f"{key}.base = {base!r}: no algorithm; allowed: {allowed}")
+    if base not in (known := options("algorithm")):
+        where = f"{key}.base = {base!r}" if "base" in entry else f"{key}.overrides: algorithm={base}"
+        hint = meant(str(base), known)
+        raise ConfigError(f"{where}: no algorithm; allowed: {', '.join(known)}{hint}")
     return Arm(name, label, tuple(overrides), base)
 
 
