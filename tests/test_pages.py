@@ -66,6 +66,13 @@ def test_values_are_those_of_the_records(committed):
     assert found == pytest.approx(said, abs=2e-4), "run `python -m stppo.study.values`"
 
 
+def test_every_recorded_run_of_the_divisors_trial_was_planned(committed):
+    found = committed["divisor"]
+    asked = [found[f"question_{n}"] for n in range(2, 8)]
+    assert sum(row["planned"] for row in asked) == found["planned"]
+    assert sum(row["recorded"] for row in asked) == found["runs"]["part2"]
+
+
 @pytest.mark.parametrize("page", MARKED, ids=name)
 def test_numbers_are_the_values(page, committed):
     text = page.read_text(encoding="utf-8")
