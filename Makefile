@@ -40,8 +40,14 @@ lock-engines:
 # What Snakemake says of its jobs: QUIET= for all of it.
 QUIET ?= --quiet host rules progress reason
 
+ifdef preset
+$(error It is PRESET, in capitals: make $(MAKECMDGOALS) PRESET=$(preset))
+endif
+
+# Where something stopped, the last lines say what, and where the report is that was made all the same.
 all: setup
-	snakemake all $(QUIET) --config preset=$(PRESET)
+	snakemake all $(QUIET) --config preset=$(PRESET) || { echo; cat results/$(PRESET)/logs/status/*.log 2>/dev/null; \
+		[ ! -f results/$(PRESET)/report.html ] || echo 'The report of what was made: results/$(PRESET)/report.html'; exit 1; }
 	@echo 'The report: results/$(PRESET)/report.html; in a browser: file://$(CURDIR)/results/$(PRESET)/report.html'
 
 # Executed notebooks, at full length and with their pictures, kept in results/reference/notebooks: ten minutes.

@@ -35,6 +35,7 @@ from omegaconf import OmegaConf
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
+from stppo.checks import meant
 from stppo.config.files import (
     ConfigError,
     config_dir,
@@ -59,6 +60,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Two lines for every job that say nothing of it.
 logger.addFilter(lambda record: not str(record.msg).startswith(("Select jobs to", "Execute ")))
 
+KNOWN_OPTIONS = (
+    *("preset", "config_dir", "overrides", "kernel", "retrain", "missing"),
+    *("checkpoint", "benchmarks", "data_dir", "corpus", "retriever", "n_questions"),
+)
+for name in set(config) - set(KNOWN_OPTIONS):
+    raise WorkflowError(f"--config {name}: unknown; allowed: {', '.join(KNOWN_OPTIONS)}{meant(name, KNOWN_OPTIONS)}")
 PRESET = config.get("preset", "laptop")
 try:
     if config.get("config_dir"):  # your own configs beside the shipped ones, as STPPO_CONFIG_DIR
@@ -220,6 +227,8 @@ wildcard_constraints:
 
 onstart:
     # Snakemake's own lock (off in our profiles) outlives a kill, and goes when a run of another preset ends.
+    if TRAINED:
+        print(f"How far it is: stppo progress {RESULTS} --watch", file=sys.stderr)
     lock = FolderLock(Path(RESULTS, "logs"))
     try:
         lock.__enter__()
@@ -518,13 +527,13 @@ rule notebook_ended:
         f"{ENDED}/{{page}}.status",
         f"{RESULTS}/{{page}}.html",
     output:
-        touch(f"{ENDED}/{{page}}.ok"),
+        f"{ENDED}/{{page}}.ok",
     log:
         f"{RESULTS}/logs/status/{{page}}.log",
     shell:
         "test $(cat {input[0]:q}) = 0 || {{ rm {input[0]:q}; echo 'notebooks/{wildcards.page}.ipynb stopped with'"
         " \"$(grep . {RESULTS}/logs/{wildcards.page:q}.log | tail -n 1)\"'; {input[1]} shows where'"
-        " | tee {log:q} >&2; exit 1; }}"
+        " | tee {log:q} >&2; exit 1; }}; touch {output:q}"
 
 
 # What a language model learned, and what it writes: of preset=smollm, whose runs it plays.

@@ -205,6 +205,7 @@ def test_what_can_be_chosen_is_listed(stppo):
     code, out, _ = stppo("list", "algorithms")
     assert code == 0 and re.search(r"^st_ppo +ST-PPO", out, re.M)
     assert re.search(r"^smoke +\w", stppo("list", "presets")[1], re.M)
+    assert stppo("list")[1].splitlines()[0] == "stppo list algorithms"
     assert_one_line_error(stppo("list", "world_s"), "allowed are algorithms", "did you mean worlds?")
 
 

@@ -263,6 +263,37 @@ def test_a_plan_of_the_wrong_kind_is_named(key, value):
         planned_runs("smoke", [f"++{key}={value}"])
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "# @package _global_\ndefaults: [smoke]\npreset: mine\npipelin: {}\n",
+            "pipelin: unknown key.*mean pipeline",
+        ),
+        (
+            "# @package _global_\ndefaults: [smoke]\npreset: mine\npipeline: {regime: {}}\n",
+            "pipeline.regime: unknown key.*mean regimes",
+        ),
+        (
+            "# @package _global_\ndefaults: [smoke]\npreset: mine\npipeline: {regimes: {OFF_POLICY: {algoritms: [grpo]}}}\n",
+            "pipeline.regimes.OFF_POLICY.algoritms: unknown key.*mean algorithms",
+        ),
+        (
+            "# @package _global_\ndefaults: [smoke]\npreset: mine\npipeline: {regimes: {OFF_POLICY: {algorithms: [st_pppo]}}}\n",
+            "OFF_POLICY.algorithms: st_pppo is no algorithm.*mean st_ppo",
+        ),
+        (
+            "defaults: [smoke]\npreset: mine\n",
+            "preset=mine: the first line of its file must be `# @package _global_`",
+        ),
+    ],
+)
+def test_what_nothing_would_read_in_a_preset_is_named(configs, text, said):
+    (configs / "preset" / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        planned_runs("mine")
+
+
 def test_malformed_sweep_is_a_config_error():
     with pytest.raises(ConfigError, match="seed="):
         expand_sweep(["seed=("])

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from stppo.figures.report import provenance, render_report
-from stppo.record.runs import collect
+from stppo.figures.report import provenance, render_report, summary_lines
+from stppo.record.runs import collect, load_metrics
 from tests.synthetic_runs import make_run
 
 HOSTILE = '<script>alert("x")</script>'
@@ -93,6 +93,14 @@ def test_what_happens_comes_first_and_what_is_looked_up_last(page):
     order = ["learning", "outcomes", "clip_ratio", "norms", "my_own_figure", "notebooks", "runs"]
     order += ["provenance", "glossary", "claims"]
     assert [page.place(name) for name in order] == sorted(page.place(name) for name in order)
+
+
+def test_the_first_lines_count_the_runs(page, results):
+    metrics = load_metrics(results / "mine" / "metrics")
+    counted = summary_lines(metrics)
+    assert f"{len(metrics.runs)} runs: " in counted[0] and f" of {len(metrics.runs)} learned" in counted[2]
+    assert {run["warm_start"]["n_sampled"] for run in metrics.runs} != {len(metrics.runs)}
+    assert all(line in page.text for line in counted[:3])
 
 
 def test_everything_that_was_trained_appears(page, results):

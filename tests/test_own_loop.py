@@ -94,6 +94,7 @@ def test_what_cannot_be_is_said_in_one_line(moved):
             advantages,
             mask & (torch.arange(6) > 0)[:, None],
         ),
+        "logprobs: has no graph, and old_logprobs has one": (old, logprobs(), advantages, mask),
         "old_logprobs: must be finite": (logprobs(), old * math.nan, advantages, mask),
         "advantages: must be finite": (logprobs(), old, advantages / 0, mask),
     }

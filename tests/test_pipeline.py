@@ -213,6 +213,7 @@ def test_a_notebook_of_ours_that_fails_costs_no_report_and_is_executed_again(tmp
 @pytest.mark.parametrize(
     ("option", "said"),
     [
+        ("prset=smoke", "--config prset: unknown"),
         ("preset=gigantic", "preset=gigantic: unknown preset; allowed: benchmark, "),
         ("kernel=fortran", "no Jupyter kernel named fortran"),
         ("overrides=+pipeline.resources.gpu=2", "takes 2 GPU; say how many there are: --resources gpu=1"),

@@ -1,4 +1,4 @@
-"""Options in tables break after a dot, an equals sign or an underscore, not within a word; what is copied stays as it is."""
+"""Options in tables break after a dot or an equals sign, not within a word; what is copied stays as it is."""
 
 import re
 
@@ -10,7 +10,7 @@ def _break(app, doctree, docname: str) -> None:
         return
     for entry in doctree.findall(nodes.entry):
         for literal in list(entry.findall(nodes.literal)):
-            parts = re.split(r"(?<=[.=_/])(?=\w)", literal.astext())
+            parts = re.split(r"(?<=[.=/])(?=\w)", literal.astext())
             literal.clear()
             for i, part in enumerate(parts):
                 literal += [nodes.raw("", "<wbr>", format="html")] * bool(i) + [nodes.Text(part)]

@@ -615,24 +615,34 @@ def show(
 
 @app.command("list")
 def list_command(
-    group: Annotated[str, typer.Argument(help="algorithms, worlds, presets, policies, ...")],
+    group: Annotated[
+        str | None,
+        typer.Argument(help="algorithms, worlds, presets, policies, ...; without it: all of these."),
+    ] = None,
     config_dir: ConfigDir = None,
 ) -> None:
     """Name what can be chosen, a line each, and say what it is.
 
     Example: `stppo list algorithms`
     """
+    from textwrap import shorten
+
     from stppo.checks import meant
     from stppo.config.algorithms import look
     from stppo.config.files import about, options
 
     known = {"policies" if name == "policy" else f"{name}s": name for name in groups()}
+    if group is None:
+        typer.echo("\n".join(f"stppo list {name}" for name in known))
+        return
     name = known.get(group, group)
     if name not in known.values():
         raise ValueError(f"{group}: allowed are {', '.join(known)}{meant(group, known)}")
     for option in options(name):
-        said = look(option).label if name == "algorithm" else about(name, option)
-        typer.echo(f"{option:<22}{said}".rstrip())
+        said = about(name, option)
+        if name == "algorithm" and not said.startswith(label := look(option).label):
+            said = f"{label}. {said}"
+        typer.echo(f"{option:<22}{shorten(said, 110, placeholder=' ...')}".rstrip())
 
 
 @app.command()

@@ -13,6 +13,14 @@ from stppo.checks import meant
 from stppo.config.composition import compose
 from stppo.config.files import Config, ConfigError, options
 from stppo.config.identity import MEMORY_SETTINGS, PLAIN
+from stppo.config.loading import fields_of
+
+PIPELINE_KEYS = (
+    *("regimes", "arms", "replicates", "recorded", "fast", "pages", "resources"),
+    "core_seconds_per_iteration",
+    "rates",  # what overrides may refer to
+)
+REGIME_KEYS = ("training", "algorithms", "seeds", "overrides", "regime")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +116,26 @@ def _with_seeds(node: Any, seeds: dict[int, int]) -> Any:
     return seeds.get(node, node) if type(node) is int else node
 
 
+def _refuse_unknown(where: str, given: Iterable[str], allowed: Iterable[str]) -> None:
+    """ConfigError for the first key that is not among the allowed."""
+    allowed = list(allowed)
+    for key in given:
+        if key not in allowed:
+            hint = meant(str(key), allowed)
+            raise ConfigError(f"{where}{key}: unknown key; allowed: {', '.join(allowed)}{hint}")
+
+
+def _check_keys(preset: str, base: Config) -> None:
+    """ConfigError where a composed preset has a section that nothing reads, which would pass in silence."""
+    from stppo.config.settings import RunConfig
+
+    if not isinstance(base.get("preset"), str):
+        raise ConfigError(f"preset={preset}: the first line of its file must be `# @package _global_`")
+    _refuse_unknown("", base, [*fields_of(RunConfig, ()), "preset", "pipeline", "study"])
+    if isinstance(pipeline := base.get("pipeline"), dict):
+        _refuse_unknown("pipeline.", pipeline, PIPELINE_KEYS)
+
+
 def _regimes(pipeline: Config) -> Iterable[tuple[str, Config]]:
     """The entries of `pipeline.regimes`; ConfigError names a key of the wrong kind."""
     regimes = pipeline.get("regimes") if isinstance(pipeline, dict) else None
@@ -122,6 +150,7 @@ def _regimes(pipeline: Config) -> Iterable[tuple[str, Config]]:
         key = f"pipeline.regimes.{entry}"
         if not isinstance(plan, dict):
             raise ConfigError(f"{key} = {plan!r}: must be {{algorithms: [...], seeds: [...]}}")
+        _refuse_unknown(f"{key}.", plan, REGIME_KEYS)
         for name, kind, of in (
             ("algorithms", str, "names"),
             ("seeds", int, "whole numbers"),
@@ -151,6 +180,7 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
                 "pipeline.regimes.NAME.algorithms=[...], .seeds=[...] and .training=..."
             )
     base = compose([f"preset={preset}", *(overrides or [])])
+    _check_keys(preset, base)
     pipeline = base.get("pipeline")
     if not pipeline or (isinstance(pipeline, dict) and "regimes" not in pipeline):
         raise ConfigError(f"preset={preset} has no section `pipeline.regimes`, so there is nothing to train")
@@ -159,8 +189,14 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
     arms, replicates = arms_of(base), pipeline.get("replicates") or {}
     runs: dict[str, PlannedRun] = {}
     composed: dict[tuple[str, ...], Config] = {}
+    names = [*arms, *options("algorithm")]
     for entry, plan in _regimes(pipeline):
         regime, seeds = plan.get("regime", entry), plan["seeds"]
+        if unknown := [name for name in plan["algorithms"] if name not in names]:
+            raise ConfigError(
+                f"pipeline.regimes.{entry}.algorithms: {unknown[0]} is no algorithm (`stppo list "
+                f"algorithms`) and no arm ({', '.join(arms) or 'there is none'}){meant(unknown[0], names)}"
+            )
         for (place, seed), algorithm in itertools.product(enumerate(seeds), plan["algorithms"]):
             arm = arms.get(algorithm)
             chosen = [

@@ -62,7 +62,7 @@ OUT_OF_RANGE = "out_of_range_fraction_token"
 CLIP_PANELS = (
     Panel("clip_fraction", "clipped by\nthe algorithm", share=True, idle="no clip"),
     Panel(OUT_OF_RANGE, "own ratio out\nof the range", share=True, idle="no clip"),
-    Panel("kl_behaviour_k3", "KL to behaviour\n(nats per token)", log=True),
+    Panel("kl_behaviour_k3", "KL to behaviour\n(nats/token)", log=True),
 )
 NORM_PANELS = (
     Panel("gradient_norm", log=True),
@@ -188,8 +188,8 @@ def every_algorithm(metrics: Metrics) -> Plot | None:
         data = plotted(parts)
         axes[0].set_ylim(0, top_of(data))
     caption = (
-        f"{question} A run crashed when it lost half of what it had gained, and collapsed when it did not "
-        f"make that good by the end (or its loss stopped being finite). {BANDS}"
+        f"{question} A run crashed when it lost more than half of what it had gained, and collapsed "
+        f"when it did not make that good by the end (or its loss stopped being finite). {BANDS}"
     )
     return Plot("every_algorithm", fig, data, caption, title=title)
 
@@ -300,10 +300,10 @@ def clip_ratio(metrics: Metrics) -> Plot | None:
         "First row: the share of agent tokens whose term takes the clipped branch, as the algorithm clips; a "
         "turn-level clip takes a whole turn. Second row, one yardstick for all: the share of tokens whose "
         "own ratio leaves the algorithm's range [1 − ε, 1 + ε], whatever the sign of the advantage. Methods "
-        "that weigh and do not clip have neither. The title gives means over all iterations. The lowest 3 % "
-        "of a logarithmic axis are cut off."
+        "that weigh and do not clip have neither. The lowest 3 % of a logarithmic axis are cut off."
     )
-    title = too_short(runs) or _clip_title(runs)
+    if not (title := too_short(runs)):
+        title, caption = _clip_title(runs), f"{caption} The title gives means over all iterations."
     return panel_figure(runs, "clip_ratio", CLIP_PANELS, title, question, caption, filling=True, shared=False)
 
 

@@ -99,7 +99,7 @@ def summary_lines(metrics: Metrics) -> list[str]:
     summary, table = metrics.summary, metrics.table
     n, worlds = len(summary), summary["world_seed"].nunique()
     iterations = _span([run["iterations"] for run in metrics.runs])
-    samples = [n for run in metrics.runs if (n := run["warm_start"].get("n_sampled"))]
+    samples = [had for run in metrics.runs if (had := run["warm_start"].get("n_sampled"))]
     on = f" ({_span(samples, ',')} samples)" if samples else ""
     policies = ", ".join(_distinct(run.get("policy") for run in metrics.runs))
     lines = [

@@ -111,7 +111,8 @@ class Objective:
         All are (B, T): log-probs in nats of the tokens under the policy (with graph) and under the one that
         sampled them; advantages; agent_mask bool, true where the policy emitted the token. Turns are its runs
         of ones. entropy, and proximal_logprobs as proximal: as in `__call__`. ValueError for shapes that
-        differ, for a row without agent tokens and for old log-probs or advantages that are not finite there.
+        differ, for a row without agent tokens, for old log-probs or advantages that are not finite there, and
+        where both log-probs are swapped.
 
         It is the loss alone. Advantages are yours, and so is what else a method does: which trajectories it
         keeps (LOOP, StarPO-S), when it ends the updates on a batch (the KL stop), one update a turn
@@ -132,6 +133,8 @@ class Objective:
         for name, value in (("old_logprobs", old_logprobs), ("advantages", advantages)):
             if not value[mask].isfinite().all():
                 raise ValueError(f"{name}: must be finite at every agent token")
+        if old_logprobs.requires_grad and not logprobs.requires_grad and torch.is_grad_enabled():
+            raise ValueError("logprobs: has no graph, and old_logprobs has one; they seem to be swapped")
         old_logprobs, advantages = old_logprobs.detach(), advantages.detach()
         layout = Layout.of(mask)
         behaviour = _single(layout.gather(old_logprobs))
