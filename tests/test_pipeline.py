@@ -202,7 +202,8 @@ def test_a_notebook_of_ours_that_fails_costs_no_report_and_is_executed_again(tmp
     failed = snakemake(tmp_path, *options, targets=["all"])
     said = "21-why.ipynb stopped with FileNotFoundError: "
     assert failed.returncode != 0 and said in failed.stdout + failed.stderr
-    assert 'href="21-why.html"' in (results / "report.html").read_text(encoding="utf-8")
+    page = (results / "report.html").read_text(encoding="utf-8")
+    assert 'href="21-why.html"' in page and page.count("(stopped with an error)") == 1
     assert (results / "figures" / "learning.png").is_file()
     again = snakemake(tmp_path, *options)
     assert planned(again, "figures") == 1 and planned(again, "notebook_ended") == 2  # 20 is of the same job

@@ -252,12 +252,14 @@ def _pages(results_dir: Path, page: Path, notebooks: Path | None) -> list[Path]:
 
 
 def _title(page: Path) -> str:
-    """First heading of the notebook that a page was made from; without one the file's name."""
+    """First heading of the notebook that a page was made from, without one the file's name; and whether it
+    stopped."""
     notebook = page.with_suffix(".ipynb")
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"] if notebook.is_file() else []
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     headings = [line.lstrip("# ").strip() for line in text.splitlines() if line.startswith("# ")]
-    return headings[0] if headings else page.stem
+    stopped = any(out["output_type"] == "error" for cell in cells for out in cell.get("outputs", ()))
+    return (headings[0] if headings else page.stem) + " (stopped with an error)" * stopped
 
 
 def render_report(
