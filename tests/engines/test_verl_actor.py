@@ -6,15 +6,14 @@ engine with gradient accumulation, clipping and AdamW, `ppo_loss`, and the way t
 verl 0.9.1 has no CPU among its platforms. What stands in for one, all of it in tests/engines, no code of verl patched:
 
 - `verl_on_cpu` fills in verl's interface for platforms; without it `current_device` asks for CUDA
-  (verl/plugin/platform/platform_cuda.py:73).
+  (verl/plugin/platform/platform_cuda.py:73). It begins the workers' gloo group, too.
 - VERL_ENGINE_DEVICE=cuda, a switch of verl's, picks the FSDP engine, which is registered for GPUs alone
   (verl/workers/engine/fsdp/transformer_impl.py:1143).
-- The workers begin their gloo group themselves: verl would ask for "cpu:gloo,cpu:gloo" (verl/utils/distributed.py:89).
 - The strategy is fsdp2: FSDP1 was not tried on a CPU.
 - TRL is hidden from these processes: beside TRL 1.16, verl 0.9.1's actor does not start, on any device
   (verl/models/transformers/monkey_patch.py:352).
 
-What is left to a GPU: FSDP1, NCCL, bfloat16, flash-attn's packed rows, the roll-out and its hand-over of weights.
+What is left to a GPU: FSDP1, NCCL, bfloat16, flash-attn's packed rows. The roll-out: test_verl_whole.py.
 """
 
 import json

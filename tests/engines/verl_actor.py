@@ -25,14 +25,7 @@ WORKERS = 2
 
 
 class Actor(ActorRolloutRefWorker):
-    """verl's worker; begins the group of processes itself, and shows its weights."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        # verl would ask for "cpu:gloo,cpu:gloo" (utils/distributed.py:89), which torch refuses for naming the CPU twice.
-        # It leaves alone a group that is there already.
-        torch.distributed.init_process_group("gloo")
-        super().init_model()
+    """verl's worker; shows its weights."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights(self) -> dict:

@@ -4,6 +4,7 @@ Loaded by verl itself, in every process: VERL_USE_EXTERNAL_MODULES=tests.engines
 No code of verl is patched.
 """
 
+import os
 import sys
 from contextlib import nullcontext
 from types import ModuleType
@@ -79,6 +80,10 @@ class PlatformCPU(PlatformBase):
         return None, None
 
     def communication_backend_name(self) -> str:
+        """Begins the group of processes where Ray has placed one: verl asks this first, and would then ask torch for
+        "cpu:gloo,cpu:gloo" (utils/distributed.py:89), which names the CPU twice. It leaves alone a group that is there."""
+        if "WORLD_SIZE" in os.environ and not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
@@ -93,7 +98,7 @@ class PlatformCPU(PlatformBase):
     profiler_stop = profiler_start
 
     def ray_resource_name(self) -> str:
-        return "CPU"
+        return "GPU"  # Ray is told that there are some: verl places its workers by them
 
     def ray_noset_envvars(self) -> list[str]:
         return []
