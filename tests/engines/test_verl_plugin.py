@@ -626,6 +626,7 @@ def compose_cluster(name, tiny_model, *overrides):
 SIZES = {
     "qwen2.5_1.5b_1gpu": ("Qwen/Qwen2.5-1.5B-Instruct", 1),
     "qwen2.5_7b_8gpu": ("Qwen/Qwen2.5-7B-Instruct", 8),
+    "qwen2.5_7b_8gpu_async": ("Qwen/Qwen2.5-7B-Instruct", 4),
 }
 VARIANTS = {
     "st_ppo": [],
@@ -672,6 +673,26 @@ def test_verl_accepts_the_cluster_configs(size, variant, tiny_model, monkeypatch
     assert actor_config.ppo_max_token_len_per_gpu >= longest, "a trajectory must fit into a micro-batch"
 
 
+def test_verls_asynchronous_trainer_takes_our_config(tiny_model, monkeypatch):
+    """Its constructor checks batches, pools and the backend; its bound on staleness is ours."""
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    from stppo.config.composition import compose
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def trainer(*overrides):
+        config = compose_cluster("qwen2.5_7b_8gpu_async", tiny_model, *overrides)
+        return get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+
+    made = trainer()
+    ours = compose(["training=off_policy"])["training"]["staleness_iterations"]
+    assert made.replay_buffer.max_off_policy_threshold == ours + 1  # a batch spans its own policy, too
+    assert made.parameter_sync_step == 2 and made.config.trainer.n_gpus_per_node == 4
+    with pytest.raises(AssertionError, match="train_batch_size must equal"):
+        trainer("data.train_batch_size=128")
+
+
 def test_token_level_rejection_is_refused_through_the_cluster_config(tiny_model):
     from hydra.errors import InstantiationException
     from verl.utils.config import omega_conf_to_dataclass
@@ -690,7 +711,7 @@ def test_every_override_of_the_readme_composes(tiny_model):
 
     text = (CLUSTER / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = re.findall(r"^python -m verl\.trainer\.main_ppo (.*)$", text, re.MULTILINE)
-    assert len(commands) >= 3
+    assert len(commands) >= 4
     for command in commands:
         words = shlex.split(command.replace("$CLUSTER", str(CLUSTER)))
         name = next(word.partition("=")[2] for word in words if word.startswith("--config-name"))

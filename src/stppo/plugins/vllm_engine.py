@@ -10,8 +10,10 @@ import logging
 import math
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +131,7 @@ class Engine:
             write_folder(folder, lambda part: shutil.copytree(scratch, part, dirs_exist_ok=True))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors reach only an engine in this process
         try:
-            with generators_kept():  # vLLM seeds them
+            with generators_kept(), _llvmlite_hidden():  # vLLM seeds them
                 self.llm = LLM(model=str(folder), **options)
         except (ValueError, RuntimeError, AssertionError, OSError) as error:
             self._clean_up()
@@ -314,6 +316,18 @@ def ordinary_ids(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     training."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     return torch.tensor([i for i in range(len(tokenizer)) if i not in special] or range(len(tokenizer)))
+
+
+@contextmanager
+def _llvmlite_hidden() -> Iterator[None]:
+    """On a CPU vLLM (0.31, 0.32) asks all that any module holds for its `__dict__`. llvmlite's library, which
+    bm25s brings by way of numba, answers with a function of C, and vLLM does not start."""
+    hidden = sys.modules.pop("llvmlite.binding.ffi", None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            sys.modules["llvmlite.binding.ffi"] = hidden
 
 
 def _reason(error: Exception) -> str:
