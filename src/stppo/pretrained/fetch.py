@@ -307,6 +307,10 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, st
         )
         if made_up := {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}:
             raise ValueError(f"{min(made_up)} is missing or has another shape")
+        # transformers 5.19 gives the same float32 as 5.10, but calls it quantised and would not save it.
+        for mark in ("hf_quantizer", "is_quantized", "quantization_method"):
+            vars(model).pop(mark, None)
+        vars(model.config).pop("quantization_config", None)
         tokenizer = AutoTokenizer.from_pretrained(**here)
         if splitting and architecture not in _OF_CLASS:
             backend = tokenizer.backend_tokenizer
