@@ -111,7 +111,7 @@ def test_what_cannot_be_is_said_in_one_line(moved):
     assert stppo.__version__.count(".") == 2
 
 
-@pytest.mark.parametrize("name", ["kl_stop", "seeupo", "st_ppo"])
+@pytest.mark.parametrize("name", ["kl_stop", "seeupo", "st_ppo", "loop_token", "starpo_s"])
 def test_what_a_loss_cannot_do_is_said_when_it_is_loaded(name, caplog):
     stppo.load(name)
     assert bool(caplog.records) == (name != "st_ppo")

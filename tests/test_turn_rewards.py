@@ -348,7 +348,7 @@ def test_a_potential_is_discounted_as_the_credit_is(tiny, overrides, allowed):
     if allowed:
         load(config)
         return
-    with pytest.raises(ConfigError, match=r"^world.turn_rewards.form=potential: .* must be the same"):
+    with pytest.raises(ConfigError, match=r"^world.turn_rewards.form=potential: .* discounts by"):
         load(config)
     load(tiny("+world.turn_rewards.found=0.1", *overrides[:1]))  # a bonus goes with any credit
 

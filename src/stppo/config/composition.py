@@ -201,6 +201,7 @@ def _known_keys(node: Config, key: str) -> Iterable[str]:
 def objective_of(algorithm: str | Path) -> Any:
     """See `stppo.load`."""
     from stppo.objectives import Stabilizer  # brings torch
+    from stppo.objectives.rivals import LeaveOneOutKept, VarianceFiltered
 
     name = config_files.algorithm_name(algorithm)
     objective = build(compose([f"algorithm={name}"])["algorithm"]["objective"], "algorithm.objective")
@@ -208,6 +209,8 @@ def objective_of(algorithm: str | Path) -> Any:
         log.warning(
             "%s: in your own loop, make one update for each turn of a minibatch, the last first", name
         )
+    if isinstance(objective.credit, LeaveOneOutKept | VarianceFiltered):
+        log.warning("%s: in your own loop, leave out the trajectories that its credit leaves out", name)
     if type(objective.stabilizer).ends_iteration is not Stabilizer.ends_iteration:
         log.warning("%s: in your own loop, ask stabilizer.ends_iteration after each update", name)
     return objective

@@ -120,9 +120,9 @@ def _check_potential(config: Config, objective: Objective) -> None:
     mine, theirs = paid.get("gamma", 1.0), getattr(credit, "gamma", 1.0)
     if mine != theirs or (theirs < 1 and not isinstance(credit, TurnGAE | TurnReturnMinusValue)):
         raise ConfigError(
-            f"world.turn_rewards.form=potential: world.turn_rewards.gamma={mine} and the discount "
-            f"{theirs} of the credit {type(credit).__name__} must be the same, below 1 for TurnGAE and "
-            "TurnReturnMinusValue alone; set both to 1"
+            f"world.turn_rewards.form=potential: world.turn_rewards.gamma={mine}, but the credit "
+            f"{type(credit).__name__} discounts by {theirs} (turns, if TurnGAE or TurnReturnMinusValue); set "
+            "both to 1"
         )
 
 
