@@ -599,6 +599,8 @@ def show(
 
     Example: `stppo show results/smoke/runs/OFF_POLICY/st_ppo/seed0`
     """
+    import html
+
     from stppo.figures.trajectory_view import show_trajectories
     from stppo.files import write_atomically
 
@@ -606,7 +608,14 @@ def show(
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; a run writes it at its end (evaluation.trajectories)")
     page = show_trajectories(file).html
-    head = "<!DOCTYPE html><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+    name = html.escape("/".join(file.resolve().parent.parts[-3:]))
+    head = (
+        "<!DOCTYPE html><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<title>{name}</title><style>body {{ font: 15px/1.5 system-ui, sans-serif; }} @media "
+        "(prefers-color-scheme: dark) { html { background: #fff; filter: invert(.9) hue-rotate(180deg); } }"
+        f"</style><h1>{name}</h1><p>What the trained agent wrote at the end, each turn in a colour of its "
+        "own; in grey what it was given. At the right: the reward.</p>"
+    )
     write_atomically(
         out or file.with_suffix(".html"), lambda part: part.write_text(f"{head}\n{page}", encoding="utf-8")
     )
