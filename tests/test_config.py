@@ -16,7 +16,8 @@ from stppo.config.identity import (
 )
 from stppo.config.loading import build, load
 from stppo.config.plan import plan, seconds
-from stppo.config.planned import PlannedRun, label_of, planned_runs, warm_start_overrides
+from stppo.config.planned import SECTIONS, PlannedRun, label_of, planned_runs, warm_start_overrides
+from stppo.config.settings import RunConfig
 from tests.conftest import edit
 
 ALGORITHMS = sorted([*PAPER, "so_ppo"])  # the paper's; a reader may have added a file
@@ -261,6 +262,10 @@ def test_a_regime_that_a_preset_inherits_can_be_taken_out():
 def test_a_plan_of_the_wrong_kind_is_named(key, value):
     with pytest.raises(ConfigError, match=f"{key} = "):
         planned_runs("smoke", [f"++{key}={value}"])
+
+
+def test_sections_of_a_preset_are_those_of_a_run_and_of_the_pipeline():
+    assert set(SECTIONS) == {*RunConfig.model_fields, "preset", "pipeline", "study"}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,11 @@ from stppo.checks import meant
 from stppo.config.composition import compose
 from stppo.config.files import Config, ConfigError, options
 from stppo.config.identity import MEMORY_SETTINGS, PLAIN
-from stppo.config.loading import fields_of
 
+SECTIONS = (
+    *("algorithm", "policy", "rollout", "world", "training", "warm_start", "evaluation", "seed"),
+    *("warm_start_seed", "loggers", "preset", "pipeline", "study"),
+)
 PIPELINE_KEYS = (
     *("regimes", "arms", "replicates", "recorded", "fast", "pages", "resources"),
     "core_seconds_per_iteration",
@@ -127,11 +130,9 @@ def _refuse_unknown(where: str, given: Iterable[str], allowed: Iterable[str]) ->
 
 def _check_keys(preset: str, base: Config) -> None:
     """ConfigError where a composed preset has a section that nothing reads, which would pass in silence."""
-    from stppo.config.settings import RunConfig
-
     if not isinstance(base.get("preset"), str):
         raise ConfigError(f"preset={preset}: the first line of its file must be `# @package _global_`")
-    _refuse_unknown("", base, [*fields_of(RunConfig, ()), "preset", "pipeline", "study"])
+    _refuse_unknown("", base, SECTIONS)
     if isinstance(pipeline := base.get("pipeline"), dict):
         _refuse_unknown("pipeline.", pipeline, PIPELINE_KEYS)
 
