@@ -531,7 +531,7 @@ rule notebook_ended:
     log:
         f"{RESULTS}/logs/status/{{page}}.log",
     shell:
-        "test $(cat {input[0]:q}) = 0 || {{ rm {input[0]:q}; echo 'notebooks/{wildcards.page}.ipynb stopped with'"
+        ": > {log:q}; test $(cat {input[0]:q}) = 0 || {{ rm {input[0]:q}; echo 'notebooks/{wildcards.page}.ipynb stopped with'"
         " \"$(grep . {RESULTS}/logs/{wildcards.page:q}.log | tail -n 1)\"'; {input[1]} shows where'"
         " | tee {log:q} >&2; exit 1; }}; touch {output:q}"
 

@@ -57,8 +57,7 @@ def _arm(name: str, entry: Any) -> Arm:
     key = f"pipeline.arms.{name}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{key} = {entry!r}: must be {{label: ..., overrides: [...]}}")
-    if unknown := sorted(set(entry) - {"label", "overrides", "base"}):
-        raise ConfigError(f"{key}.{unknown[0]}: unknown key; allowed: label, overrides, base")
+    _refuse_unknown(f"{key}.", entry, ("label", "overrides", "base"))
     label, overrides = entry.get("label"), entry.get("overrides")
     if not isinstance(label, str) or not label:
         raise ConfigError(f"{key}.label = {label!r}: what figures call the arm is needed")
