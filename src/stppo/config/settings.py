@@ -128,11 +128,21 @@ class DivisorsConfig(Section):
         return self
 
 
+class StalenessConfig(Section):
+    """Batches as an asynchronous trainer makes them (`training.asynchronous`).
+
+    turns_per_iteration: turns that each dialogue plays while the trainer trains on one batch. discard_above:
+    iterations; a group that was begun longer ago is thrown away, null keeps all."""
+
+    turns_per_iteration: int = Field(gt=0)
+    discard_above: int | None = Field(None, ge=0)
+
+
 class TrainingConfig(Section):
     """One regime: how off-policy, how long, with which steps, and the controls of a study.
 
-    kl_weighted: the penalty's tokens by their ratios (`objectives.ratios.kl_to_reference`); not in the
-    configs of earlier runs."""
+    kl_weighted: the penalty's tokens by their ratios (`objectives.ratios.kl_to_reference`); staleness: None
+    samples whole batches. Neither is in the configs of earlier runs."""
 
     regime: str
     iterations: int = Field(gt=0)
@@ -140,6 +150,7 @@ class TrainingConfig(Section):
     epochs: int = Field(gt=0)
     minibatches: int = Field(gt=0)
     staleness_iterations: int = Field(ge=0)
+    staleness: StalenessConfig | None = None
     device: Literal["auto", "cpu", "cuda"]
     precision: Precision
     kernels: Kernels

@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class QueuedBatch:
 
     trajectories: Trajectories
     metrics: dict[str, float]
-    iteration: int  # iterations done when it was sampled
+    iteration: float  # iterations done when it was sampled; of groups sampled apart the mean
     truth: TrueValues | None  # values of the policy that sampled it, where they are asked for
     weights: Tensor | None  # (B, T) of the surrogate's terms, where the roll-out corrects for its engine
 
@@ -55,28 +56,42 @@ class Batches:
         self.queue: deque[QueuedBatch] = deque()
         self.question_order = torch.empty(0, dtype=torch.long)
 
+    def fill(self, iteration: int, update: int, left: int) -> None:
+        """Sample batches until the queue is as long as they are to be stale, after so many iterations and
+        updates; none beyond the `left` that will be trained on."""
+        while len(self.queue) < min(self.settings.training.staleness_iterations + 1, left):
+            self.queue.append(self.sample(iteration, update))
+
     def sample(self, iteration: int, update: int) -> QueuedBatch:
-        """Roll out one batch with the current policy, after so many iterations and updates."""
-        before = self.generator.get_state(), self.question_order
+        """Roll out one batch with the current policy."""
+        n_groups = self.settings.training.trajectories_per_iteration // self.group_size
         began = time.perf_counter()
-        try:
-            rollout = self.collect(update)
+        with self.drawing():
+            rollout = self.collect(update, n_groups)
             metrics = rollout_metrics(rollout, time.perf_counter() - began)
             began = time.perf_counter()
             truth = self._true_values(rollout, iteration + len(self.queue) + 1)
+        metrics["seconds_scoring"] = metrics.get("seconds_scoring", 0.0) + time.perf_counter() - began
+        return QueuedBatch(rollout.trajectories, metrics, iteration, truth, rollout.weights)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """What fails within leaves the random stream and the order of the questions as they were."""
+        before = self.generator.get_state(), self.question_order
+        try:
+            yield
         except Exception:
             self.generator.set_state(before[0])
             self.question_order = before[1]
             raise
-        metrics["seconds_scoring"] = metrics.get("seconds_scoring", 0.0) + time.perf_counter() - began
-        return QueuedBatch(rollout.trajectories, metrics, iteration, truth, rollout.weights)
 
-    def collect(self, update: int) -> Rollout:
-        """A roll-out that will be trained on."""
+    def collect(self, update: int, n_groups: int) -> Rollout:
+        """A roll-out that will be trained on, of so many questions."""
         sampler, settings = self.sampler(), self.settings
         sampler.keeps_states = True  # of frozen layers: they are needed again
         try:
-            rollout = sampler.collect(self.policy, *self._draw_questions(), policy_updates=update)
+            drawn = self._draw_questions(n_groups)
+            rollout = sampler.collect(self.policy, *drawn, policy_updates=update)
         finally:
             sampler.keeps_states = False
         if settings.rollout.engine == "torch" and settings.scores_anew:  # vLLM's roll-out has done it
@@ -84,10 +99,9 @@ class Batches:
             return scored_anew(self.policy, rollout, settings.rollout.temperature, budget)
         return rollout
 
-    def _draw_questions(self) -> tuple[list[Question], torch.Generator, list[int]]:
-        """Questions of a batch and their group ids."""
+    def _draw_questions(self, n_groups: int) -> tuple[list[Question], torch.Generator, list[int]]:
+        """Each question as often as its group wants it, and the group ids."""
         group = self.group_size
-        n_groups = self.settings.training.trajectories_per_iteration // group
         while len(self.question_order) < n_groups:
             shuffled = torch.randperm(len(self.questions), generator=self.generator)
             self.question_order = torch.cat([self.question_order, shuffled])
@@ -139,6 +153,10 @@ def check_values(settings: RunConfig, objective: Objective) -> None:
         raise ConfigError(
             f"training.values = 'monte_carlo': the credit {type(credit).__name__} reads no values; use "
             "'critic'"
+        )
+    if training.values == "monte_carlo" and training.staleness is not None:
+        raise ConfigError(
+            "training.staleness: true values are estimated for whole batches; set training.values to critic"
         )
     measured = training.values == "monte_carlo" or settings.evaluation.value_error_every
     if measured and getattr(credit, "gamma", 1.0) != 1.0:

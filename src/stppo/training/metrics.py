@@ -47,6 +47,7 @@ def rollout_metrics(rollout: Rollout, seconds: float) -> dict[str, float]:
         "reward_train": float(batch.rewards.sum(1).mean()),
         "valid_format_rate": valid_format_rate(rollout),
         "turns_per_trajectory": float(batch.n_turns.float().mean()),
+        "hops": sum(e.question.hops for e in episodes) / len(episodes),
         "searches_per_trajectory": sum(e.n_searches for e in episodes) / len(episodes),
         "agent_tokens_per_turn": agent_tokens / int(batch.n_turns.sum()),
         "trajectory_tokens": float(batch.lengths.float().mean()),

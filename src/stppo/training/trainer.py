@@ -25,6 +25,7 @@ from stppo.policy.policy import check_vocabulary, load_tokenizer
 from stppo.record.schema import UPDATE_COLUMNS, Row
 from stppo.rollout.engines import make_rollout
 from stppo.rollout.rollout import Sampler
+from stppo.training.asynchronous import AsynchronousBatches
 from stppo.training.batches import Batches, QueuedBatch, check_values
 from stppo.training.checkpoint import restore, restore_optimizer, trained
 from stppo.training.controls import ReplayedDivisors
@@ -102,9 +103,8 @@ class Trainer:
 
         self.iteration = self.update = 0
         self.is_whole = True  # between iterations, or after all updates of one
-        self.batches = Batches(
-            run, self.policy, self.generator, lambda: self.sampler, self.critic is not None
-        )
+        kind = Batches if training.staleness is None else AsynchronousBatches
+        self.batches = kind(run, self.policy, self.generator, lambda: self.sampler, self.critic is not None)
         self.queue = self.batches.queue
         self.update_rows: list[dict[str, float]] = []
         self.evaluation_rows: list[dict[str, float]] = []
@@ -159,7 +159,7 @@ class Trainer:
         values = self._values(queued, batch)
         reference = self.models.reference_logprobs(batch, self.passes, self.settings.rollout.temperature)
         credit = self.objective.credit(batch, values)
-        shared = queued.metrics | {
+        shared = {"discarded_groups": 0, **queued.metrics} | {
             "advantage_raw_std": float(credit.raw_std),
             "seconds_scoring": queued.metrics["seconds_scoring"] + time.perf_counter() - began,
             "staleness_iterations": self.iteration - queued.iteration,
@@ -237,12 +237,9 @@ class Trainer:
                 yield epoch, minibatch, part, turn
 
     def fill_queue(self) -> None:
-        """Sample batches until the queue is as long as they are to be stale, but none that would not be
-        trained on."""
-        training = self.settings.training
-        wanted = min(training.staleness_iterations + 1, training.iterations - self.iteration)
-        while len(self.queue) < wanted:
-            self.queue.append(self.sample())
+        """Sample what is to wait in the queue, but nothing that would not be trained on."""
+        left = self.settings.training.iterations - self.iteration
+        self.batches.fill(self.iteration, self.update, left)
 
     def sample(self) -> QueuedBatch:
         """Roll out one batch with the current policy. A roll-out that fails leaves the random stream as it
