@@ -79,6 +79,7 @@ class SyntheticWorld:
     misjudged: share of the answers to training questions whose reward is wrong; validation and test judge
     rightly.
     turn_rewards: what turns are paid beside the answer, a mapping of the fields of `TurnRewards`.
+    hops_apart: questions of one, two, … hops are told apart in evaluations, as benchmarks are.
     cache_dir: where the retriever keeps its index (None: in memory; it is built in milliseconds).
 
     ValueError names the field that is out of range.
@@ -106,6 +107,7 @@ class SyntheticWorld:
     options: int = 0
     misjudged: float = 0.0
     turn_rewards: Mapping[str, Any] | None = None
+    hops_apart: bool = False
     cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -299,7 +301,8 @@ class SyntheticWorld:
             text = f"{text} {AMONG} {f' {OR} '.join(options)}"
         gold = tuple((entity, texts[entity]) for entity in entities[:-1])
         misjudged = self.misjudged if split == SPLITS[0] else 0.0
-        return Question(name, f"{text} ?", answers, gold, hops, options=options, misjudged=misjudged)
+        source = f"{hops}_hops" if self.hops_apart else ""
+        return Question(name, f"{text} ?", answers, gold, hops, source, options, misjudged)
 
     def _too_few(self, names: Sequence[str], hops: int, needed: int, found: int) -> str:
         asking = " + ".join(f"n_{name}" for name in names)

@@ -55,7 +55,7 @@ class Question:
     """One question with every accepted answer.
 
     gold_paragraphs: (title, text) pairs where known.
-    source: the benchmark it comes from, "" in the synthetic world.
+    source: the benchmark it comes from, "" in the synthetic world unless it tells hops apart.
     options: texts of a multiple-choice question's options A, B, ...; `answers` then holds the correct one's
     text and its letter, in this order, and `rewards.score` says which replies name it.
     misjudged: share of the answers to it whose reward is wrong, see `rewards.judge`.
