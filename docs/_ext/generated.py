@@ -228,8 +228,8 @@ def _leaderboard() -> str:
         for plot in pictures(metrics, table)[1:]:  # the first is on the benchmark's own page
             plot.save(OUT)
             text += f"![{plot.title}](../reference/generated/{plot.name}.png)\n\n*{plot.caption}*\n\n"
-        text += "| method | best of 1 | best of 5 | best of 20 | greedy, best of 5 | learned | above token PPO | above the best plain one | core minutes a run | confirmed |\n"
-        text += "| --- " * 10 + "|\n"
+        text += "| method | best of 1 | best of 5 | best of 20 | greedy, best of 5 | learned | above token PPO | above the best plain one | core minutes a run | confirmed | knob drawn from |\n"
+        text += "| --- " * 11 + "|\n"
     for _, row in whole.iterrows():
         best = [
             f"{row[f'best_of_{k}']:.2f} [{row[f'best_of_{k}_low']:.2f}, {row[f'best_of_{k}_high']:.2f}]"
@@ -241,7 +241,7 @@ def _leaderboard() -> str:
         cells += [f"{row['greedy_best_of_5']:.2f}", f"{row['learned']:.0%}"]
         for share in (row.get("above_token_ppo", math.nan), row.get("above_null", math.nan)):
             cells.append("" if math.isnan(share) else f"{share:.0%}")
-        cells += [f"{row['core_minutes']:.1f}", confirmed]
+        cells += [f"{row['core_minutes']:.1f}", confirmed, row["knob"]]
         text += f"| {' | '.join(cells)} |\n"
     if len(part):
         names = ", ".join(f"{row['label']} ({row['points']})" for _, row in part.iterrows())

@@ -70,6 +70,10 @@ class Prior:
             raise ValueError(f"prior.low = {low:g}: must be above 0 where prior.scale is log")
         return cls(tuple(keys), low, high, scale)
 
+    def __str__(self) -> str:
+        names = " and ".join(key.removeprefix("objective.") for key in self.keys)
+        return f"{names} {self.low:g} to {self.high:g}, {self.scale}"
+
     def at(self, share: float) -> float:
         """The value with this share, 0 to 1, of the prior below it."""
         if self.scale == "linear":

@@ -209,7 +209,8 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
     """One row per method, those with all points first, then by the mean over points; every interval resamples
     worlds (`LEVEL`).
 
-    Columns: method, label, points, complete (whether these are all), null (whether it is a plain remedy);
+    Columns: method, label, points, complete (whether these are all), null (whether it is a plain remedy),
+    knob (what it is drawn from, as its file says now; none for a method without one);
     `best_of_K` sampled for K in `BEST_OF` (of 1: the mean over points) with `_low` and `_high`; iqm
     (`interquartile_mean`, likewise); greedy_best_of_5; learned (share of runs), gain_kept (mean of those that
     learned); above_token_ppo (share of points at which it ends above token PPO, ties half, with an interval
@@ -231,6 +232,7 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
             "points": len(table),
             "complete": len(table) == len(points()),
             "null": name in nulls,
+            "knob": _knob(name),
         }
         for k in BEST_OF:
             best = partial(best_of, table["final"], k)
@@ -249,6 +251,11 @@ def leaderboard(metrics: Metrics) -> pd.DataFrame:
                 row |= _above(column, table, tables[other])
         rows.append(row)
     return pd.DataFrame(rows).sort_values(["complete", "best_of_1"], ascending=False, ignore_index=True)
+
+
+def _knob(method: str) -> str:
+    """Empty for a method whose YAML is not here."""
+    return str(prior_of(method) or NO_KNOB) if method in options("algorithm") else ""
 
 
 def is_null(method: str) -> bool:
