@@ -27,6 +27,7 @@ exclude_patterns = [
     "reference/generated/milder-setting.md",
     "reference/generated/unbiased.md",
     "reference/generated/divisor.md",
+    "reference/generated/starving.md",
     "reference/generated/language-model.md",
     "reference/generated/speed.md",
 ]

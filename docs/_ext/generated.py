@@ -258,6 +258,7 @@ RECORDED = {
     "mild": "milder-setting",
     "oracle": "unbiased",
     "divisor": "divisor",
+    "starving": "starving",
     "smollm": "language-model",
 }
 
@@ -376,6 +377,7 @@ PICTURED = {
     "search/dependence/figures": "What that failure depends on",
     "mechanism/figures": "PPO's ratio taken apart",
     "mild/figures": "A milder setting",
+    "starving/figures": "Slow questions under an asynchronous trainer",
     "smollm_comparison/figures": "A small language model, one world",
     "first_study/figures": "The first study, whose facts could be learned by heart",
 }

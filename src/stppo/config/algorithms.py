@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from stppo.config.files import NO_KNOB, ConfigError, Presentation, Prior, lineage, option_files, value
+from stppo.config.files import NO_KNOB, ConfigError, Presentation, Prior, lineage, option_files, stamps, value
 
 # The paper's algorithms and what it compares with.
 PAPER = (
@@ -86,7 +86,7 @@ def algorithms() -> tuple[Algorithm, ...]:
     A file without a colour gets one of `SPARE_COLORS`. One that only renames another algorithm (its `name` is
     the other's) has no row. Raises ConfigError for a file that cannot be read or whose presentation is
     invalid."""
-    return _algorithms(_stamps())
+    return _algorithms(stamps("algorithm"))
 
 
 def aliases() -> dict[str, str]:
@@ -131,15 +131,10 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(set(names), key=lambda name: (ranks.get(name, len(ranks)), name))
 
 
-def _stamps() -> tuple[tuple[Path, int], ...]:
-    """The files that the rows are read from; an edited one is read again."""
-    return tuple((file, file.stat().st_mtime_ns) for file in option_files("algorithm"))
-
-
 @functools.lru_cache(maxsize=8)
-def _algorithms(stamps: tuple[tuple[Path, int], ...]) -> tuple[Algorithm, ...]:
+def _algorithms(files: tuple[tuple[Path, int], ...]) -> tuple[Algorithm, ...]:
     renamed = aliases()
-    names = [file.stem for file, _ in stamps if file.stem not in renamed]
+    names = [file.stem for file, _ in files if file.stem not in renamed]
     names.sort(key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
     shown = {name: _presentation(name) for name in names}
     free = [color for color in SPARE_COLORS if color not in {one.color for one in shown.values()}]

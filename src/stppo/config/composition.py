@@ -5,6 +5,8 @@ level, so that a Snakefile parses fast."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import itertools
 import logging
@@ -198,13 +200,23 @@ def _known_keys(node: Config, key: str) -> Iterable[str]:
     return fields_of(RunConfig, tuple(key.split(".")))
 
 
+def algorithm_section(name: str) -> Config:
+    """The section `algorithm` of a composed config; composed once while no algorithm's file changes."""
+    return copy.deepcopy(_algorithm_section(name, config_files.stamps("algorithm")))
+
+
+@functools.lru_cache(maxsize=256)
+def _algorithm_section(name: str, stamps: tuple[tuple[Path, int], ...]) -> Config:
+    return compose([f"algorithm={name}"])["algorithm"]
+
+
 def objective_of(algorithm: str | Path) -> Any:
     """See `stppo.load`."""
     from stppo.objectives import Stabilizer  # brings torch
     from stppo.objectives.rivals import LeaveOneOutKept, VarianceFiltered
 
     name = config_files.algorithm_name(algorithm)
-    objective = build(compose([f"algorithm={name}"])["algorithm"]["objective"], "algorithm.objective")
+    objective = build(algorithm_section(name)["objective"], "algorithm.objective")
     if objective.surrogate.one_turn_at_a_time:
         log.warning(
             "%s: in your own loop, make one update for each turn of a minibatch, the last first", name

@@ -182,6 +182,11 @@ def option_files(group: str) -> list[Path]:
     return [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
 
 
+def stamps(group: str) -> tuple[tuple[Path, int], ...]:
+    """The files of a group with their time stamps: what was read of them is read again after an edit."""
+    return tuple((file, file.stat().st_mtime_ns) for file in option_files(group))
+
+
 def read(file: Path) -> dict[str, Any]:
     """The content of one file, nothing inherited. ConfigError names a file that is no mapping in YAML."""
     try:

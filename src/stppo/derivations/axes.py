@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from stppo.config import algorithms as registry
-from stppo.config.composition import compose
+from stppo.config.composition import algorithm_section
 from stppo.config.files import Config
 from stppo.config.loading import build
 from stppo.figures import schematic
@@ -68,7 +68,7 @@ def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
     given = order if algorithms is None else set(algorithms)
     rows = {}
     for name in sorted(given, key=lambda name: (order.index(name) if name in order else len(order), name)):
-        point = _point(_objective(compose([f"algorithm={name}"])["algorithm"]))
+        point = _point(_objective(algorithm_section(name)))
         its = registry.look(name)
         rows[name] = {"label": its.label, "v1": its.v1, "v2": its.v2, **point, "source": its.source}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("algorithm")
@@ -97,7 +97,7 @@ def worked_example(algorithm: str) -> pd.DataFrame:
     norm that the stabiliser reads, over log-probabilities of this one trajectory; the same in every row) and
     `step` = gradient / divisor.
     """
-    objective = _objective(compose([f"algorithm={algorithm}"])["algorithm"])
+    objective = _objective(algorithm_section(algorithm))
     agent = torch.tensor([[ratio is not None for ratio in TOKEN_RATIOS]])
     layout = Layout.of(agent)
     ratios = torch.tensor([ratio for ratio in TOKEN_RATIOS if ratio is not None], dtype=torch.float64)

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from stppo.config import algorithms as registry
-from stppo.config.composition import compose
+from stppo.config.composition import algorithm_section
 from stppo.config.loading import build
 from stppo.figures.style import Plot, style
 from stppo.oracle import Oracle, TabularSoftmax, TokenMDP
@@ -43,7 +43,7 @@ def bias_variance_table(
     )
     rows = []
     for name in names:
-        composed = compose([f"algorithm={name}"])["algorithm"]
+        composed = algorithm_section(name)
         objective = build(composed["objective"], "algorithm.objective")
         try:
             quality = {

@@ -15,7 +15,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from stppo.config import algorithms as registry
-from stppo.config.composition import compose
+from stppo.config.composition import algorithm_section
 from stppo.config.loading import build
 from stppo.derivations.axes import ENTROPY, PROBABILITY, PROXIMAL, worked_example
 from stppo.figures.style import Plot, style
@@ -51,7 +51,7 @@ def factor_table(
     layout = Layout.of(torch.ones(len(ratios), 1, dtype=torch.bool))
     frames = []
     for name in _names(algorithms):
-        composed = compose([f"algorithm={name}"])["algorithm"]
+        composed = algorithm_section(name)
         objective = build(composed["objective"], "algorithm.objective")
         log_ratio = ratios.log().requires_grad_()
         surrogate = objective.evaluate(

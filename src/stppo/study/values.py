@@ -28,7 +28,7 @@ from stppo.files import repository_path, write_atomically
 from stppo.record.runs import Metrics, load_metrics, together
 from stppo.record.tidy import clips
 from stppo.stats import by_world, contrast, difference, mean
-from stppo.study import benchmark, pages
+from stppo.study import benchmark, pages, starving
 from stppo.study.benchmark_figures import signals_of_methods
 
 REFERENCE, FILE = Path("results/reference"), "values.yaml"
@@ -595,6 +595,7 @@ PARTS = {
     "search": search,
     "mild": mild,
     "oracle": oracle,
+    "starving": starving.values,
     "smollm": smollm,
     "speed": speed,
     "first_study": first_study,
