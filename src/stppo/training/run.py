@@ -31,8 +31,9 @@ from stppo.record.schema import (
     WarmStart,
     check_record,
 )
-from stppo.training.checkpoint import CHECKPOINT_DIR, load_checkpoint, save_checkpoint, set_aside
+from stppo.training.checkpoint import CHECKPOINT_DIR, load_checkpoint, newest, save_checkpoint, set_aside
 from stppo.training.controls import identity
+from stppo.training.elsewhere import Elsewhere
 from stppo.training.failures import what_stopped
 from stppo.training.loggers import Logger, Loggers, check_installed
 from stppo.training.metrics import (
@@ -94,6 +95,10 @@ class Run:
         self.code_hash = code_of("stppo.training.run", *targets(self.config))
         self.identity = identity(self.config, self.trainer.divisors)
         self.fingerprint = fingerprint([self.identity, self.trainer.start_weights, self.code_hash])
+        training, algorithm = self.settings.training, self.settings.algorithm
+        self.elsewhere = Elsewhere.asked_for(
+            f"{training.regime}-{algorithm.name}-seed{self.settings.seed}-{self.fingerprint}"
+        )
 
     def train(self, resume: str = "auto") -> dict[str, Any]:
         """Train to the end and return the run's record (`run.json`); that of a finished run as it stands,
@@ -238,6 +243,16 @@ class Run:
 
     def _checkpoint(self) -> None:
         save_checkpoint(self.folder / CHECKPOINT_DIR, self.fingerprint, self._state())
+        if self.elsewhere is not None:
+            self.elsewhere.store(newest(self.folder / CHECKPOINT_DIR))
+
+    def _fetch_checkpoint(self) -> None:
+        """Bring the newest copy of this run's checkpoint here, where this folder has none."""
+        if self.elsewhere is None or newest(self.folder / CHECKPOINT_DIR) is not None:
+            return
+        if copies := self.elsewhere.copies():
+            set_aside(self.folder)  # of a run that came to no checkpoint
+            self.elsewhere.fetch(copies, self.folder / CHECKPOINT_DIR)
 
     def _state(self) -> dict[str, Any]:
         return self.trainer.state() | {
@@ -252,6 +267,7 @@ class Run:
     def _saved(self, mode: str) -> dict[str, Any] | None:
         """The checkpoint's state, tensors on the CPU; None where the run begins. See `train` for the mode."""
         if mode != "never":
+            self._fetch_checkpoint()
             try:
                 return load_checkpoint(
                     self.folder / CHECKPOINT_DIR, self.fingerprint, self._state(), self._difference
