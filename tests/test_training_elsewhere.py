@@ -90,7 +90,7 @@ def test_place_that_cannot_be_used_is_one_line_before_training(
 ):
     monkeypatch.setenv(VARIABLE, url)
     with pytest.raises(
-        RunStopped, match=f"{VARIABLE}={url} cannot be used .*nothing is lost.*unset"
+        RunStopped, match=f"{VARIABLE}={url} cannot be used .*nothing is lost.*leave"
     ) as caught:
         run(tiny(), tmp_path / "run", barely_trained)
     assert "\n" not in str(caught.value)
