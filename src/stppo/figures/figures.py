@@ -300,7 +300,8 @@ def clip_ratio(metrics: Metrics) -> Plot | None:
         "First row: the share of agent tokens whose term takes the clipped branch, as the algorithm clips; a "
         "turn-level clip takes a whole turn. Second row, one yardstick for all: the share of tokens whose "
         "own ratio leaves the algorithm's range [1 − ε, 1 + ε], whatever the sign of the advantage. Methods "
-        "that weigh and do not clip have neither. The lowest 3 % of a logarithmic axis are cut off."
+        "that weigh and do not clip have neither. KL: means are geometric. The lowest 3 % of a logarithmic "
+        "axis are cut off."
     )
     if not (title := too_short(runs)):
         title, caption = _clip_title(runs), f"{caption} The title gives means over all iterations."
@@ -363,8 +364,9 @@ def signals(metrics: Metrics) -> Plot | None:
     )
     caption = (
         "Effective sample size: of the trajectories' product ratios, as a share of the minibatch. Explained "
-        "variance and the variance of advantages (before whitening) are those of the sampled batch. The "
-        "title compares the first third of the iterations with the last (geometric means)."
+        "variance and the variance of advantages (before whitening) are those of the sampled batch. Means on "
+        "a logarithmic axis are geometric, and so are those of the title, which compares the first third of "
+        "the iterations with the last."
     )
     return panel_figure(runs, "signals", SIGNAL_PANELS, title, question, caption)
 
