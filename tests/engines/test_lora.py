@@ -195,6 +195,15 @@ def test_frozen_weights_are_bfloat16_beside_float32_adapters(tiny, tmp_path, sta
     assert updates["kl_reference"].iloc[0] == pytest.approx(0, abs=1e-4), "one model, one precision"
 
 
+def test_rotary_frequencies_are_not_rounded_beside_weights_in_bfloat16(tiny, start):
+    """They are a buffer; rounded, they turn far tokens by wrong angles, and saved weights are another policy."""
+    trainer = Trainer(load(tiny(*LORA, "training.precision=bfloat16")), start)
+    expected = body_of(load_policy(start)).rotary_emb.inv_freq
+    for body in (body_of(trainer.policy), trainer.critic.body):
+        found = body_of(body).rotary_emb.inv_freq
+        assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
 def test_target_modules_that_do_not_exist_are_named(start):
     from stppo.policy.lora import with_lora
 

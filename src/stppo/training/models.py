@@ -70,7 +70,8 @@ def make_models(policy: PreTrainedModel, warm_start: Path, settings: RunConfig, 
     device = resolve_device(training.device)
     frozen = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
     if lora is not None:
-        policy.to(frozen)
+        for weight in policy.parameters():  # `policy.to` would round the rotary frequencies, too
+            weight.data = weight.data.to(frozen)
     place(policy, device, training.precision, training.gradient_checkpointing)
     if divided is not None:
         freeze_below(policy, divided)
