@@ -11,7 +11,7 @@ if [ -z "${FINDINGS_VENV:-}" ]; then
   FINDINGS_VENV=$(mktemp -d)
   trap 'rm -rf "$FINDINGS_VENV"' EXIT
   python3 -m venv "$FINDINGS_VENV"
-  "$FINDINGS_VENV/bin/pip" install --quiet transformers==5.10.4 accelerate==1.15.0 torch==2.13.0
+  "$FINDINGS_VENV/bin/pip" install --quiet transformers==5.10.4 accelerate==1.15.0 datasets==5.2.0 torch==2.13.0
 fi
 cd "$(mktemp -d)"
 "$FINDINGS_VENV/bin/python" - <<'PYTHON'
