@@ -3,6 +3,7 @@
 import json
 import random
 import resource
+import shutil
 
 import bm25s
 import numpy as np
@@ -152,6 +153,22 @@ def test_no_index_is_made_where_one_is_or_of_nothing(corpus, index, tmp_path):
     with pytest.raises(ValueError, match="blank.jsonl: corpus has no words"):
         build_bm25(blank, tmp_path / "i")
     assert not (tmp_path / "i").exists()
+
+
+def test_a_disk_that_cannot_hold_the_index_is_told_before_the_work(corpus, index, tmp_path, monkeypatch):
+    """Asked for is what is on the disk at once: the finished index and as much of work."""
+    size = sum(path.stat().st_size for path in index.iterdir())
+    usage = shutil.disk_usage(tmp_path)
+
+    def free(n):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=n))
+
+    free(size)
+    with pytest.raises(OSError, match=r"needs about .* GiB there while it is made .*; make room or choose"):
+        build_bm25(corpus, tmp_path / "i")
+    assert not list(tmp_path.iterdir())
+    free(3 * size)
+    build_bm25(corpus, tmp_path / "i")
 
 
 def test_what_a_killed_build_left_goes_with_the_next(corpus, tmp_path):

@@ -6,11 +6,14 @@ place in the corpus, so that nothing of the corpus's size is read at start."""
 
 import json
 import mmap
+import shutil
 import tempfile
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import bm25s
 import numpy as np
@@ -25,6 +28,7 @@ from stppo.retrieval.index_files import new_folder, open_corpus, read_manifest, 
 _DATA, _INDICES, _INDPTR = (f"{name}.csc.index.npy" for name in ("data", "indices", "indptr"))
 _PARAMETERS, _MAXIMA = "params.index.json", "maxima.npy"
 _WORDS, _WORD_ENDS, _WORD_IDS = "words.txt", "word_ends.npy", "word_ids.npy"
+_LOOKED_AT = 1000  # documents from which the size of an index is told
 
 
 class Vocabulary:
@@ -89,9 +93,11 @@ def build_bm25(
     words or range of postings (about 40 bytes each). On disk beside `out` while it works: 8 bytes a posting
     (a word of a document, counted once); in `out` at the end as much again.
 
-    Errors as in `read_corpus` and `new_folder`; nothing is left of a failed build."""
+    Errors as in `read_corpus` and `new_folder`, and OSError where there is no room for all this, before the
+    work begins; nothing is left of a failed build."""
     model = bm25s.BM25(method="lucene")
     with new_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        _check_room(corpus, untitled, folder)
         blocks = _Blocks(Path(scratch))
         for offset, document in _with_progress(corpus, untitled, progress):
             blocks.add(offset, words(f"{document.title} {document.text}"))
@@ -127,18 +133,25 @@ def _with_progress(corpus: str | Path, untitled: str, progress: bool) -> Iterato
         bar.update(size - last)
 
 
+class _Numbers(dict[str, int]):
+    """Numbers words in the order in which they are first asked for."""
+
+    def __missing__(self, word: str) -> int:
+        self[word] = number = len(self)
+        return number
+
+
 class _Blocks:
     """Word counts of consecutive documents, each block sorted by term and then document, on disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.vocabulary: dict[str, int] = {}
+        self.vocabulary = _Numbers()
         self.ids, self.lengths, self.offsets = array("I"), array("I"), array("q")
         self._flushed = self._count = 0
 
     def add(self, offset: int, found: list[str]) -> None:
-        number = self.vocabulary.setdefault
-        self.ids.extend([number(word, len(self.vocabulary)) for word in found])
+        self.ids.extend(map(self.vocabulary.__getitem__, found))
         self.lengths.append(len(found))
         self.offsets.append(offset)
 
@@ -193,10 +206,12 @@ def _write_postings(
 
     maxima = np.empty(n_words, np.float32)
     total = int(indptr[-1])
-    data = np.lib.format.open_memmap(folder / _DATA, "w+", np.float32, (total,))
-    indices = np.lib.format.open_memmap(folder / _INDICES, "w+", np.int32, (total,))
     low = 0
-    with tqdm(total=total, desc="write index", unit="posting", unit_scale=True, disable=not progress) as bar:
+    with (  # written, not mapped: where the disk is full a mapped file kills the process
+        _vector(folder / _DATA, np.float32, total) as data,
+        _vector(folder / _INDICES, np.int32, total) as indices,
+        tqdm(total=total, desc="write index", unit="posting", unit_scale=True, disable=not progress) as bar,
+    ):
         while low < n_words:
             high = int(np.searchsorted(indptr, indptr[low] + postings_per_range, side="right")) - 1
             high = max(high, low + 1)
@@ -222,11 +237,36 @@ def _write_postings(
                 scores[at] = np.repeat(idf[present], run) * tfc
                 holders[at] = documents[part]
                 free[present - low] += run
-            data[begin:end], indices[begin:end] = scores, holders
+            scores.tofile(data)
+            holders.tofile(indices)
             maxima[low:high] = np.maximum.reduceat(scores, indptr[low:high] - begin)
             bar.update(end - begin)
             low = high
-    data.flush()
-    indices.flush()
     np.save(folder / _MAXIMA, maxima)
     return total
+
+
+@contextmanager
+def _vector(path: Path, dtype: type, length: int) -> Iterator[BinaryIO]:
+    """A file of NumPy's format to which the values of a vector are to be written in turn."""
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False}
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (length,)})
+        yield file
+
+
+def _check_room(corpus: str | Path, untitled: str, folder: Path) -> None:
+    """OSError where the disk of `folder` cannot hold the index and the work, as the first documents let expect."""
+    size, documents, postings, offset = Path(corpus).stat().st_size, 0, 0, 0
+    for offset, document in islice(scan_corpus(corpus, untitled), _LOOKED_AT):
+        documents += 1
+        postings += len(set(words(f"{document.title} {document.text}")))
+    share = size / offset if documents == _LOOKED_AT else 1
+    index = share * (8 * postings + 8 * documents)
+    needed, free = 1.1 * index + 9 * share * postings, shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"{folder.parent.parent}: the index of {corpus} needs about {needed / 2**30:.2g} GiB there while it "
+            f"is made and {index / 2**30:.2g} in the end, {free / 2**30:.2g} are free; make room or choose "
+            "another disk (--out)"
+        )
