@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -126,36 +127,59 @@ def memory_kib(*fields: str) -> dict[str, int]:
     return {field: int(lines[field].split()[0]) for field in fields}
 
 
-class PeakOfOwnMemory(threading.Thread):
-    """The largest RssAnon seen: what the process holds itself, without pages of files that the system may drop."""
+class Watch(threading.Thread):
+    """Once a second: seconds, MiB of RssAnon (what the process holds itself), MiB resident, GiB on disk below `folder`.
 
-    def __init__(self) -> None:
+    RssAnon leaves out pages of files, which the system may drop. Its peak is looked for more often."""
+
+    def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.peak_kib, self.over = 0, threading.Event()
+        self.folder, self.peak_kib, self.curve, self.over = folder, 0, [], threading.Event()
 
     def run(self) -> None:
+        began = time.perf_counter()
         while not self.over.wait(0.02):
-            self.peak_kib = max(self.peak_kib, memory_kib("RssAnon")["RssAnon"])
+            anon, resident = memory_kib("RssAnon", "VmRSS").values()
+            self.peak_kib = max(self.peak_kib, anon)
+            if (seconds := time.perf_counter() - began) > len(self.curve):
+                self.curve.append(
+                    (round(seconds), round(anon / 1024), round(resident / 1024), on_disk(self.folder))
+                )
 
 
-def watched(work) -> dict[str, Any]:
-    """Run in a process of its own: what `work` returns, its seconds, and the process's memory (MiB)."""
+def on_disk(folder: Path) -> float:
+    """GiB of blocks of files below the folder, which may come and go meanwhile."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += 512 * os.stat(Path(place, name)).st_blocks
+    return round(size / 2**30, 2)
+
+
+def watched(work, folder: Path) -> dict[str, Any]:
+    """Run in a process of its own: what `work` returns, its seconds, memory (MiB) and disk, over time at 40 places."""
     before = memory_kib("RssAnon")["RssAnon"]
-    watcher = PeakOfOwnMemory()
-    watcher.start()
+    watch = Watch(folder)
+    watch.start()
+    load = os.getloadavg()[0]
     began, cpu = time.perf_counter(), time.process_time()
-    found = work()
+    found = work(folder)
     spent = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
-    watcher.over.set()
-    watcher.join()
+    watch.over.set()
+    watch.join()
+    places = np.unique(np.linspace(0, max(len(watch.curve) - 1, 0), 40).astype(int))
     return (
         found
         | spent
         | {
             "own_mib_before": before / 1024,
-            "own_mib_peak": watcher.peak_kib / 1024,
+            "own_mib_peak": watch.peak_kib / 1024,
             # Not ru_maxrss, which a process inherits from the one that started it.
             "resident_mib_peak": memory_kib("VmHWM")["VmHWM"] / 1024,
+            "disk_gib_peak": max((disk for *_, disk in watch.curve), default=None),
+            "curve": [watch.curve[i] for i in places if watch.curve],
+            "load": [load, os.getloadavg()[0]],
         }
     )
 
@@ -345,7 +369,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.phase:
-        print(json.dumps(watched(lambda: PHASES[options.phase](options.folder))))
+        print(json.dumps(watched(PHASES[options.phase], options.folder)))
         return
     record = options.out / "retrieval.json"
     found = json.loads(record.read_text()) if record.is_file() else {}

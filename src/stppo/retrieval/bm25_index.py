@@ -256,17 +256,17 @@ def _vector(path: Path, dtype: type, length: int) -> Iterator[BinaryIO]:
 
 
 def _check_room(corpus: str | Path, untitled: str, folder: Path) -> None:
-    """OSError where the disk of `folder` cannot hold the index and the work, as the first documents let expect."""
-    size, documents, postings, offset = Path(corpus).stat().st_size, 0, 0, 0
-    for offset, document in islice(scan_corpus(corpus, untitled), _LOOKED_AT):
+    """OSError where the disk of `folder` cannot hold index and work, by what the first documents need."""
+    size, read, documents, postings = Path(corpus).stat().st_size, 0, 0, 0
+    for read, document in islice(scan_corpus(corpus, untitled), _LOOKED_AT):  # noqa: B007 (the last counts)
         documents += 1
         postings += len(set(words(f"{document.title} {document.text}")))
-    share = size / offset if documents == _LOOKED_AT else 1
+    share = size / read if documents == _LOOKED_AT else 1
     index = share * (8 * postings + 8 * documents)
     needed, free = 1.1 * index + 9 * share * postings, shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
-            f"{folder.parent.parent}: the index of {corpus} needs about {needed / 2**30:.2g} GiB there while it "
-            f"is made and {index / 2**30:.2g} in the end, {free / 2**30:.2g} are free; make room or choose "
-            "another disk (--out)"
+            f"{folder.parent.parent}: the index of {corpus} needs about {needed / 2**30:.2g} GiB there while "
+            f"it is made and {index / 2**30:.2g} in the end, {free / 2**30:.2g} are free; make room or "
+            "choose another disk (--out)"
         )
