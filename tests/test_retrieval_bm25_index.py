@@ -4,6 +4,7 @@ import json
 import random
 import resource
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import bm25s
 import numpy as np
@@ -96,6 +97,15 @@ def test_search_on_disk_is_search_in_memory(index, documents, few, monkeypatch):
     monkeypatch.setattr(bm25_search, "FEW_DOCUMENTS", few)
     asked = queries(documents)
     assert open_bm25(index).search(asked, 4) == BM25Retriever(documents).search(asked, 4)
+
+
+def test_threads_search_at_once(index, documents, monkeypatch):
+    """Each has its own place to add scores up, which the search before left empty."""
+    monkeypatch.setattr(bm25_search, "FEW_DOCUMENTS", 0)
+    asked, retriever = queries(documents) * 3, open_bm25(index)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda query: retriever.search([query], 4)[0], asked))
+    assert found == BM25Retriever(documents).search(asked, 4)
 
 
 def test_arrays_and_vocabulary_are_mapped_not_read(index):
