@@ -34,6 +34,7 @@ from stppo.retrieval.documents import Document, read_corpus, read_jsonl
 from stppo.world.datasets import read_records
 from stppo.world.protocol import Question
 from stppo.world.records import context_of
+from stppo.world.scripted import paragraph_key
 
 MULTI_HOP = ("hotpotqa", "2wikimultihopqa", "musique")  # the sample is these questions' contexts
 SINGLE = ("nq", "triviaqa", "popqa", "bamboogle")  # their words are no part of why the sample was taken
@@ -136,10 +137,10 @@ class Sample:
         for i, text in enumerate(self.texts):
             for word in text:
                 places[word].append(i)
-        of = {" ".join(d.text.split()): i for i, d in enumerate(self.documents)}
+        of = {paragraph_key(d.title, d.text): i for i, d in enumerate(self.documents)}
         for name in MULTI_HOP:
             for _, record in read_jsonl(data / name / "records.jsonl"):
-                own = {of.get(" ".join(text.split())) for _, text in context_of(record)}
+                own = {of.get(paragraph_key(*pair)) for pair in context_of(record)}
                 for word in set(words(record["question"])):
                     excluded[word] |= own
         fair, total = dict(counts), len(self.documents)

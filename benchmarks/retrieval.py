@@ -1,21 +1,26 @@
 """Recall of BM25 on real questions, and what an index on disk costs as the corpus grows.
 
-    python benchmarks/retrieval.py --data DIR                     recall; DIR holds corpus.jsonl, hotpotqa/records.jsonl, ...
-    python benchmarks/retrieval.py --passages 100000 1000000      disk, memory and latency on made-up passages
+    python benchmarks/retrieval.py --data DIR --recall --fit
+    python benchmarks/retrieval.py --data DIR --passages 1000000 5000000 21015324 --scratch FOLDER [--phases ...]
 
-Each writes its part of results/reference/retrieval.json and renders retrieval.md from the whole.
+DIR is that of `benchmarks/corpus.py`, which makes the passages. Each run adds its part to results/reference/retrieval.json
+and renders retrieval.md from the whole; the phases of a size may be run apart, FOLDER keeps what they made.
 """
 
 import argparse
 import json
 import os
 import random
+import resource
+import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -23,13 +28,16 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import bm25s
+import corpus
 import numpy as np
 
 from stppo.config.provenance import git_state, hardware, versions
 from stppo.files import write_atomically, write_json
 from stppo.retrieval.bm25 import BM25Retriever, words
 from stppo.retrieval.bm25_index import build_bm25, open_bm25
-from stppo.retrieval.documents import read_corpus
+from stppo.retrieval.client import RetrievalClient
+from stppo.retrieval.documents import Document, read_corpus, scan_corpus
 from stppo.world.datasets import read_records
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import Protocol, Question
@@ -40,7 +48,9 @@ BENCHMARKS = ("hotpotqa", "2wikimultihopqa", "musique")
 CUTS = (1, 3, 5, 10)
 TURN_BUDGET = 4
 WIKIPEDIA = 21_015_324  # passages of 100 words of the 2018 dump, Search-R1's corpus
-HEAD, TAIL_EXPONENT, WORDS_PER_PASSAGE = 8_000, 1.6, 100
+TOP_K = 3  # results a query, as Search-R1's agents ask for
+CLIENTS, SERVED = (1, 4, 16), 400  # questions asked of the server by each number of clients
+MEMORY_LIMIT = 12 * 2**30  # bytes of bm25s's own indexing
 
 
 # ---- recall -------------------------------------------------------------------------------------
@@ -82,47 +92,9 @@ def measure_recall(data: Path) -> dict[str, Any]:
 # ---- size ---------------------------------------------------------------------------------------
 
 
-class Vocabulary:
-    """Word ranks like those of text: Zipf's law with exponent 1 for the 8,000 commonest, 1.6 for the endless rest.
-
-    The rest makes the number of different words grow like (words)^(1/1.6), Heaps' law as in English.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
-        weights = 1 / (np.arange(1, HEAD + 1) + 2.7)
-        tail = HEAD / (HEAD + 2.7) / (TAIL_EXPONENT - 1)
-        self.cumulative = np.cumsum(weights) / (weights.sum() + tail)
-
-    def draw(self, n: int) -> np.ndarray:
-        """n ranks from 1 on."""
-        uniform = self.rng.random(n)
-        ranks = np.searchsorted(self.cumulative, uniform) + 1
-        rest = ranks > HEAD
-        share = (uniform[rest] - self.cumulative[-1]) / (1 - self.cumulative[-1])
-        ranks[rest] = np.minimum(HEAD * (1 - share) ** (-1 / (TAIL_EXPONENT - 1)), 2**52) + 1
-        return ranks
-
-
-def write_passages(path: Path, n: int) -> None:
-    vocabulary = Vocabulary(0)
-    with open(path, "w", encoding="utf-8") as file:
-        for start in range(0, n, 10_000):
-            count = min(10_000, n - start)
-            ranks = vocabulary.draw(count * WORDS_PER_PASSAGE).tolist()
-            texts = [
-                " ".join(map("{:x}".format, ranks[i : i + WORDS_PER_PASSAGE]))
-                for i in range(0, len(ranks), WORDS_PER_PASSAGE)
-            ]
-            file.writelines(
-                f'{{"id": "{start + i}", "contents": "\\"{text[:20]}\\"\\n{text}"}}\n'
-                for i, text in enumerate(texts)
-            )
-
-
-def memory_kib(*fields: str) -> dict[str, int]:
+def memory_kib(*fields: str, process: int | str = "self") -> dict[str, int]:
     lines = dict(
-        line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
+        line.split(":") for line in Path(f"/proc/{process}/status").read_text().splitlines() if ":" in line
     )
     return {field: int(lines[field].split()[0]) for field in fields}
 
@@ -157,14 +129,14 @@ def on_disk(folder: Path) -> float:
     return round(size / 2**30, 2)
 
 
-def watched(work, folder: Path) -> dict[str, Any]:
+def watched(work, folder: Path, data: Path) -> dict[str, Any]:
     """Run in a process of its own: what `work` returns, its seconds, memory (MiB) and disk, over time at 40 places."""
     before = memory_kib("RssAnon")["RssAnon"]
     watch = Watch(folder)
     watch.start()
     load = os.getloadavg()[0]
     began, cpu = time.perf_counter(), time.process_time()
-    found = work(folder)
+    found = work(folder, data)
     spent = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
     watch.over.set()
     watch.join()
@@ -184,7 +156,7 @@ def watched(work, folder: Path) -> dict[str, Any]:
     )
 
 
-def build(folder: Path) -> dict[str, Any]:
+def build(folder: Path, data: Path) -> dict[str, Any]:
     made = build_bm25(folder / "corpus.jsonl", folder / "index")
     size = sum(path.stat().st_size for path in (folder / "index").iterdir())
     return {name: made[name] for name in ("documents", "words", "postings")} | {
@@ -193,82 +165,194 @@ def build(folder: Path) -> dict[str, Any]:
     }
 
 
-def search(folder: Path) -> dict[str, Any]:
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    return {f"p{q}": 1e3 * float(np.percentile(seconds, q)) for q in (50, 90, 99)}
+
+
+def timed(
+    search, questions: list[Question], k: int
+) -> tuple[list[list[tuple[Document, float]]], dict[str, Any]]:
+    """What each question finds, asked alone; milliseconds of the processor and of the clock."""
+    found, wall, cpu = [], [], []
+    for question in questions:
+        began, worked = time.perf_counter(), time.process_time()
+        found += search([question.text], k)
+        cpu.append(time.process_time() - worked)
+        wall.append(time.perf_counter() - began)
+    return found, {"cpu_ms": quantiles(cpu), "ms": quantiles(wall)}
+
+
+def search(folder: Path, data: Path) -> dict[str, Any]:
+    """Each question once, twice over with nothing remembered but the system's pages; what is found of the hidden."""
+    questions = corpus.read_questions(data)
     began = time.perf_counter()
     retriever = open_bm25(folder / "index")
     opened = time.perf_counter() - began
-    rng = random.Random(0)
-    passages = [rng.randrange(len(retriever.documents)) for _ in range(200 + 10 * 64)]
-    queries = [" ".join(rng.sample(retriever.documents[i].text.split(), 12)) for i in passages]
-    single, batches = [], []
-    for query in queries[:200]:
-        began = time.process_time()
-        retriever.search([query], 3)
-        single.append(1e3 * (time.process_time() - began))
-    for start in range(200, len(queries), 64):
-        began = time.process_time()
-        retriever.search(queries[start : start + 64], 3)
-        batches.append(1e3 * (time.process_time() - began))
+    found, first = timed(retriever.search, questions, max(CUTS))
+    _, again = timed(open_bm25(folder / "index").search, questions, TOP_K)
+    real = {paragraph_key(d.title, d.text): f"real-{d.id}" for d in read_corpus(data / "corpus.jsonl")}
+    recall: dict[str, dict[str, Any]] = {}
+    for question, ranking in zip(questions, found, strict=True):
+        gold = {real.get(paragraph_key(*pair)) for pair in question.gold_paragraphs} - {None}
+        wanted = gold or {corpus.planted_id(question)}
+        row = recall.setdefault(question.source, {"questions": 0} | {str(k): 0.0 for k in CUTS})
+        row["questions"] += 1
+        for k in CUTS:
+            row[str(k)] += len(wanted & {document.id for document, _ in ranking[:k]}) / len(wanted)
+    for row in recall.values():
+        row.update({str(k): row[str(k)] / row["questions"] for k in CUTS})
     return {
         "open_seconds": opened,
-        "single_ms": dict(zip(("p50", "p95"), np.percentile(single, (50, 95)).tolist(), strict=True)),
-        "batch_64_ms": dict(zip(("p50", "p95"), np.percentile(batches, (50, 95)).tolist(), strict=True)),
+        "questions": len(questions),
+        "first": first,
+        "again": again,
+        "recall": recall,
     }
 
 
-def search_all(folder: Path) -> dict[str, Any]:
-    """The same with every document's score added up, as bm25s does."""
-    retriever = open_bm25(folder / "index")
-    rng = random.Random(0)
-    times = []
-    for _ in range(20):
-        text = retriever.documents[rng.randrange(len(retriever.documents))].text
-        found = [retriever._vocabulary.get(word) for word in words(" ".join(rng.sample(text.split(), 12)))]
-        postings, began = retriever._postings, time.process_time()
-        scores = np.zeros(postings.n_documents, np.float32)
-        for term in found:
-            scores[postings.indices[postings.slice(term)]] += postings.data[postings.slice(term)]
-        np.argpartition(scores, -3)
-        times.append(1e3 * (time.process_time() - began))
-    return {"single_ms": dict(zip(("p50", "p95"), np.percentile(times, (50, 95)).tolist(), strict=True))}
-
-
-PHASES = {"build": build, "search": search, "search_all": search_all}
-
-
-def measure_size(n: int, scratch: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(dir=scratch) as name:
-        write_passages(Path(name, "corpus.jsonl"), n)
-        found = {}
-        for phase in PHASES:
-            command = [sys.executable, __file__, "--phase", phase, "--folder", name]
-            found[phase] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-            print(n, phase, found[phase], flush=True)
-        return found
-
-
-def extrapolated(small: dict, large: dict, n: int) -> dict[str, float]:
-    """To n passages, from two sizes: by straight lines through both; the number of words by a power law."""
-    (a, b) = (run["build"]["documents"] for run in (small, large))
-
-    def line(phase: str, *keys: str) -> float:
-        y, z = small[phase], large[phase]
-        for key in keys:
-            y, z = y[key], z[key]
-        return z + (z - y) / (b - a) * (n - b)
-
-    words_small, words = (run["build"]["words"] for run in (small, large))
-    more_words = words * (n / b) ** (np.log(words / words_small) / np.log(b / a)) - words
-    build_mib = large["build"]["own_mib_peak"] + (150 * more_words + 12 * (n - b)) / 2**20
+def bm25s_search(folder: Path, data: Path) -> dict[str, Any]:
+    """bm25s itself, which adds up the scores of all passages, over the same arrays read into memory."""
+    questions = corpus.read_questions(data)
+    ours = open_bm25(folder / "index")
+    index = bm25s.BM25.load(folder / "index", load_vocab=False)
+    numbers = [[ours._vocabulary.get(word) for word in words(q.text)] for q in questions]
+    numbers = [[n for n in asked if n is not None] for asked in numbers]
+    scores, wall, cpu = [], [], []
+    for asked in numbers:
+        began, worked = time.perf_counter(), time.process_time()
+        found = index.retrieve([asked], k=TOP_K, show_progress=False)
+        cpu.append(time.process_time() - worked)
+        wall.append(time.perf_counter() - began)
+        scores.append(found.scores[0].tolist())
+    same = sum(
+        [score for _, score in ranking] == theirs
+        for ranking, theirs in zip(ours.search([q.text for q in questions], TOP_K), scores, strict=True)
+    )
     return {
-        "index GiB": line("build", "index_mib") / 1024,
-        "build, CPU minutes": line("build", "cpu_seconds") / 60,
-        "build, own memory GiB": build_mib / 1024,
-        "search, own memory GiB": line("search", "own_mib_peak") / 1024,
-        "one query, CPU ms p50": line("search", "single_ms", "p50"),
-        "one query, CPU ms p95": line("search", "single_ms", "p95"),
-        "64 queries, CPU ms p50": line("search", "batch_64_ms", "p50"),
-        "one query with all scores, CPU ms p50": line("search_all", "single_ms", "p50"),
+        "questions": len(questions),
+        "same_scores": same,
+        "again": {"cpu_ms": quantiles(cpu), "ms": quantiles(wall)},
+    }
+
+
+def bm25s_build(folder: Path, data: Path) -> dict[str, Any]:
+    """bm25s's own indexing, in memory; an error where MEMORY_LIMIT does not suffice."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    try:
+        numbers: dict[str, int] = {}
+        ids = [
+            [numbers.setdefault(word, len(numbers)) for word in words(f"{document.title} {document.text}")]
+            for _, document in scan_corpus(folder / "corpus.jsonl")
+        ]
+        index = bm25s.BM25(method="lucene")
+        index.index((ids, numbers), create_empty_token=False, show_progress=False)
+        return {"postings": len(index.scores["data"])}
+    except MemoryError:
+        return {"error": f"more than {MEMORY_LIMIT / 2**30:.0f} GiB"}
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[tuple[str, int]]:
+    """Address and process of `stppo retriever serve`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", "from stppo.cli import main; main()", "retriever", "serve"]
+    process = subprocess.Popen(
+        [*command, str(folder / "index"), "--port", str(port)], stderr=subprocess.DEVNULL
+    )
+    try:
+        url = f"http://127.0.0.1:{port}/retrieve"
+        RetrievalClient(url).search(["ready"], 1)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def serve(folder: Path, data: Path) -> dict[str, Any]:
+    """The server asked each of some questions once by 1, 4 and 16 clients at a time, one a request."""
+    questions = random.Random(0).sample([q.text for q in corpus.read_questions(data)], SERVED)
+    runs = {}
+    for clients in CLIENTS:
+        with server(folder) as (url, process), ThreadPoolExecutor(clients) as pool:
+            client = RetrievalClient(url, timeout=120)
+
+            def ask(text: str, client=client) -> float:
+                began = time.perf_counter()
+                client.search([text], TOP_K)
+                return time.perf_counter() - began
+
+            began = time.perf_counter()
+            times = list(pool.map(ask, questions))
+            seconds = time.perf_counter() - began
+            spent = os.sysconf("SC_CLK_TCK")
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            runs[str(clients)] = {
+                "ms": quantiles(times),
+                "a_second": len(times) / seconds,
+                "server_cpu_seconds": (int(fields[11]) + int(fields[12])) / spent,
+                "server_own_mib": memory_kib("RssAnon", process=process)["RssAnon"] / 1024,
+                "load": os.getloadavg()[0],
+            }
+    return {"questions": len(questions), "clients": runs}
+
+
+def interrupted(folder: Path, data: Path) -> dict[str, Any]:
+    """A build killed when it has written half of what it writes, and the same command again."""
+    whole = json.loads((folder / "build.json").read_text())
+    command = [sys.executable, "-c", "from stppo.cli import main; main()", "retriever", "index"]
+    command += ["--corpus", str(folder / "corpus.jsonl"), "--out", str(folder / "again")]
+    left = folder / ".again.building"
+    process, began = subprocess.Popen(command), time.perf_counter()
+    while on_disk(left) < whole["disk_gib_peak"] / 2 and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    killed, lies = time.perf_counter() - began, on_disk(left)
+    nothing = not (folder / "again").exists()
+    began = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    again = time.perf_counter() - began
+    made = [json.loads((folder / name / "manifest.json").read_text()) for name in ("index", "again")]
+    tidy = not left.exists()
+    shutil.rmtree(folder / "again")
+    return {
+        "killed_after_seconds": killed,
+        "left_gib": lies,
+        "no_index_after_kill": nothing,
+        "again_seconds": again,
+        "again_cpu_seconds": sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]),
+        "same_files": made[0]["files"] == made[1]["files"],
+        "nothing_left": tidy,
+    }
+
+
+PHASES = {
+    "build": build,
+    "search": search,
+    "serve": serve,
+    "bm25s_search": bm25s_search,
+    "bm25s_build": bm25s_build,
+    "interrupted": interrupted,
+}
+
+
+def measure_size(n: int, data: Path, folder: Path, phases: list[str]) -> dict[str, Any]:
+    """Each phase in a process of its own, its numbers in `folder`; what lies there at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if phases and not (folder / "corpus.jsonl").exists():
+        worked = time.process_time()
+        made = corpus.write_corpus(corpus.Sample(data), folder / "corpus.jsonl", n)
+        write_json(folder / "made.json", made | {"cpu_seconds": time.process_time() - worked})
+    for phase in phases:
+        command = [sys.executable, __file__, "--data", data, "--phase", phase, "--folder", folder]
+        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        write_json(folder / f"{phase}.json", found)
+        print(n, phase, found, flush=True)
+    return {
+        name: json.loads((folder / f"{name}.json").read_text())
+        for name in ("made", *PHASES)
+        if (folder / f"{name}.json").is_file()
     }
 
 
@@ -304,81 +388,211 @@ def render(found: dict[str, Any]) -> str:
             "",
             *table(rows),
         ]
-    if scale := found.get("scale"):
-        sizes = scale["sizes"]
-        rows = [
-            {
-                "passages": f"{run['build']['documents']:,}",
-                "words": f"{run['build']['words']:,}",
-                "postings": f"{run['build']['postings'] / 1e6:.1f} M",
-                "corpus MiB": f"{run['build']['corpus_mib']:.0f}",
-                "index MiB": f"{run['build']['index_mib']:.0f}",
-                "build CPU s": f"{run['build']['cpu_seconds']:.0f}",
-                "build own / resident MiB": f"{run['build']['own_mib_peak']:.0f} / {run['build']['resident_mib_peak']:.0f}",
-                "search own / resident MiB": f"{run['search']['own_mib_peak']:.0f} / {run['search']['resident_mib_peak']:.0f}",
-                "open s": f"{run['search']['open_seconds']:.2f}",
-                "1 query ms": "{p50:.1f} / {p95:.1f}".format(**run["search"]["single_ms"]),
-                "64 queries ms": "{p50:.0f} / {p95:.0f}".format(**run["search"]["batch_64_ms"]),
-                "1 query, all scores, ms": "{p50:.1f} / {p95:.1f}".format(**run["search_all"]["single_ms"]),
-            }
-            for run in sizes
-        ]
-        lines += ["", "## A BM25 index on disk", ""]
-        before = sizes[-1]["search"]["own_mib_before"]
-        lines += [
-            f"Made-up passages of {WORDS_PER_PASSAGE} words, whose frequencies follow Zipf's law and whose vocabulary grows "
-            "as that of text does; queries of 12 words drawn from a passage, 3 results, none asked twice. Each phase is a "
-            "process of its own; times are CPU time of one thread with the index in the page cache (p50 / p95). Own memory "
-            "is the peak of RssAnon, of which Python and its libraries are "
-            f"{before:.0f} MiB before any work; resident memory is the peak of RSS and counts pages of the mapped index "
-            "too, which the system takes back when it needs them. The last column adds up the scores of all documents, as "
-            "bm25s does, instead of leaving out those that cannot be among the best.",
-            "",
-            *table(rows),
-        ]
-        if len(sizes) > 1:
-            guess = extrapolated(sizes[0], sizes[-1], WIKIPEDIA)
-            lines += [
-                "",
-                f"Extrapolated to Wikipedia's {WIKIPEDIA:,} passages (not measured) by straight lines through the smallest "
-                "and the largest size. Memory of the build is that of the largest size, and 150 bytes for each word and 12 "
-                "for each passage more; the number of words grows by a power law through both sizes. A machine whose free "
-                "memory is below the index's size reads from disk besides.",
-                "",
-                *table(
-                    [
-                        {"": name, "estimate": f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"}
-                        for name, value in guess.items()
-                    ]
-                ),
-            ]
+    if fit := found.get("fit"):
+        lines += ["", "## The made-up corpus", ""] + fit_told(fit)
+    if sizes := found.get("sizes"):
+        lines += ["", "## A BM25 index on disk", ""] + sizes_told(list(sizes.values()))
     return "\n".join(lines) + "\n"
+
+
+def fit_told(fit: dict[str, Any]) -> list[str]:
+    law = fit["law"]
+    return [
+        f"`benchmarks/corpus.py` makes it from the {fit['passages']:,} real passages. Words follow Zipf's and Mandelbrot's law, "
+        f"1 / (rank + {law['shift']:.2f})^{law['head']:.2f} up to rank {law['bend']:,.0f} and 1 / rank^{law['tail']:.2f} beyond, so that "
+        f"the vocabulary grows like words^{1 / law['tail']:.2f} (Heaps). {100 * fit['repeat']:.0f} % of a passage's words repeat an "
+        "earlier one of it. The table sets the sample beside a made-up corpus of its size. A large one has passages "
+        f"{fit['stretch']:.2f} times as long, {corpus.PASSAGE_WORDS} words on average, as Search-R1's Wikipedia has. Words stand together by "
+        "chance alone: fewer passages than in text hold several words of a question.",
+        "",
+        *table(
+            [
+                {"": r["what"], "real": f"{r['real']:,.1f}", "made up": f"{r['made']:,.1f}"}
+                for r in fit["rows"]
+            ]
+        ),
+    ]
+
+
+def sizes_told(sizes: list[dict[str, Any]]) -> list[str]:
+    def rows(phase: str, columns) -> list[str]:
+        runs = [(f"{run['build']['documents']:,}", run) for run in sizes if phase in run and "build" in run]
+        return (
+            table([{"passages": n} | columns(run[phase], run) for n, run in runs])
+            if runs
+            else ["Not measured."]
+        )
+
+    def ms(run: dict[str, float]) -> str:
+        return f"{run['p50']:.1f} / {run['p99']:.1f}"
+
+    lines = [
+        "Own memory is RssAnon, without pages of files, which the system takes back when it needs them. Seconds and milliseconds "
+        "are those of one process on a machine of two cores that had other work; its load stands beside them.",
+        "",
+        "### Build",
+        "",
+        *rows(
+            "build",
+            lambda b, run: {
+                "words": f"{b['words']:,}",
+                "postings": f"{b['postings'] / 1e6:,.0f} M",
+                "corpus GiB": f"{b['corpus_mib'] / 1024:.2f}",
+                "index GiB": f"{b['index_mib'] / 1024:.2f}",
+                "most on disk GiB, with the corpus": f"{b['disk_gib_peak']:.1f}",
+                "CPU minutes": f"{b['cpu_seconds'] / 60:.1f}",
+                "minutes": f"{b['seconds'] / 60:.1f}",
+                "own memory MiB": f"{b['own_mib_peak']:,.0f}",
+                "load": " to ".join(f"{x:.1f}" for x in b["load"]),
+            },
+        ),
+    ]
+    if built := [run["build"] for run in sizes if "build" in run]:
+        last = built[-1]
+        curve = [last["curve"][i] for i in np.linspace(0, len(last["curve"]) - 1, 12).astype(int)]
+        lines += ["", f"Over time, {last['documents']:,} passages:", ""]
+        lines += table(
+            [
+                {
+                    "minutes": f"{t / 60:.1f}",
+                    "own memory MiB": own,
+                    "resident MiB": resident,
+                    "disk GiB": disk,
+                }
+                for t, own, resident, disk in curve
+            ]
+        )
+    lines += ["", "### One query at a time, in one process", ""]
+    lines += [
+        f"The real questions of {', '.join(corpus.QUESTIONS)}; milliseconds, median / 99th percentile. The first time "
+        f"asks for {max(CUTS)} passages, with what the build left in memory, the second for {TOP_K}.",
+        "",
+        *rows(
+            "search",
+            lambda x, run: {
+                "questions": x["questions"],
+                "first time": ms(x["first"]["ms"]),
+                "CPU, first time": ms(x["first"]["cpu_ms"]),
+                "second time": ms(x["again"]["ms"]),
+                "CPU, second time": ms(x["again"]["cpu_ms"]),
+                "own memory MiB": f"{x['own_mib_peak']:.0f}",
+                "load": " to ".join(f"{y:.1f}" for y in x["load"]),
+            },
+        ),
+        "",
+        "### Through the server",
+        "",
+        f"Milliseconds of a request with one question, median / 99th percentile, and questions a second; none of the {SERVED} is asked twice.",
+        "",
+        *rows(
+            "serve",
+            lambda x, run: (
+                {
+                    f"{n} client{'s' if n != '1' else ''}": f"{ms(c['ms'])}, {c['a_second']:.0f} a second"
+                    for n, c in x["clients"].items()
+                }
+                | {"load": ", ".join(f"{c['load']:.1f}" for c in x["clients"].values())}
+            ),
+        ),
+        "",
+        "### What is found of the hidden passages",
+        "",
+        "Every real passage and, for each question of one hop, one with its four rarest words and the answer lie among the made-up "
+        "ones. Share of the gold passages, or of the planted one, in the best k.",
+        "",
+    ]
+    lines += (
+        table(
+            [
+                {"passages": f"{run['build']['documents']:,}", "questions": f"{name} ({row['questions']})"}
+                | {f"recall@{k}": f"{row[str(k)]:.3f}" for k in CUTS}
+                for run in sizes
+                if "search" in run
+                for name, row in run["search"]["recall"].items()
+            ]
+        )
+        if any("search" in run for run in sizes)
+        else ["Not measured."]
+    )
+    lines += [
+        "",
+        "### bm25s in memory",
+        "",
+        "The same arrays, all scores added up; milliseconds of a query, median / 99th percentile.",
+        "",
+    ]
+    lines += rows(
+        "bm25s_search",
+        lambda x, run: {
+            "bm25s, CPU": ms(x["again"]["cpu_ms"]),
+            "here, CPU": ms(run["search"]["again"]["cpu_ms"]) if "search" in run else "",
+            "own memory MiB, bm25s": f"{x['own_mib_peak']:,.0f}",
+            "here": f"{run['search']['own_mib_peak']:,.0f}" if "search" in run else "",
+            "same scores": f"{x['same_scores']} of {x['questions']}",
+        },
+    )
+    lines += [""] + rows(
+        "bm25s_build",
+        lambda x, run: {
+            "build by bm25s, CPU minutes": x.get("error") or f"{x['cpu_seconds'] / 60:.1f}",
+            "here": f"{run['build']['cpu_seconds'] / 60:.1f}",
+            "own memory MiB, bm25s": f"{x['own_mib_peak']:,.0f}",
+            "here, MiB": f"{run['build']['own_mib_peak']:,.0f}",
+        },
+    )
+    lines += [
+        "",
+        "### Killed half way",
+        "",
+        "The process is killed with half of its files written; the same command begins anew.",
+        "",
+    ]
+    return lines + rows(
+        "interrupted",
+        lambda x, run: {
+            "killed after minutes": f"{x['killed_after_seconds'] / 60:.1f}",
+            "left behind GiB": f"{x['left_gib']:.2f}",
+            "again, minutes": f"{x['again_seconds'] / 60:.1f}",
+            "left at the end": "nothing" if x["nothing_left"] else "something",
+            "the index": "the same" if x["same_files"] else "another",
+        },
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--recall", action="store_true", help="of the real questions over the real passages")
+    parser.add_argument("--fit", action="store_true", help="of a made-up corpus to the real passages")
     parser.add_argument("--passages", type=int, nargs="*", default=[])
+    parser.add_argument("--phases", nargs="*", choices=PHASES, default=list(PHASES))
     parser.add_argument(
-        "--scratch", type=Path, default=None, help="where the made-up corpora go (about 2 GB a million)"
+        "--scratch",
+        type=Path,
+        help="a folder for each size (2 GB a million); what lies there is used, and stays",
     )
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.phase:
-        print(json.dumps(watched(PHASES[options.phase], options.folder)))
+        print(json.dumps(watched(PHASES[options.phase], options.folder, options.data)))
         return
+    if options.passages and options.scratch is None:
+        parser.error("--passages needs --scratch")
     record = options.out / "retrieval.json"
     found = json.loads(record.read_text()) if record.is_file() else {}
     provenance = {"versions": versions(), "hardware": hardware(), **git_state()}
-    if options.data:
+    if options.recall:
         found["recall"] = measure_recall(options.data) | {"provenance": provenance}
-    if options.passages:
-        sizes = [measure_size(n, options.scratch) for n in sorted(options.passages)]
-        found["scale"] = {"sizes": sizes, "provenance": provenance}
+    if options.fit:
+        found["fit"] = corpus.fit(corpus.Sample(options.data)) | {"provenance": provenance}
+    for n in sorted(options.passages):
+        made = measure_size(n, options.data, options.scratch / str(n), options.phases)
+        sizes = found.get("sizes", {}) | {str(n): made | {"provenance": provenance}}
+        found["sizes"] = dict(sorted(sizes.items(), key=lambda item: int(item[0])))
     write_json(record, found)
     report = render(found)
     write_atomically(options.out / "retrieval.md", lambda part: part.write_text(report, encoding="utf-8"))

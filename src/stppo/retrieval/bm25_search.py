@@ -29,8 +29,8 @@ class Postings:
     _own: threading.local = field(default_factory=threading.local)
 
     def scratch(self) -> np.ndarray:
-        """(n_documents,) float32 zeros of this thread, to be left as zeros: new pages for each query cost more
-        than the search."""
+        """(n_documents,) float32 zeros of this thread, to be left as zeros: new pages for each query cost
+        more than the search."""
         if not hasattr(self._own, "zeros"):
             self._own.zeros = np.zeros(self.n_documents, np.float32)
         return self._own.zeros
