@@ -321,7 +321,6 @@ def interrupted(folder: Path, data: Path) -> dict[str, Any]:
         "left_gib": lies,
         "no_index_after_kill": nothing,
         "again_seconds": again,
-        "again_cpu_seconds": sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]),
         "same_files": made[0]["files"] == made[1]["files"],
         "nothing_left": tidy,
     }
@@ -578,7 +577,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.phase:
-        print(json.dumps(watched(PHASES[options.phase], options.folder, options.data)))
+        measured = watched(PHASES[options.phase], options.folder, options.data)
+        if options.phase != "build":
+            del measured["curve"]
+        print(json.dumps(measured))
         return
     if options.passages and options.scratch is None:
         parser.error("--passages needs --scratch")

@@ -558,6 +558,30 @@ def speed(folder: Path) -> dict[str, Any]:
     return found | {"passes": float(took["auto"]), "products_alone": float(took["floor"])}
 
 
+def retrieval(folder: Path) -> dict[str, Any]:
+    """A BM25 index of millions of passages (`m1`, ...), as `benchmarks/retrieval.py` measured it."""
+    found: dict[str, Any] = {}
+    sizes = json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))["sizes"]
+    for passages, run in sizes.items():
+        row = found[f"m{round(int(passages) / 1e6)}"] = {"passages": int(passages)}
+        if built := run.get("build"):
+            row |= {
+                "build_minutes": built["cpu_seconds"] / 60,
+                "build_gib": built["own_mib_peak"] / 1024,
+                "index_gib": built["index_mib"] / 1024,
+                "disk_gib": built["disk_gib_peak"],
+                "corpus_gib": built["corpus_mib"] / 1024,
+            }
+        if searched := run.get("search"):
+            row |= {name: searched["again"]["cpu_ms"][name] for name in ("p50", "p99")}
+            row["recall"] = {name: found["3"] for name, found in searched["recall"].items()}
+        for clients, served in run.get("serve", {}).get("clients", {}).items():
+            row[f"clients_{clients}"] = [served["ms"]["p50"], served["ms"]["p99"], served["a_second"]]
+        if other := run.get("bm25s_search"):
+            row["bm25s_p50"], row["bm25s_gib"] = other["again"]["cpu_ms"]["p50"], other["own_mib_peak"] / 1024
+    return found
+
+
 def first_study(folder: Path) -> dict[str, Any]:
     """What the first study counted by its own rules, per regime and arm, from the table that it left."""
     table = pd.read_csv(folder / "metrics/summary.csv")
@@ -599,6 +623,7 @@ PARTS = {
     "starving": starving.values,
     "smollm": smollm,
     "speed": speed,
+    "retrieval": retrieval,
     "first_study": first_study,
 }
 
