@@ -4,6 +4,8 @@ import json
 import random
 import resource
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import bm25s
@@ -179,6 +181,33 @@ def test_a_disk_that_cannot_hold_the_index_is_told_before_the_work(corpus, index
     assert not list(tmp_path.iterdir())
     free(3 * size)
     build_bm25(corpus, tmp_path / "i")
+
+
+FULL = """
+import shutil, sys
+from stppo.retrieval.bm25_index import build_bm25
+shutil.disk_usage = lambda _, usage=shutil.disk_usage("/"): usage._replace(free=2**40)
+try:
+    build_bm25(sys.argv[1], sys.argv[2])
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_a_disk_that_fills_up_while_the_index_is_written_is_told(tmp_path):
+    """Not by SIGBUS, which writing to a mapped file brings, and which lets nobody clear away."""
+    rng = random.Random(0)
+    texts = [" ".join(f"w{rng.randrange(5000)}" for _ in range(40)) for _ in range(3000)]
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [Document(str(i), "t", t) for i, t in enumerate(texts)])
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=1300k tmpfs {small}"
+    if not shutil.which("unshare") or subprocess.run([*mounted, mount], capture_output=True).returncode:
+        pytest.skip("no small file system can be mounted here")
+    build = f'{mount} && "$0" -c "$1" {corpus} {small}/i && ls -A {small}'
+    found = subprocess.run([*mounted, build, sys.executable, FULL], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "No space left on device\n"), found.stderr
 
 
 def test_what_a_killed_build_left_goes_with_the_next(corpus, tmp_path):
