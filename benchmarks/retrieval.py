@@ -127,7 +127,7 @@ def on_disk(folder: Path) -> float:
         for name in names:
             with suppress(FileNotFoundError):
                 size += 512 * os.stat(Path(place, name)).st_blocks
-    return round(size / 2**30, 2)
+    return round(size / 2**30, 4)
 
 
 def watched(work, folder: Path, data: Path) -> dict[str, Any]:
@@ -301,11 +301,12 @@ def serve(folder: Path, data: Path) -> dict[str, Any]:
 def interrupted(folder: Path, data: Path) -> dict[str, Any]:
     """A build killed when it has written half of what it writes, and the same command again."""
     whole = json.loads((folder / "build.json").read_text())
+    half = (whole["disk_gib_peak"] - whole["corpus_mib"] / 1024) / 2
     command = [sys.executable, "-c", "from stppo.cli import main; main()", "retriever", "index"]
     command += ["--corpus", str(folder / "corpus.jsonl"), "--out", str(folder / "again")]
     left = folder / ".again.building"
     process, began = subprocess.Popen(command), time.perf_counter()
-    while on_disk(left) < whole["disk_gib_peak"] / 2 and process.poll() is None:
+    while on_disk(left) < half and process.poll() is None:
         time.sleep(0.05)
     process.kill()
     process.wait()
@@ -544,7 +545,7 @@ def sizes_told(sizes: list[dict[str, Any]]) -> list[str]:
         "",
         "### Killed half way",
         "",
-        "The process is killed with half of its files written; the same command begins anew.",
+        "The process is killed while it writes; the same command begins anew.",
         "",
     ]
     return lines + rows(
