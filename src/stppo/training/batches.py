@@ -64,10 +64,9 @@ class Batches:
 
     def sample(self, iteration: int, update: int) -> QueuedBatch:
         """Roll out one batch with the current policy."""
-        n_groups = self.settings.training.trajectories_per_iteration // self.group_size
         began = time.perf_counter()
         with self.drawing():
-            rollout = self.collect(update, n_groups)
+            rollout = self.collect(update)
             metrics = rollout_metrics(rollout, time.perf_counter() - began)
             began = time.perf_counter()
             truth = self._true_values(rollout, iteration + len(self.queue) + 1)
@@ -85,8 +84,8 @@ class Batches:
             self.question_order = before[1]
             raise
 
-    def collect(self, update: int, n_groups: int) -> Rollout:
-        """A roll-out that will be trained on, of so many questions."""
+    def collect(self, update: int, n_groups: int | None = None) -> Rollout:
+        """A roll-out that will be trained on, of so many questions (None: those of a batch)."""
         sampler, settings = self.sampler(), self.settings
         sampler.keeps_states = True  # of frozen layers: they are needed again
         try:
@@ -99,9 +98,10 @@ class Batches:
             return scored_anew(self.policy, rollout, settings.rollout.temperature, budget)
         return rollout
 
-    def _draw_questions(self, n_groups: int) -> tuple[list[Question], torch.Generator, list[int]]:
+    def _draw_questions(self, n_groups: int | None) -> tuple[list[Question], torch.Generator, list[int]]:
         """Each question as often as its group wants it, and the group ids."""
         group = self.group_size
+        n_groups = n_groups or self.settings.training.trajectories_per_iteration // group
         while len(self.question_order) < n_groups:
             shuffled = torch.randperm(len(self.questions), generator=self.generator)
             self.question_order = torch.cat([self.question_order, shuffled])
