@@ -111,7 +111,7 @@ def iterations(trainers: dict[str, Trainer], repeats: int) -> Table:
     """Whole iterations, and their parts."""
     spent = {name: {"roll-out": 0.0, "reference": 0.0, "critic": 0.0, "updates": 0.0} for name in trainers}
     for name, trainer in trainers.items():
-        owners = [(trainer, "sample"), (trainer.models, "reference_logprobs")]
+        owners = [(trainer.batches, "sample"), (trainer.models, "reference_logprobs")]
         owners += [(trainer.critic_updates, "regress"), (trainer.policy_updates, "step")]
         for part, (owner, method) in zip(list(spent[name]), owners, strict=True):
             setattr(owner, method, _timed(getattr(owner, method), spent[name], part))
