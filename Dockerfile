@@ -1,4 +1,4 @@
-# The environment of `make test` and `make all`, PyTorch for the CPU:
+# The environment of `make test`, `make all` and the pods of profiles/kubernetes, PyTorch for the CPU:
 #   docker build -t stppo .
 #   docker run --rm stppo                                          tests
 #   docker run --rm -v "$PWD/results:/stppo/results" stppo make all
@@ -15,4 +15,7 @@ WORKDIR /stppo
 ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu PIP_NO_CACHE_DIR=1
 COPY . .
 RUN make setup
+# Pods find `python` and `pip` by name, and storage and checkpoints in S3 by these plug-ins.
+ENV PATH=/stppo/.venv/bin:$PATH
+RUN pip install --quiet -c requirements.lock -e '.[kubernetes]'
 CMD ["make", "test"]
