@@ -1,5 +1,6 @@
 import importlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -98,6 +99,23 @@ def test_a_misspelt_knob_is_told_by_the_files_name_and_its_key(tmp_path, monkeyp
         ConfigError, match=r"mine\.yaml: prior\.key is objective\.clip\.most, and the file has no"
     ):
         benchmark.planned("mine")
+
+
+@pytest.mark.parametrize(
+    ("prior", "ratio", "named"),
+    [
+        ("none", "ration", "algorithm.objective.ration: unknown key"),
+        ("objective.loss_aggregation", "ratio", "prior.key = objective.loss_aggregation: no number"),
+    ],
+)
+def test_what_cannot_be_built_is_said_before_any_warm_start(tmp_path, monkeypatch, prior, ratio, named):
+    (tmp_path / "algorithm").mkdir()
+    knob = prior if prior == "none" else f"{{key: {prior}, low: 0.1, high: 1, scale: log}}"
+    text = f"defaults: [turn_ppo]\nname: mine\nprior: {knob}\nobjective:\n  {ratio}: {{granularity: token}}\n"
+    (tmp_path / "algorithm/mine.yaml").write_text(text)
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        benchmark.check_unchanged(benchmark.metrics_folder(), "mine")
 
 
 def test_a_number_that_is_no_point_is_refused():

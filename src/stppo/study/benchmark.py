@@ -21,8 +21,10 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from stppo.config.algorithms import in_order, look
+from stppo.config.composition import compose
 from stppo.config.files import NO_KNOB, ConfigError, Prior, lineage, options
 from stppo.config.files import value as stated
+from stppo.config.loading import load
 from stppo.config.planned import PlannedRun
 from stppo.config.provenance import torches
 from stppo.files import parse_json, repository_path
@@ -107,7 +109,7 @@ def prior_of(method: str) -> Prior | None:
     for key in prior.keys:
         if all(stated(content, key.split(".")) is None for _, content in chain):
             raise ConfigError(
-                f"{file}: prior.key is {key}, and the file has no {key}: one of the two is misspelt"
+                f"{file}: prior.key is {key}, and the file has no {key}: correct the one or add the other"
             )
     return prior
 
@@ -376,8 +378,10 @@ def metrics_folder() -> Path:
 
 
 def check_unchanged(committed: Path, method: str) -> None:
-    """Refuse a method whose objective is no longer that of its committed runs: they would count as its own.
-    ValueError."""
+    """Refuse a method that cannot be built (ConfigError), and one whose objective is no longer that of its
+    committed runs: they would count as its own (ValueError)."""
+    prior_of(method)  # what it refuses, it says more plainly
+    load(compose(["preset=benchmark", f"algorithm={method}"]))
     recorded = load_metrics(committed).runs if committed.is_dir() else []
     mine = [r for r in recorded if (r["regime"], r["algorithm"]) == (REGIME, method)]
     if (
