@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -240,3 +241,15 @@ def test_an_error_in_a_rule_of_ones_own_names_its_line(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         campaign.job()
     assert ended.value.code.startswith("KeyError: 'ratios'") and f"({rule}, line 2)" in ended.value.code
+
+
+def test_a_job_finds_the_classes_of_ones_own_folder(tmp_path, monkeypatch, capsys):
+    """Its process is a fork of one that knows of no such folder: only the variable names it."""
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "rules_of_one.py").write_text("NAME = 'found'\n")
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(campaign, "make_start", lambda *_: importlib.import_module("rules_of_one").NAME)
+    monkeypatch.setattr(sys, "argv", ["stppo-job", json.dumps([{}, "start"])])
+    campaign.job()
+    assert capsys.readouterr().out.strip() == "found"

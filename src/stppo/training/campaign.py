@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stppo.config.files import own_config_dir
 from stppo.config.identity import warm_start_dir
 from stppo.config.planned import PlannedRun
 from stppo.config.provenance import code_hash, usable_cores
@@ -162,6 +163,7 @@ def warm_up() -> None:
 def job() -> None:
     """What a fork does: make a warm start, or train a run. The last line that it prints says how it ended."""
     try:
+        own_config_dir()  # puts it on the path, where the classes lie that the config names
         config, *folders = json.loads(sys.argv[1])
         print((train_run if len(folders) == 2 else make_start)(config, *map(Path, folders)))
     except Exception as error:  # one job's failure is reported; the others go on
