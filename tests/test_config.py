@@ -45,12 +45,15 @@ def test_the_ten_names_of_nine_algorithms_are_offered():
 
 
 @pytest.mark.parametrize("preset", options("preset"))
+def test_every_preset_is_valid(preset):
+    composed = compose([f"preset={preset}"])
+    assert load(composed).settings.training.regime and composed["preset"] == preset
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_preset_and_algorithm_is_valid(preset, algorithm):
-    composed = compose([f"preset={preset}", f"algorithm={algorithm}"])
-    run = load(composed).settings
-    assert run.algorithm.name == ("st_ppo" if algorithm == "so_ppo" else algorithm)
-    assert composed["preset"] == preset
+def test_every_algorithm_is_valid(algorithm):
+    name = load(compose([f"algorithm={algorithm}"])).settings.algorithm.name
+    assert name == ("st_ppo" if algorithm == "so_ppo" else algorithm)
 
 
 @pytest.mark.parametrize("training", options("training"))
@@ -260,7 +263,7 @@ def test_a_regime_that_a_preset_inherits_can_be_taken_out():
     ],
 )
 def test_a_plan_of_the_wrong_kind_is_named(key, value):
-    with pytest.raises(ConfigError, match=f"{key} = "):
+    with pytest.raises(ConfigError, match=key):
         planned_runs("smoke", [f"++{key}={value}"])
 
 
@@ -401,7 +404,7 @@ def test_pipeline_refuses_to_override_what_tells_its_runs_apart(override):
 
 
 def test_preset_without_a_pipeline_is_refused():
-    with pytest.raises(ConfigError, match=r"no section `pipeline\.regimes`"):
+    with pytest.raises(ConfigError, match=r"plans no run: `pipeline\.regimes`"):
         planned_runs("smoke", ["~pipeline"])
 
 

@@ -88,7 +88,7 @@ def settings_of(config: Config) -> RunConfig:
             | {"loggers": config.get("loggers", [])}
         )
     except ValidationError as error:
-        raise ConfigError("; ".join(_problem(RunConfig, item) for item in error.errors())) from error
+        raise ConfigError("; ".join(problem_of(RunConfig, item) for item in error.errors())) from error
     for name in ("policy", "rollout"):  # dataclasses, which pydantic converts
         _check_values(config[name], type(getattr(settings, name)), name)
     return settings
@@ -169,9 +169,11 @@ def _origin(algorithm: str, keys: list[str]) -> str:
 _FORMS = {(1, "torch"), (1, "vllm")}
 
 
-def _problem(model: Any, item: Any) -> str:
-    """One of pydantic's errors as `key = value: what is wrong`; of a whole section the key alone."""
-    key = ".".join(str(part) for i, part in enumerate(item["loc"]) if (i, part) not in _FORMS)
+def problem_of(model: Any, item: Any, above: str = "") -> str:
+    """One of pydantic's errors as `key = value: what is wrong`; of a whole section the key alone.
+
+    above: what stands before the model's own keys."""
+    key = above + ".".join(str(part) for i, part in enumerate(item["loc"]) if (i, part) not in _FORMS)
     message = item["msg"].removeprefix("Value error, ")
     if key == "algorithm.prior":
         return f"algorithm.{message}"

@@ -6,72 +6,87 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterable
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from stppo.checks import meant
 from stppo.config.composition import compose
 from stppo.config.files import Config, ConfigError, options
 from stppo.config.identity import MEMORY_SETTINGS, PLAIN
+from stppo.config.loading import problem_of
 
 SECTIONS = (
     *("algorithm", "policy", "rollout", "world", "training", "warm_start", "evaluation", "seed"),
     *("warm_start_seed", "loggers", "preset", "pipeline", "study"),
 )
-PIPELINE_KEYS = (
-    *("regimes", "arms", "replicates", "recorded", "fast", "pages", "resources"),
-    "core_seconds_per_iteration",
-    "rates",  # what overrides may refer to
-)
-REGIME_KEYS = ("training", "algorithms", "seeds", "overrides", "regime")
 
 
-@dataclasses.dataclass(frozen=True)
-class Arm:
-    """An entry of `pipeline.arms`: a variant of an algorithm that answers a question of its own."""
-
-    name: str
-    label: str  # what figures and tables call it
-    overrides: tuple[str, ...]  # what makes it, `algorithm=...` among them
-    base: str  # the algorithm that it varies
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def arms_of(config: Config) -> dict[str, Arm]:
-    """The arms of a composed preset by name, `{NAME: {label: words, overrides: [...], base: algorithm}}` in
-    its YAML; without `base` it is the algorithm that the overrides choose. ConfigError names the key that is
-    wrong."""
-    return {
-        name: _arm(name, entry) for name, entry in ((config.get("pipeline") or {}).get("arms") or {}).items()
-    }
+class Arm(_Section):
+    """A variant of an algorithm that answers a question of its own."""
+
+    label: str = Field(min_length=1)  # what figures and tables call it
+    overrides: list[str]  # what makes it
+
+    @field_validator("overrides")
+    @classmethod
+    def _chooses_an_algorithm(cls, overrides: list[str]) -> list[str]:
+        chosen = [o.partition("=")[2] for o in overrides if o.startswith("algorithm=")]
+        if not chosen:
+            raise ValueError("algorithm=... must be among them")
+        if chosen[-1] not in (known := options("algorithm")):
+            raise ValueError(f"no algorithm; allowed: {', '.join(known)}{meant(chosen[-1], known)}")
+        return overrides
+
+
+class Regime(_Section):
+    """Runs of some algorithms, by their files or arms, with some seeds."""
+
+    algorithms: list[str]
+    seeds: list[int]
+    training: str | None = None
+    overrides: list[str] = []
+    regime: str | None = None  # to record, where several entries make up one
+
+
+class Pipeline(_Section):
+    """The section `pipeline` of a preset."""
+
+    regimes: dict[str, Regime]
+    arms: dict[str, Arm] = {}
+    replicates: dict[int | str, list[str]] = {}  # seed -> overrides, so that one number tells a replicate
+    recorded: str | None = None  # folder of committed metrics
+    fast: bool = False  # derivations in brief
+    pages: list[str] = []  # beside those of every preset
+    resources: dict[str, Any] = {}  # of one training run, for Snakemake
+    core_seconds_per_iteration: float | None = None
+    rates: Any = None  # what overrides may refer to
+
+    @field_validator("regimes", mode="before")
+    @classmethod
+    def _without_those_taken_out(cls, regimes: Any) -> Any:
+        """null takes an inherited one out."""
+        return {k: v for k, v in regimes.items() if v is not None} if isinstance(regimes, dict) else regimes
+
+
+def pipeline_of(config: Config) -> Pipeline:
+    """The pipeline of a composed preset; ConfigError names every key that is wrong."""
+    try:
+        return Pipeline.model_validate(config.get("pipeline") or {"regimes": {}})
+    except ValidationError as error:
+        raise ConfigError("; ".join(problem_of(Pipeline, e, "pipeline.") for e in error.errors())) from None
 
 
 def label_of(config: Config) -> str | None:
     """What figures call the algorithm of a composed run: its arm's label, or the algorithm's own; None where
     it has none."""
     algorithm = config["algorithm"]
-    arm = arms_of(config).get(algorithm["name"])
-    return arm.label if arm else algorithm.get("label")
-
-
-def _arm(name: str, entry: Any) -> Arm:
-    key = f"pipeline.arms.{name}"
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{key} = {entry!r}: must be {{label: ..., overrides: [...]}}")
-    _refuse_unknown(f"{key}.", entry, ("label", "overrides", "base"))
-    label, overrides = entry.get("label"), entry.get("overrides")
-    if not isinstance(label, str) or not label:
-        raise ConfigError(f"{key}.label = {label!r}: what figures call the arm is needed")
-    if not isinstance(overrides, list) or not all(isinstance(override, str) for override in overrides):
-        raise ConfigError(f"{key}.overrides = {overrides!r}: a list of overrides is needed")
-    chosen = [o.partition("=")[2] for o in overrides if o.partition("=")[0] == "algorithm"]
-    if not chosen:
-        raise ConfigError(f"{key}.overrides = {overrides!r}: algorithm=... must be among them")
-    base = entry.get("base", chosen[-1])
-    if base not in (known := options("algorithm")):
-        where = f"{key}.base = {base!r}" if "base" in entry else f"{key}.overrides: algorithm={base}"
-        hint = meant(str(base), known)
-        raise ConfigError(f"{where}: no algorithm; allowed: {', '.join(known)}{hint}")
-    return Arm(name, label, tuple(overrides), base)
+    arm = ((config.get("pipeline") or {}).get("arms") or {}).get(algorithm["name"])
+    return arm["label"] if arm else algorithm.get("label")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,61 +133,14 @@ def _with_seeds(node: Any, seeds: dict[int, int]) -> Any:
     return seeds.get(node, node) if type(node) is int else node
 
 
-def _refuse_unknown(where: str, given: Iterable[str], allowed: Iterable[str]) -> None:
-    """ConfigError for the first key that is not among the allowed."""
-    allowed = list(allowed)
-    for key in given:
-        if key not in allowed:
-            hint = meant(str(key), allowed)
-            raise ConfigError(f"{where}{key}: unknown key; allowed: {', '.join(allowed)}{hint}")
-
-
-def _check_keys(preset: str, base: Config) -> None:
-    """ConfigError where a composed preset has a section that nothing reads, which would pass in silence."""
-    if not isinstance(base.get("preset"), str):
-        raise ConfigError(f"preset={preset}: the first line of its file must be `# @package _global_`")
-    _refuse_unknown("", base, SECTIONS)
-    if isinstance(pipeline := base.get("pipeline"), dict):
-        _refuse_unknown("pipeline.", pipeline, PIPELINE_KEYS)
-
-
-def _regimes(pipeline: Config) -> Iterable[tuple[str, Config]]:
-    """The entries of `pipeline.regimes`; ConfigError names a key of the wrong kind."""
-    regimes = pipeline.get("regimes") if isinstance(pipeline, dict) else None
-    if not isinstance(regimes, dict):
-        raise ConfigError(
-            f"pipeline.regimes = {regimes!r}: must be a mapping {{NAME: {{algorithms: [...], seeds: [...]}}}}"
-        )
-    regimes = {
-        entry: plan for entry, plan in regimes.items() if plan is not None
-    }  # null takes an inherited one out
-    for entry, plan in regimes.items():
-        key = f"pipeline.regimes.{entry}"
-        if not isinstance(plan, dict):
-            raise ConfigError(f"{key} = {plan!r}: must be {{algorithms: [...], seeds: [...]}}")
-        _refuse_unknown(f"{key}.", plan, REGIME_KEYS)
-        for name, kind, of in (
-            ("algorithms", str, "names"),
-            ("seeds", int, "whole numbers"),
-            ("overrides", str, "overrides"),
-        ):
-            values = plan.get(name) if name != "overrides" else plan.get(name) or []
-            if not isinstance(values, list) or not all(type(value) is kind for value in values):
-                raise ConfigError(f"{key}.{name} = {values!r}: must be a list of {of}")
-    return regimes.items()
-
-
 def planned_runs(preset: str, overrides: list[str] | None = None) -> list[PlannedRun]:
     """Every run that `snakemake all --config preset=...` trains, in a fixed order: all runs of a regime's
     first seed come before those of its second, so that an interrupted pipeline leaves whole replicates.
 
-    A regime has `algorithms`, `seeds` and, optionally, `training`, `overrides` and the `regime` to record
-    where several entries make up one. An algorithm is a file of `configs/algorithm` or an `Arm` of
-    `pipeline.arms`. `pipeline.replicates` maps a seed to further overrides (its world, its warm start), so
-    that one number tells a replicate. In overrides {seed} stands for the run's seed, {next_seed} for the one
-    after it, cyclically, and {regime} for the regime that it is recorded in. Extra overrides apply to all
-    runs. Raises ConfigError for an unknown preset, for an override of what tells the runs apart, for a run
-    that is planned twice, and where there is none."""
+    In overrides {seed} stands for the run's seed, {next_seed} for the one after it, cyclically, and {regime}
+    for the regime that it is recorded in. Extra overrides apply to all runs. ConfigError for an unknown
+    preset or key, an override of what tells the runs apart, a run that is planned twice, and where there is
+    none."""
     for override in overrides or []:
         if (key := override.partition("=")[0].lstrip("+~")) in ("preset", "training", "algorithm", "seed"):
             raise ConfigError(
@@ -180,37 +148,34 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
                 "pipeline.regimes.NAME.algorithms=[...], .seeds=[...] and .training=..."
             )
     base = compose([f"preset={preset}", *(overrides or [])])
-    _check_keys(preset, base)
-    pipeline = base.get("pipeline")
-    if not pipeline or (isinstance(pipeline, dict) and "regimes" not in pipeline):
-        raise ConfigError(f"preset={preset} has no section `pipeline.regimes`, so there is nothing to train")
+    if not isinstance(base.get("preset"), str):
+        raise ConfigError(f"preset={preset}: the first line of its file must be `# @package _global_`")
+    if unknown := [key for key in base if key not in SECTIONS]:
+        hint = meant(unknown[0], SECTIONS)
+        raise ConfigError(f"{unknown[0]}: unknown key; allowed: {', '.join(SECTIONS)}{hint}")
+    pipeline = pipeline_of(base)
     # Which runs there are is no part of any of them.
     shared = [override for override in overrides or [] if not override.lstrip("+~").startswith("pipeline.")]
-    arms, replicates = arms_of(base), pipeline.get("replicates") or {}
     runs: dict[str, PlannedRun] = {}
     composed: dict[tuple[str, ...], Config] = {}
-    names = [*arms, *options("algorithm")]
-    for entry, plan in _regimes(pipeline):
-        regime, seeds = plan.get("regime", entry), plan["seeds"]
-        if unknown := [name for name in plan["algorithms"] if name not in names]:
+    names = [*pipeline.arms, *options("algorithm")]
+    for entry, plan in pipeline.regimes.items():
+        regime, seeds = plan.regime or entry, plan.seeds
+        if unknown := [name for name in plan.algorithms if name not in names]:
             raise ConfigError(
                 f"pipeline.regimes.{entry}.algorithms: {unknown[0]} is no algorithm (`stppo list "
-                f"algorithms`) and no arm ({', '.join(arms) or 'there is none'}){meant(unknown[0], names)}"
+                f"algorithms`) and no arm ({', '.join(pipeline.arms) or 'there is none'}){meant(unknown[0], names)}"
             )
-        for (place, seed), algorithm in itertools.product(enumerate(seeds), plan["algorithms"]):
-            arm = arms.get(algorithm)
+        for (place, seed), algorithm in itertools.product(enumerate(seeds), plan.algorithms):
+            arm = pipeline.arms.get(algorithm)
             chosen = [
                 f"preset={preset}",
-                *([f"training={plan['training']}"] if "training" in plan else []),
+                *([f"training={plan.training}"] if plan.training else []),
                 f"training.regime={regime}",
-                *(
-                    [f"algorithm={algorithm}"]
-                    if arm is None
-                    else [*arm.overrides, f"algorithm.name={algorithm}"]
-                ),
+                *([*arm.overrides, f"algorithm.name={algorithm}"] if arm else [f"algorithm={algorithm}"]),
                 "seed={seed}",
-                *(plan.get("overrides") or []),
-                *(replicates.get(seed) or replicates.get(str(seed)) or []),
+                *plan.overrides,
+                *(pipeline.replicates.get(seed) or pipeline.replicates.get(str(seed)) or []),
                 *shared,
             ]
             chosen = [override.replace("{regime}", regime) for override in chosen]
@@ -224,7 +189,7 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
                 raise ConfigError(f"pipeline.regimes.{entry}: the run {run.name} is planned twice")
             runs[run.name] = run
     if not runs:
-        raise ConfigError(f"preset={preset} plans no run: its regimes have no algorithms or no seeds")
+        raise ConfigError(f"preset={preset} plans no run: `pipeline.regimes` has no algorithms or no seeds")
     return list(runs.values())
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from stppo.config.algorithms import look
 from stppo.config.composition import compose
 from stppo.config.files import Config, ConfigError
-from stppo.config.planned import arms_of
+from stppo.config.planned import pipeline_of
 
 MAIN = "OFF_POLICY"  # the regime of an arm that is named without one
 
@@ -78,9 +78,8 @@ def groups(preset: str) -> dict[str, Group]:
 def labels(preset: str) -> dict[str, str]:
     """What tables call each algorithm and arm that a preset plans; the key is the recorded `algorithm`."""
     config = compose([f"preset={preset}"])
-    arms = arms_of(config)
-    plans = ((config.get("pipeline") or {}).get("regimes") or {}).values()
-    names = dict.fromkeys(name for plan in plans for name in plan["algorithms"])
+    arms, regimes = (pipeline := pipeline_of(config)).arms, pipeline.regimes
+    names = dict.fromkeys(name for regime in regimes.values() for name in regime.algorithms)
     return {name: arms[name].label if name in arms else look(name).label for name in names}
 
 
