@@ -94,10 +94,10 @@ PRIOR = "prior: {key: objective.clip.epsilon_high, low: 0.05, high: 0.8, scale: 
 def test_a_prior_is_read_and_changes_no_run(write):
     write("mine", BASED_ON_TURN_PPO.format("mine", ""))
     before = compose(["algorithm=mine"])
-    assert look("mine").prior is None and look("turn_ppo").prior.keys == (
+    assert look("mine").prior is None and look("turn_ppo").prior.keys == [
         "objective.clip.epsilon_low",
         "objective.clip.epsilon_high",
-    ), "not inherited"
+    ], "not inherited"
     write("mine", BASED_ON_TURN_PPO.format("mine", PRIOR))
     after = compose(["algorithm=mine"])
     load(after)
@@ -116,10 +116,11 @@ MALFORMED = [
     (", scale: log", "", "prior.scale"),
     ("scale: log", "scale: log, unit: nats", "prior.unit"),
     ("scale: log", "scale: cubic", "prior.scale = 'cubic'"),
-    ("low: 0.05", "low: 0.9", "prior.low = 0.9"),
-    ("low: 0.05", "low: 0", "prior.low = 0"),
+    ("low: 0.05", "low: 0.9", "prior.high = 0.8"),
+    ("low: 0.05", "low: 0", "prior.scale = 'log'"),
     ("low: 0.05", "low: .nan", "prior.low = nan"),
     ("objective.clip.epsilon_high", "training.epochs", "prior.key = 'training.epochs'"),
+    ("low: 0.05", "low: true", "prior.low = True"),
 ]
 OF_NO_KNOB = [  # which only who builds the objective can tell
     ("epsilon_high", "epsilon", "prior.key = objective.clip.epsilon"),

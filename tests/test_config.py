@@ -553,16 +553,6 @@ def test_what_a_parameter_admits_is_taken_as_it_is(value, tmp_path, monkeypatch)
     assert built.x == value and type(built.x) is type(value)
 
 
-@pytest.mark.parametrize(("written", "read"), [("010", 8), ("1:30", 90), ("[1, 017]", 15)])
-def test_a_number_in_another_base_is_refused(tmp_path, monkeypatch, written, read):
-    file = tmp_path / "world" / "mine.yaml"
-    file.parent.mkdir()
-    monkeypatch.setenv("STPPO_CONFIG_DIR", str(tmp_path))
-    file.write_text(f"defaults: [synthetic]\nn_hops: '010'\nseed: {written} # of mine\n")
-    with pytest.raises(ConfigError, match=rf"mine.yaml, line 3: .* is {read} in YAML"):
-        compose(["world=mine"])
-
-
 # ---- the plan's cost -------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import logging
@@ -74,13 +73,7 @@ def _show_version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
-        from stppo.config.provenance import git_state
-
-        git = git_state()
-        commit = (
-            f" (git {git['git_commit'][:12]}{', changed' * git['git_dirty']})" if git["git_commit"] else ""
-        )
-        typer.echo(f"stppo {version('stppo')}{commit}")
+        typer.echo(f"stppo {version('stppo')}")
         raise typer.Exit
 
 
@@ -281,10 +274,6 @@ def bench(
     if method and rerun:
         raise ValueError(
             f"{method} --rerun {rerun}: --rerun draws among all recorded runs; leave the method out"
-        )
-    if method.endswith(".yml"):
-        raise ValueError(
-            f"{method}: rename it to {Path(method).stem}.yaml, which is how YAML files are found"
         )
     method = algorithm_name(method)
     committed = benchmark.metrics_folder()
@@ -515,9 +504,6 @@ def preflight(
         float | None, typer.Option(min=0.01, help="Memory of the GPU to plan for; default: the one here.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder that will be written.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything to this file too.")
-    ] = None,
     config_dir: ConfigDir = None,
 ) -> None:
     """Check a run before anything is trained: memory, disk, time, software, model, data, retriever.
@@ -530,13 +516,10 @@ def preflight(
 
     Trains nothing. Exit code 1 where something is missing or does not fit; the table says what to change.
     """
-    from stppo.files import write_json
     from stppo.preflight.check import preflight as check
 
     found = check(overrides, gpu_gib, out)
     typer.echo(found.text())
-    if json_file is not None:
-        write_json(json_file, {"ok": found.ok} | dataclasses.asdict(found))
     if not found.ok:
         raise typer.Exit(1)
 
@@ -988,22 +971,12 @@ def _own_line(error: Exception) -> str:
     return mine[-1] if mine else ""
 
 
-def _report_file(error: Exception) -> Path:
-    """A new file with the traceback of an error, the command and the versions: here, or where files for a
-    time go."""
+def _report_file(error: Exception) -> str:
+    """A new file with the traceback of an error, the command and the versions, where files for a time go."""
     from stppo.config.provenance import git_state, versions
 
-    lines = [
-        shlex.join(sys.argv),
-        json.dumps({**versions(), **git_state()}),
-        "",
-        *traceback.format_exception(error),
-    ]
-    name = f"stppo-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
-        try:
-            (folder / name).write_text("\n".join(lines), encoding="utf-8", errors="replace")
-            return folder / name
-        except OSError:
-            continue
-    return Path("--debug")
+    about = [shlex.join(sys.argv), json.dumps({**versions(), **git_state()}), ""]
+    options = {"prefix": "stppo-error-", "suffix": ".txt", "encoding": "utf-8", "errors": "replace"}
+    with tempfile.NamedTemporaryFile("w", delete=False, **options) as file:
+        file.write("\n".join([*about, *traceback.format_exception(error)]))
+    return file.name

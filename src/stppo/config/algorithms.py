@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from stppo.config.files import NO_KNOB, ConfigError, Presentation, Prior, lineage, option_files, stamps, value
+from stppo.config.files import ConfigError, Presentation, Prior, lineage, option_files, stamps, value
 
 # The paper's algorithms and what it compares with.
 PAPER = (
@@ -75,9 +75,7 @@ class Algorithm:
     source: str = ""  # where its definition here comes from
     granularity: str | None = None  # of its importance ratio, where the file says it
     file: Path | None = None  # None for a name that no file defines
-    prior: Prior | str | None = (
-        None  # of its own knob; NO_KNOB where it has none, None where the file does not say
-    )
+    prior: Prior | str | None = None  # of its own knob; "none": it has none; None: the file does not say
 
 
 def algorithms() -> tuple[Algorithm, ...]:
@@ -147,8 +145,8 @@ def _algorithms(files: tuple[tuple[Path, int], ...]) -> tuple[Algorithm, ...]:
         line = LINES.get(granularity, OWN)
         label = one.label or name.replace("_", " ")
         file = lineage("algorithm", name)[0][0]
-        prior = Prior.of(one.prior) if one.prior not in (None, NO_KNOB) else one.prior
-        rows.append(Algorithm(name, label, color, line, one.v1, one.v2, one.source, granularity, file, prior))
+        looks = (label, color, line, one.v1, one.v2, one.source)
+        rows.append(Algorithm(name, *looks, granularity, file, one.prior))
     return tuple(rows)
 
 

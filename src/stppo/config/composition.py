@@ -40,8 +40,6 @@ def compose(overrides: list[str] | None = None) -> Config:
     unknown group option, key or malformed override, and for a YAML file that cannot be read."""
     overrides, own = list(overrides or []), config_files.own_config_dir()
     _refuse_bare(overrides)
-    if own is not None:
-        _refuse_other_bases(own)
     for override in overrides:
         group, _, value = override.partition("=")
         if _is_group(group) and value and value not in options(group):
@@ -54,7 +52,6 @@ def compose(overrides: list[str] | None = None) -> Config:
             composed = hydra_compose("config", overrides=[*overrides, *_search_path(own)])
         plain = OmegaConf.to_container(composed, resolve=True)
         _refuse_foreign_name(plain, overrides, own)
-        _refuse_half_a_file(plain, own)
         _forget_other_engines(plain, overrides)
         return _without_inherited_presentation(plain)
     except PermissionError as error:
@@ -87,23 +84,6 @@ def _refuse_bare(overrides: list[str]) -> None:
             raise ConfigError(f"{override}: an override has the form key=value, e.g. {example}")
 
 
-_OTHER_BASE = re.compile(
-    r"(?::\s+|[,\[{]\s*|^\s*-\s+)([-+]?(?:0[0-7]*[1-7][0-7]*|[1-9]\d*(?::[0-5]?\d)+))\s*(?:[,\]}#]|$)"
-)
-
-
-def _refuse_other_bases(own: Path) -> None:
-    """Raise ConfigError for a number in one's own files that YAML 1.1 reads in base 8 (010 is 8) or 60 (1:30
-    is 90)."""
-    for file in (file for group in config_files.groups() for file in sorted((own / group).glob("*.yaml"))):
-        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-            if found := _OTHER_BASE.search(line):
-                meant = yaml.safe_load(found[1])
-                raise ConfigError(
-                    f"{file}, line {number}: {found[1]} is {meant} in YAML; write what you mean, or quotes"
-                )
-
-
 def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None) -> None:
     """Raise ConfigError where an own algorithm's file would be recorded under a name that is not the
     file's."""
@@ -113,21 +93,6 @@ def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None)
         return
     if (file := own / "algorithm" / f"{chosen}.yaml").exists():
         raise ConfigError(f"{file}: its runs would be recorded as {name}; write `name: {chosen}` in it")
-
-
-def _refuse_half_a_file(config: Config, own: Path | None) -> None:
-    """Raise ConfigError where an own algorithm's file and what it inherits leave a needed key out."""
-    algorithm = config.get("algorithm") or {}
-    file = own and own / "algorithm" / f"{algorithm.get('name')}.yaml"
-    if file and file.exists():
-        objective = algorithm.get("objective")
-        has = objective if isinstance(objective, dict) else {}
-        needed = ("_target_", "credit", "ratio", "clip", "stabilizer")
-        if missing := [f"objective.{key}" for key in needed if has.get(key) is None]:
-            raise ConfigError(
-                f"{file}: missing {', '.join(missing)}; write `defaults: [turn_ppo]` to take what is missing "
-                "from there, or the objective out in full, as configs/algorithm/token_ppo.yaml has it"
-            )
 
 
 def _forget_other_engines(config: Config, overrides: list[str]) -> None:

@@ -9,12 +9,11 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 Config = dict[str, Any]
 VARIABLE = "STPPO_CONFIG_DIR"
@@ -28,47 +27,55 @@ class ConfigError(ValueError):
 NO_KNOB = "none"
 
 
-@dataclass(frozen=True)
-class Prior:
+class Prior(BaseModel):
     """Where a benchmark draws an algorithm's one own knob from: `{key: ..., low: ..., high: ..., scale: log |
     linear}`.
 
     keys: of the algorithm's YAML, such as objective.clip.epsilon_low; several take the same value.
     """
 
-    keys: tuple[str, ...]
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    keys: list[str] = Field(alias="key", min_length=1)
     low: float
     high: float
-    scale: str
+    scale: Literal["log", "linear"]
 
     @classmethod
     def of(cls, content: Any) -> Prior:
         """From its mapping in YAML; ValueError with one line that names what is wrong."""
-        fields = ("key", "low", "high", "scale")
-        if not isinstance(content, dict):
-            form = "{key: ..., low: ..., high: ..., scale: log}"
-            raise ValueError(f"prior = {content!r}: must be {form}, or {NO_KNOB} for a method without a knob")
-        for name in (*(n for n in fields if n not in content), *(n for n in content if n not in fields)):
-            what = "unknown key" if name in content else "missing"
-            raise ValueError(f"prior.{name}: {what}; a prior has {', '.join(fields)}")
-        keys = content["key"] if isinstance(content["key"], list) else [content["key"]]
-        if not keys or not all(isinstance(key, str) and key.startswith("objective.") for key in keys):
-            raise ValueError(
-                f"prior.key = {content['key']!r}: must name a key below `objective`, such as "
-                "objective.clip.epsilon_low"
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            item = error.errors()[0]
+            key, message = (
+                ".".join(("prior", *map(str, item["loc"]))),
+                item["msg"].removeprefix("Value error, "),
             )
-        for name in ("low", "high"):
-            number = content[name]
-            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-                raise ValueError(f"prior.{name} = {number!r}: must be a finite number")
-        low, high, scale = float(content["low"]), float(content["high"]), content["scale"]
-        if scale not in ("log", "linear"):
-            raise ValueError(f"prior.scale = {scale!r}: must be log or linear")
-        if low >= high:
-            raise ValueError(f"prior.low = {low:g}: must be below prior.high = {high:g}")
-        if scale == "log" and low <= 0:
-            raise ValueError(f"prior.low = {low:g}: must be above 0 where prior.scale is log")
-        return cls(tuple(keys), low, high, scale)
+            given = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
+            raise ValueError(f"{key}{given}: {message}") from None
+
+    @field_validator("keys", mode="before")
+    @classmethod
+    def _are_of_the_objective(cls, keys: Any) -> Any:
+        keys = keys if isinstance(keys, list) else [keys]
+        if not all(str(key).startswith("objective.") for key in keys):
+            raise ValueError("must name a key below `objective`, such as objective.clip.epsilon_low")
+        return keys
+
+    @field_validator("high")
+    @classmethod
+    def _is_above_low(cls, high: float, given: ValidationInfo) -> float:
+        if high <= given.data.get("low", -math.inf):
+            raise ValueError(f"must be above prior.low = {given.data['low']:g}")
+        return high
+
+    @field_validator("scale")
+    @classmethod
+    def _has_a_logarithm(cls, scale: str, given: ValidationInfo) -> str:
+        if scale == "log" and given.data.get("low", 1) <= 0:
+            raise ValueError(f"needs a prior.low above 0, not {given.data['low']:g}")
+        return scale
 
     def __str__(self) -> str:
         names = " and ".join(key.removeprefix("objective.") for key in self.keys)
@@ -103,9 +110,7 @@ class Presentation(BaseModel):
     @field_validator("prior")
     @classmethod
     def _prior_is_one(cls, prior: Any) -> Any:
-        if prior not in (None, NO_KNOB):
-            Prior.of(prior)
-        return prior
+        return prior if prior in (None, NO_KNOB) else Prior.of(prior)
 
 
 def config_dir() -> Path:

@@ -17,7 +17,7 @@ from hydra.utils import get_class, instantiate
 
 from stppo.checks import meant
 from stppo.config import files as config_files
-from stppo.config.files import NO_KNOB, Config, ConfigError, Prior
+from stppo.config.files import Config, ConfigError, Prior
 from stppo.config.identity import fingerprint, run_section
 from stppo.waiting import saying
 
@@ -105,8 +105,8 @@ def _objective(config: Config, settings: RunConfig) -> Objective:
             f"algorithm.objective.credit.group_size={size} must divide "
             f"training.trajectories_per_iteration={sampled}"
         )
-    if settings.algorithm.prior not in (None, NO_KNOB):
-        _check_prior(config["algorithm"], Prior.of(settings.algorithm.prior))
+    if isinstance(settings.algorithm.prior, Prior):
+        _check_prior(config["algorithm"], settings.algorithm.prior)
     return objective
 
 
@@ -239,8 +239,7 @@ def _check_target(node: Config, key: str) -> None:
         if rule and not (nested and issubclass(get_class(value["_target_"]), kind)):
             given_class = value["_target_"] if nested else repr(value)
             raise ConfigError(
-                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is "
-                f"needed{_how_to_write(kind)}"
+                f"{key}.{name} = {given_class}: the _target_ of a {kind.__module__}.{kind.__name__} is needed"
             )
 
 
@@ -298,14 +297,3 @@ def class_of(target: str, key: str) -> type:
             raise cause from error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         raise ConfigError(f"{key}._target_ = {target}: no such class ({reason})") from error
-
-
-def _how_to_write(kind: type) -> str:
-    """What to subclass for a rule of one's own, and the method to write; "" for sections that are no
-    rules."""
-    bases = [base for base in (kind, *kind.__subclasses__()) if inspect.isabstract(base)]
-    ways = [
-        f"{base.__module__}.{base.__name__} and write its {', '.join(sorted(base.__abstractmethods__))}"
-        for base in (bases[:1] if kind in bases else bases)
-    ]
-    return f"; for one of your own subclass {', or '.join(ways)}" if ways else ""

@@ -23,9 +23,7 @@ from stppo.retrieval.client import RetrievalClient
 from stppo.retrieval.documents import scan_corpus
 from stppo.training.optimizers import make_optimizer
 from stppo.world.benchmark_world import CONTEXTS
-from stppo.world.datasets import Reading, hub_sets, locate, read_questions
-from stppo.world.encoding import DialogueEncoder
-from stppo.world.protocol import Question
+from stppo.world.datasets import Reading, locate, read_questions
 
 
 @dataclass(frozen=True)
@@ -123,23 +121,17 @@ def _weights(folder: Path) -> str:
 
 
 def data(world: Any, config: dict) -> Iterator[Row]:
-    """The first records of every benchmark, and the retriever; nothing for a synthetic world.
-
-    Of each repository of the hub one benchmark is read: without network that takes half a minute.
-    """
+    """The first records of every benchmark, and the retriever; nothing for a synthetic world."""
     if "BenchmarkWorld" not in config["_target_"]:
         return
     uses: dict[str, list[str]] = {}
     for use, names in (("test", world.benchmark), ("train", world.train)):
         for name in [names] if isinstance(names, str) else names or ():
             uses.setdefault(name, []).append(use)
-    places = {name: world.place(name) for name in uses}
-    here = {name for name, place in places.items() if place is not None and Path(place).exists()}
-    sets = {name: str(places[name] or hub_sets(name)[0].name).partition(":")[0] for name in uses}
-    remote = {repository: name for name, repository in sets.items() if name not in here}
-    for name in sorted(here | set(remote.values())):
-        what = f"records {name}" if name in here else f"dataset {sets[name]}"
-        yield checked(what, "readable", lambda name=name: _records(name, places[name], uses[name]))
+    for name, its in uses.items():
+        yield checked(
+            f"records {name}", "readable", lambda name=name, its=its: _records(name, world.place(name), its)
+        )
     if world.corpus == CONTEXTS:
         yield Row("corpus", "the records' own passages", "readable", True)
     elif world.corpus is not None:
@@ -147,29 +139,6 @@ def data(world: Any, config: dict) -> Iterator[Row]:
         yield checked("corpus", "readable", lambda: f"{len(list(first))} passages read, all titled")
     else:
         yield _retriever(world)
-
-
-def prompts(world: Any, run: RunConfig) -> Iterator[Row]:
-    """Whether every question fits, where all records are files here; nothing for other worlds."""
-    if "BenchmarkWorld" not in run.world["_target_"] or run.policy.pretrained is None:
-        return
-    uses = {"test": world.benchmark, "train": world.train}
-    named = [name for names in uses.values() for name in ([names] if isinstance(names, str) else names or ())]
-    if all((place := world.place(name)) is not None and Path(place).is_file() for name in named):
-        asked = (question for use, names in uses.items() if names for question in world.questions(use))
-        yield checked("prompts", "room for each and a turn", lambda: _longest(world, run, list(asked)))
-
-
-def _longest(world: Any, run: RunConfig, asked: list[Question]) -> str:
-    protocol = world.environment.protocol
-    encoder = DialogueEncoder(protocol, world.tokenizer or load_tokenizer(located(run.policy.pretrained)))
-    longest = max(map(len, encoder.prompts([protocol.prompt(question.text) for question in asked])))
-    if longest + protocol.max_turn_tokens > run.rollout.max_tokens:
-        raise ValueError(
-            f"rollout.max_tokens={run.rollout.max_tokens} leaves no room for a turn after the longest prompt "
-            f"({longest} tokens); raise it"
-        )
-    return f"{len(asked)} questions, the longest prompt has {longest} tokens"
 
 
 def _records(benchmark: str, place: str | None, uses: list[str]) -> str:
