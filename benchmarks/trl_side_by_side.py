@@ -53,7 +53,9 @@ def ours(overrides: list[str], start: Path, folder: Path, kernels: str) -> tuple
         return batch
 
     trainer.sample = sample
-    trainer.queue.append(trainer.sample())  # `iterate` samples the next batch when it has trained on this one
+    trainer.queue.append(
+        trainer.batches.sample(trainer.iteration, trainer.update)
+    )  # `iterate` samples the next batch when it has trained on this one
 
     def iteration() -> tuple[float, float]:
         began = time.process_time()

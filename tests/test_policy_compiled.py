@@ -122,7 +122,7 @@ def test_twenty_updates_agree_with_eager(tmp_path, tiny, barely_trained):
     ]
     if trainers[1].models.kernels == "eager":
         pytest.skip("no C++ compiler here")
-    batch = trainers[0].sample()
+    batch = trainers[0].batches.sample(0, 0)
     for trainer in trainers:
         trainer.queue.append(copy.copy(batch))
         trainer.generator.manual_seed(5)

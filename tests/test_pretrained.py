@@ -304,7 +304,7 @@ def test_reference_in_bfloat16_computes_what_the_policy_does_before_its_first_st
 ):
     its_run = Run(load(tiny("training.precision=bfloat16")), tmp_path, barely_trained, progress=False)
     trainer = its_run.trainer
-    batch = trainer.sample().trajectories
+    batch = trainer.batches.sample(0, 0).trajectories
     with torch.no_grad():
         found, expected = (score(model, batch).logprobs for model in (trainer.reference, trainer.policy))
     assert torch.equal(found, expected) and found.any()

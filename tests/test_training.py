@@ -346,7 +346,7 @@ def test_group_algorithm_has_no_critic_and_whole_groups(tmp_path, tiny, barely_t
     )
     trainer = its_run.trainer
     assert trainer.critic is None
-    groups = trainer.sample().trajectories.group_ids
+    groups = trainer.batches.sample(0, 0).trajectories.group_ids
     assert groups.bincount().tolist() == [8, 8]
 
 

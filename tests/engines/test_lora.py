@@ -64,7 +64,7 @@ def test_only_adapters_are_trained_and_start_without_effect(trainer, start):
     assert sum(p.numel() for p in trainer.parameters) < 0.5 * sum(
         p.numel() for p in trainer.policy.parameters()
     )
-    batch = trainer.sample().trajectories
+    batch = trainer.batches.sample(0, 0).trajectories
     with torch.no_grad():
         plain = score(load_policy(start), batch).logprobs
         torch.testing.assert_close(score(trainer.policy, batch).logprobs, plain)
@@ -72,7 +72,7 @@ def test_only_adapters_are_trained_and_start_without_effect(trainer, start):
 
 
 def test_reference_is_the_policy_without_its_adapters(trainer, start):
-    batch = trainer.sample().trajectories
+    batch = trainer.batches.sample(0, 0).trajectories
     shake(trainer)
     found = trainer.models.reference_logprobs(batch, Passes(200), 1.0)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_reference_is_the_policy_without_its_adapters(trainer, start):
 
 def test_roll_outs_use_the_adapters(trainer):
     shake(trainer)
-    batch = trainer.sample().trajectories
+    batch = trainer.batches.sample(0, 0).trajectories
     with torch.no_grad():
         again = score(trainer.policy, batch).logprobs
     torch.testing.assert_close(again, batch.behaviour_logprobs, atol=1e-4, rtol=0)
@@ -91,7 +91,7 @@ def test_roll_outs_use_the_adapters(trainer):
 
 def test_saved_policy_has_the_adapters_merged(trainer, tmp_path):
     shake(trainer)
-    batch = trainer.sample().trajectories
+    batch = trainer.batches.sample(0, 0).trajectories
     save_policy(trainer.policy, tmp_path / "policy")
     merged = load_policy(tmp_path / "policy")
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_critic_has_adapters_of_its_own(trainer):
     names = [name for name, weight in trainer.critic.named_parameters() if weight.requires_grad]
     assert {"head.weight", "head.bias"} < set(names)
     assert all("lora_" in name for name in names if not name.startswith("head"))
-    batch = trainer.sample().trajectories
+    batch = trainer.batches.sample(0, 0).trajectories
     torch.nn.init.normal_(trainer.critic.head.weight)
     with torch.no_grad():
         before = trainer.critic(batch)
@@ -152,7 +152,7 @@ def test_critic_has_adapters_of_its_own(trainer):
 
 
 def test_micro_batches_and_checkpointed_layers_keep_gradient_and_norm(trainer):
-    batch = trainer.sample().trajectories
+    batch = trainer.batches.sample(0, 0).trajectories
     shake(trainer)
     found = []
     for budget, again in ((None, False), (200, False), (200, True)):

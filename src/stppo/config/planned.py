@@ -164,8 +164,8 @@ def planned_runs(preset: str, overrides: list[str] | None = None) -> list[Planne
         if unknown := [name for name in plan.algorithms if name not in names]:
             arms = ", ".join(pipeline.arms) or "there is none"
             raise ConfigError(
-                f"pipeline.regimes.{entry}.algorithms: {unknown[0]} is no algorithm (`stppo list algorithms`), "
-                f"nor an arm ({arms}){meant(unknown[0], names)}"
+                f"pipeline.regimes.{entry}.algorithms: {unknown[0]} is no algorithm (`stppo list`) "
+                f"nor arm ({arms}){meant(unknown[0], names)}"
             )
         for (place, seed), algorithm in itertools.product(enumerate(seeds), plan.algorithms):
             arm = pipeline.arms.get(algorithm)

@@ -10,8 +10,7 @@ import logging
 import math
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,48 +21,28 @@ from stppo.config.files import ConfigError
 log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
-# Of a row, what says where it belongs.
-_PLACE = {"update", "iteration", "temperature"}
-
-
-class Logger(ABC):
-    """One method for each kind of row; `update` counts optimiser updates in both, and is the step."""
-
-    @abstractmethod
-    def update_row(self, row: Row) -> None:
-        """A row of `updates.parquet` (`stppo.record.schema.UPDATE_COLUMNS`)."""
-
-    @abstractmethod
-    def evaluation_row(self, row: Row) -> None:
-        """A row of `evaluations.parquet`; where questions of several benchmarks were asked, with
-        `by_benchmark`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write what is left."""
+_PLACE = {"update", "iteration", "temperature"}  # of a row, what says where it belongs
 
 
 def update_scalars(row: Row) -> dict[str, float]:
     """The finite numbers of an update row by tag, such as `update/gradient_norm`."""
-    return dict(_scalars("update/{}", row))
+    return _scalars("update/{}", row)
 
 
 def evaluation_scalars(row: Row) -> dict[str, float]:
     """The same of an evaluation, such as `evaluation/success/greedy` or, of one benchmark,
     `.../greedy/nq`."""
     decoding = "sampled" if row["temperature"] else "greedy"
-    return dict(_scalars(f"evaluation/{{}}/{decoding}", row)) | dict(
-        _scalars(f"evaluation/success/{decoding}/{{}}", row.get("by_benchmark", {}))
-    )
+    parts = _scalars(f"evaluation/success/{decoding}/{{}}", row.get("by_benchmark", {}))
+    return _scalars(f"evaluation/{{}}/{decoding}", row) | parts
 
 
-def _scalars(tag: str, row: Row) -> Iterator[tuple[str, float]]:
-    for name, value in row.items():
-        if name not in _PLACE and isinstance(value, int | float) and math.isfinite(value):
-            yield tag.format(name), value
+def _scalars(tag: str, row: Row) -> dict[str, float]:
+    numbers = {n: x for n, x in row.items() if n not in _PLACE and isinstance(x, int | float)}
+    return {tag.format(name): number for name, number in numbers.items() if math.isfinite(number)}
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger:
     """Event files in RUN/tensorboard. A run that goes on after `step` updates takes back what came behind
     them."""
 
@@ -76,19 +55,13 @@ class TensorBoardLogger(Logger):
         self.Event, self.Summary = Event, Summary
         self.writer = EventFileWriter(str(run_dir / "tensorboard"))
         if step:
-            self._write(step + 1, session_log=SessionLog(status=SessionLog.START))
+            self._add(step + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def update_row(self, row: Row) -> None:
-        self._scalars(row["update"], update_scalars(row))
-
-    def evaluation_row(self, row: Row) -> None:
-        self._scalars(row["update"], evaluation_scalars(row))
-
-    def _scalars(self, step: int, scalars: dict[str, float]) -> None:
+    def write(self, step: int, scalars: dict[str, float]) -> None:
         values = [self.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._write(step, summary=self.Summary(value=values))
+        self._add(step, summary=self.Summary(value=values))
 
-    def _write(self, step: int, **content: Any) -> None:
+    def _add(self, step: int, **content: Any) -> None:
         self.writer.add_event(self.Event(step=step, wall_time=time.time(), **content))
         self.writer.flush()  # a killed run keeps it; and what the writer's thread met is raised here
 
@@ -96,7 +69,7 @@ class TensorBoardLogger(Logger):
         self.writer.close()
 
 
-class WandbLogger(Logger):
+class WandbLogger:
     """A run of the project `stppo` (or WANDB_PROJECT) in RUN/wandb; WANDB_MODE=offline keeps it on this disk.
 
     A run that goes on keeps its identifier, and W&B drops steps that it has. Nothing but rows is sent: no
@@ -105,35 +78,20 @@ class WandbLogger(Logger):
     def __init__(self, run_dir: Path, name: str, identifier: str, step: int) -> None:
         import wandb
 
-        settings = wandb.Settings(
-            console="off",
-            disable_code=True,
-            disable_git=True,
-            silent=True,
-            x_disable_meta=True,
-            x_disable_stats=True,
-            x_save_requirements=False,
-        )
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "stppo"),
-            dir=run_dir,
-            name=name,
-            id=identifier,
-            resume="allow",
-            settings=settings,
-        )
+        quiet = {"silent": True, "console": "off", "disable_code": True, "disable_git": True}
+        quiet |= {"x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False}
+        project, settings = os.environ.get("WANDB_PROJECT", "stppo"), wandb.Settings(**quiet)
+        options = {"dir": run_dir, "name": name, "id": identifier, "resume": "allow"}
+        self.run = wandb.init(project=project, settings=settings, **options)
 
-    def update_row(self, row: Row) -> None:
-        self.run.log(update_scalars(row), step=row["update"])
-
-    def evaluation_row(self, row: Row) -> None:
-        self.run.log(evaluation_scalars(row), step=row["update"])
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self.run.log(scalars, step=step)
 
     def close(self) -> None:
         self.run.finish()
 
 
-LOGGERS: dict[str, type[Logger]] = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
+LOGGERS = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
 FOLDERS = tuple(LOGGERS)  # in a run folder; each logger's is named as it is
 
 
@@ -146,8 +104,8 @@ def check_installed(names: Sequence[str]) -> None:
             )
 
 
-class Loggers(Logger):
-    """Those of a run, as one that never raises: the first error of each is a warning, then it is off.
+class Loggers:
+    """Those of a run. The first error of each is a warning, then it is off.
 
     names: of `LOGGERS`. name, identifier: of the run, for people and for W&B. step: updates done so far.
     """
@@ -155,7 +113,7 @@ class Loggers(Logger):
     def __init__(
         self, names: Sequence[str], run_dir: Path, name: str = "", identifier: str = "", step: int = 0
     ) -> None:
-        self._on: dict[str, Logger] = {}
+        self._on: dict[str, Any] = {}
         for kind in dict.fromkeys(names):
             try:
                 self._on[kind] = LOGGERS[kind](run_dir, name, identifier, step)
@@ -163,19 +121,23 @@ class Loggers(Logger):
                 self._off(kind, error)
 
     def update_row(self, row: Row) -> None:
-        self._each("update_row", row)
+        """A row of `updates.parquet` (`stppo.record.schema.UPDATE_COLUMNS`)."""
+        self._each("write", row["update"], update_scalars(row))
 
     def evaluation_row(self, row: Row) -> None:
-        self._each("evaluation_row", row)
+        """A row of `evaluations.parquet`; where questions of several benchmarks were asked, with
+        `by_benchmark`."""
+        self._each("write", row["update"], evaluation_scalars(row))
 
     def close(self) -> None:
+        """Write what is left."""
         self._each("close")
         self._on = {}
 
-    def _each(self, method: str, *rows: Row) -> None:
+    def _each(self, method: str, *content: Any) -> None:
         for kind, logger in list(self._on.items()):
             try:
-                getattr(logger, method)(*rows)
+                getattr(logger, method)(*content)
             except Exception as error:
                 self._off(kind, error)
 

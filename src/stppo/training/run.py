@@ -35,7 +35,7 @@ from stppo.training.checkpoint import CHECKPOINT_DIR, load_checkpoint, newest, s
 from stppo.training.controls import identity
 from stppo.training.elsewhere import Elsewhere
 from stppo.training.failures import what_stopped
-from stppo.training.loggers import Logger, Loggers, check_installed
+from stppo.training.loggers import Loggers, check_installed
 from stppo.training.metrics import (
     evaluate,
     gpu_peak_memory_mb,
@@ -227,7 +227,7 @@ class Run:
         write_json(self.folder / RUN_FILE, record)
         return record
 
-    def _make_loggers(self) -> Logger:
+    def _make_loggers(self) -> Loggers:
         settings = self.settings
         name = f"{settings.training.regime}/{settings.algorithm.name}/seed{settings.seed}"
         identifier = fingerprint([self.fingerprint, self.started])  # the same where the run goes on

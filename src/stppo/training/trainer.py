@@ -30,7 +30,7 @@ from stppo.training.batches import Batches, QueuedBatch, check_values
 from stppo.training.checkpoint import restore, restore_optimizer, trained
 from stppo.training.controls import ReplayedDivisors
 from stppo.training.gradients import Passes
-from stppo.training.loggers import Logger, Loggers
+from stppo.training.loggers import Loggers
 from stppo.training.metrics import evaluate
 from stppo.training.models import logprobs, make_models
 from stppo.training.optimizers import make_optimizer
@@ -108,7 +108,7 @@ class Trainer:
         self.queue = self.batches.queue
         self.update_rows: list[dict[str, float]] = []
         self.evaluation_rows: list[dict[str, float]] = []
-        self.loggers: Logger = Loggers((), Path())  # until the run that this is part of has its own
+        self.loggers = Loggers((), Path())  # until the run that this is part of has its own
 
     @functools.cached_property
     def sampler(self) -> Sampler:
@@ -240,11 +240,6 @@ class Trainer:
         """Sample what is to wait in the queue, but nothing that would not be trained on."""
         left = self.settings.training.iterations - self.iteration
         self.batches.fill(self.iteration, self.update, left)
-
-    def sample(self) -> QueuedBatch:
-        """Roll out one batch with the current policy. A roll-out that fails leaves the random stream as it
-        was."""
-        return self.batches.sample(self.iteration, self.update)
 
     def _values(self, queued: QueuedBatch, batch: Trajectories) -> Tensor | None:
         """(B, T) values that the credit reads, of the queued batch as it is trained on; None where it reads
