@@ -115,8 +115,6 @@ if KERNEL not in KernelSpecManager().find_kernel_specs():
 # What one training run asks of its machine; a preset that trains on a GPU says so in `pipeline.resources`,
 # and there or by override (+pipeline.resources.gpu=1) any other resource of Snakemake's is named.
 asked = PIPELINE.get("resources") or {}
-if not isinstance(asked, dict):
-    raise WorkflowError(f"pipeline.resources = {asked!r}: must map names to values, as gpu: 1")
 TO_TRAIN = [COMPOSED] if RECORDED else [run.config for run in RUNS.values()]
 DEVICES = {made["training"]["device"] for made in TO_TRAIN}
 ON_GPU = "cuda" in DEVICES or ("auto" in DEVICES and Path("/dev/nvidiactl").exists())

@@ -195,14 +195,6 @@ def test_a_checkpoint_without_a_part_that_the_run_needs_is_refused(tmp_path, tin
         run(tiny(), tmp_path, barely_trained)
 
 
-def test_a_checkpoint_of_the_earlier_format_is_refused_and_set_aside(tmp_path, tiny, barely_trained):
-    (tmp_path / "checkpoint.pt").write_bytes(b"old")
-    with pytest.raises(ValueError, match=r"checkpoint\.pt .*format.*set_aside"):
-        run(tiny("training.iterations=1"), tmp_path, barely_trained)
-    run(tiny("training.iterations=1"), tmp_path, barely_trained, resume="set_aside")
-    assert (tmp_path / "earlier-1" / "checkpoint.pt").read_bytes() == b"old"
-
-
 def test_only_what_is_trained_is_saved_and_put_back():
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     for each in (model, other):

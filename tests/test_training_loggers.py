@@ -5,7 +5,6 @@ import json
 import logging
 from importlib.util import find_spec
 
-import pandas as pd
 import pytest
 import torch
 

@@ -649,9 +649,6 @@ def evaluate(
         int | None, typer.Option(min=1, help="Most questions per benchmark, a random sample (--seed).")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of that sample, and of sampling.")] = 0,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or hub name, where the checkpoint brings none.")
-    ] = None,
     trajectories: Annotated[int, typer.Option(min=0, help="Kept per benchmark, for the viewer.")] = 3,
     config_dir: ConfigDir = None,
 ) -> None:
@@ -678,17 +675,8 @@ def evaluate(
     chosen = DECODINGS if decoding == "both" else (decoding,)
     job = compose(overrides)
     with _stopping("run the same command again to go on after the last finished benchmark"):
-        rows = evaluate_checkpoint(
-            checkpoint,
-            job,
-            out,
-            chosen,
-            questions,
-            seed,
-            tokenizer,
-            trajectories,
-            progress=sys.stderr.isatty(),
-        )
+        how = (chosen, questions, seed, trajectories)
+        rows = evaluate_checkpoint(checkpoint, job, out, *how, progress=sys.stderr.isatty())
     names = ["benchmark", "decoding", "n_questions", *BENCHMARK_MEANS, "em_se"]
     typer.echo(pd.DataFrame(rows)[names].to_string(index=False, float_format="%.3f"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -26,7 +25,6 @@ from stppo.record.outcomes import AFTER, Outcome, judge, with_zeros
 from stppo.record.tidy import KEYS, Runs, main_regime, stopped_at, tidy
 from stppo.stats import area_under_curve, final_mean
 
-_OF = b"stppo_runs"  # of a table: of which runs it is
 CROWD = 12  # algorithms beyond which a picture shows those with a file of their own alone
 INTEGERS = ("seed", "iteration", "n_questions")
 _MEASURED, _EVALUATED = ("gradient_norm", "clip_fraction"), ("temperature", "success")  # read of every run
@@ -34,33 +32,14 @@ _MEASURED, _EVALUATED = ("gradient_norm", "clip_fraction"), ("temperature", "suc
 TABLE_MEANS = ("start", "peak", "final", "greedy_start", "greedy_final", "gain_kept", "area")
 
 
-def make_command(target: str | Path) -> str:
-    """The command that makes a file below `results/<preset>/` or `results/reference/<preset>/`; elsewhere
-    that of a run or of a metrics folder.
-
-    Runs below `results/<preset>/manual/` were started by hand, so no workflow knows them: their command
-    lacks any further override that was given then.
-    """
-    folder, parts = Path(target).parent, Path(target).parts
-    if "results" not in parts:  # no rule makes it
-        is_run = Path(target).name == schema.RUN_FILE
-        return f"stppo train OVERRIDES --out {folder}" if is_run else f"stppo collect {folder} RUN_FOLDERS"
-    below = parts[parts.index("results") + 1 :]
-    if len(below) > 2 and below[0] == "reference":
-        return f"snakemake reference --config preset={below[1]}"
-    if len(below) > 2 and below[1] == "manual":
-        return _train_command(below[0], below[2:-1], folder)
-    return f"snakemake {target}" + (f" --config preset={below[0]}" if len(below) > 1 else "")
-
-
-def _train_command(preset: str, names: Sequence[str], run_dir: Path) -> str:
-    """`names` are the folders below manual/: regime, algorithm, seed<number>-<fingerprint>."""
-    overrides = [f"preset={preset}"]
-    if len(names) == 3:
-        regime, algorithm, seed = names
-        overrides.append(f"training.regime={regime}")
-        overrides += [f"algorithm={algorithm}", f"seed={seed.removeprefix('seed').split('-')[0]}"]
-    return shlex.join(["stppo", "train", *overrides, "--out", str(run_dir)])
+def make_command(file: Path) -> str:
+    """The command that makes a run's or a metrics folder's file anew."""
+    below = file.parts[file.parts.index("results") + 1 :] if "results" in file.parts else ()
+    if len(below) > 2 and below[0] != "reference" and below[1] != "manual":
+        return f"snakemake {file} --config preset={below[0]}"
+    if file.name == schema.RUN_FILE:
+        return f"stppo train OVERRIDES --out {file.parent}"
+    return f"stppo collect {file.parent} RUN_FOLDERS"
 
 
 def _read_json(path: Path, remedy: str) -> Any:
@@ -116,28 +95,12 @@ def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
     return means.join(peaks.add_suffix("_max")).reset_index()
 
 
-def _write_table(frame: pd.DataFrame, path: Path, of: str) -> None:
-    """Compact and reproducible: float32, dictionary strings, zstd, no index. of: what `_which_runs` says."""
+def _write_table(frame: pd.DataFrame, path: Path) -> None:
+    """Compact and reproducible: float32, dictionary strings, zstd, no index."""
     frame = frame.astype({c: "float32" for c in frame.select_dtypes("float").columns})
     frame = frame.astype({c: "int64" for c in INTEGERS if c in frame})
-    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata({_OF: of})
+    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata()
     pq.write_table(table, path, compression="zstd", compression_level=9)
-
-
-def _which_runs(runs: list[dict[str, Any]]) -> str:
-    """What tells runs from others of the same names: hash of their keys, updates and seconds."""
-    told = [[run[name] for name in (*KEYS, "updates", "wall_seconds")] for run in runs]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
-
-
-def _refuse_mixture(metrics_dir: Path, runs: list[dict[str, Any]], remedy: str) -> None:
-    """ValueError where a table was collected from other runs than its neighbours; old ones do not say."""
-    for name in (schema.ITERATIONS_FILE, schema.COLLECTED_EVALUATIONS_FILE):
-        said = (pq.read_schema(metrics_dir / name).metadata or {}).get(_OF)
-        if said not in (None, _which_runs(runs).encode()):
-            raise ValueError(
-                f"{metrics_dir / name} is of other runs than {schema.RUNS_FILE}; make both with: {remedy}"
-            )
 
 
 def _keyed(frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
@@ -158,9 +121,8 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
         staged = Path(scratch)
         text = json.dumps(metrics.runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         (staged / schema.RUNS_FILE).write_text(text, encoding="utf-8")
-        of = _which_runs(metrics.runs)
-        _write_table(metrics.iterations, staged / schema.ITERATIONS_FILE, of)
-        _write_table(metrics.evaluations, staged / schema.COLLECTED_EVALUATIONS_FILE, of)
+        _write_table(metrics.iterations, staged / schema.ITERATIONS_FILE)
+        _write_table(metrics.evaluations, staged / schema.COLLECTED_EVALUATIONS_FILE)
         metrics = load_metrics(staged)  # the summary is that of the rounded numbers, whoever computes it
         summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
         (staged / schema.SUMMARY_FILE).write_text(summary, encoding="utf-8")
@@ -292,15 +254,13 @@ def load_metrics(metrics_dir: str | Path) -> Metrics:
     for number, record in enumerate(runs, start=1):
         schema.check_record(record, f"{file}, run {number}", remedy)
     rows = [*KEYS, "iteration"]
-    found = Metrics(
+    return Metrics(
         runs=runs,
         iterations=_read_parquet(metrics_dir / schema.ITERATIONS_FILE, [*rows, *_MEASURED], remedy),
         evaluations=_read_parquet(
             metrics_dir / schema.COLLECTED_EVALUATIONS_FILE, [*rows, *_EVALUATED], remedy
         ),
     )
-    _refuse_mixture(metrics_dir, runs, remedy)
-    return found
 
 
 @dataclass(frozen=True)

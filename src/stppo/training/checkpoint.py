@@ -31,7 +31,6 @@ from stppo.training.loggers import FOLDERS
 
 FORMAT = 2
 CHECKPOINT_DIR = "checkpoint"  # in a run folder; holds the newest checkpoint, numbered
-EARLIER_FILE = "checkpoint.pt"  # of format 1
 _STATE_FILE = "state.json"
 _REMEDY = (
     "to start this run again use `stppo train --resume set_aside`, which keeps the old files in a sub-folder"
@@ -109,8 +108,6 @@ def load_checkpoint(
     needed: parts that it must have. difference: says what the run that wrote it differs by, where its
     fingerprint is another. Raises ValueError, naming the file and the remedy, where it is damaged or
     was written by a run with another config or other code; nothing is deleted."""
-    if (earlier := folder.parent / EARLIER_FILE).exists():
-        raise ValueError(f"checkpoint {earlier} is of another version's format; {_REMEDY}")
     if (path := newest(folder)) is None:
         return None
     try:
@@ -206,7 +203,7 @@ def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in a run folder to a new sub-folder, losing nothing; None if it is
     empty."""
     names = (RUN_FILE, UPDATES_FILE, EVALUATIONS_FILE, BY_BENCHMARK_FILE, TRAJECTORIES_FILE, CONFIG_FILE)
-    names = (CHECKPOINT_DIR, EARLIER_FILE, POLICY_DIR, *names, *FOLDERS)
+    names = (CHECKPOINT_DIR, POLICY_DIR, *names, *FOLDERS)
     found = [run_dir / name for name in names if (run_dir / name).exists()]
     if not found:
         return None

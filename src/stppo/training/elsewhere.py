@@ -6,7 +6,6 @@ known for what it is, and the one before it, which is kept, is taken."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import posixpath
@@ -19,23 +18,6 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "STPPO_CHECKPOINTS"
 _KEPT = 2
-
-
-def check_place(setting: str, url: str, make: bool = False) -> None:
-    """RunStopped, in one line, where a place for files cannot be reached or, with `make`, be made."""
-    import fsspec
-
-    try:
-        files, place = fsspec.core.url_to_fs(url)
-        if make:
-            files.makedirs(place, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # in S3 an empty folder is none
-            files.ls(place, detail=False)
-    except Exception as error:  # each of fsspec's file systems has errors of its own
-        raise RunStopped(
-            f"{setting}={url} cannot be used ({_said(error)}); nothing is lost: mend the address, the "
-            f"credentials or the network and start again, or leave {setting} out"
-        ) from error
 
 
 class Elsewhere:
@@ -55,8 +37,13 @@ class Elsewhere:
         """Paths of the copies, newest first.
 
         RunStopped, before anything was trained, where the place cannot be reached or written to."""
-        check_place(VARIABLE, self.url, make=True)
-        return self._copies()
+        try:
+            return self._copies()
+        except Exception as error:  # each of fsspec's file systems has errors of its own
+            raise RunStopped(
+                f"{VARIABLE}={self.url} cannot be used ({_said(error)}); nothing is lost: mend the address, "
+                f"the credentials or the network and start again, or leave {VARIABLE} out"
+            ) from error
 
     def fetch(self, copies: list[str], folder: Path) -> Path | None:
         """The newest whole copy, now in the checkpoint folder `folder`; None where none is whole. RunStopped

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from stppo.config.files import Config
 from stppo.config.identity import data_section, fingerprint, world_section
 from stppo.config.loading import load
-from stppo.config.provenance import environment, other_torch, versions
+from stppo.config.provenance import environment, versions
 from stppo.files import parse_json, read_yaml, write_atomically, write_json
 from stppo.policy.compiled import choose_kernels
 from stppo.policy.compute import place, resolve_device
@@ -61,7 +61,6 @@ def evaluate_checkpoint(
     decodings: Sequence[Decoding] = ("greedy",),
     questions: int | None = None,
     seed: int = 0,
-    tokenizer: str | Path | None = None,
     trajectories: int = 3,
     progress: bool = True,
     trained_on: Config | None = None,
@@ -77,7 +76,6 @@ def evaluate_checkpoint(
     `benchmarks.json` (all rows, with provenance) and `benchmarks.csv`. What is there already is not played
     again.
     questions: most questions per benchmark, a sample chosen by `seed`; None takes all. seed: of sampling too.
-    tokenizer: where the checkpoint brings none and the world has none of its own.
     trajectories: how many are kept per benchmark, for the viewer.
     trained_on: config of the training (default: that of the run folder). Questions of a file, which may serve
     training too, that it trained on are left out and counted in the log; where its world divides real
@@ -94,7 +92,7 @@ def evaluate_checkpoint(
     test = _unseen(world.questions("test"), trained_on or _config_of(checkpoint), config["world"])
     asked = sample_of_each(test, questions, seed)
     policy = load_policy(folder, settings.policy.attention)
-    reads = find_tokenizer(folder, world, tokenizer)
+    reads = find_tokenizer(folder, world)
     check_vocabulary(policy, reads)
     place(policy, resolve_device(settings.training.device), settings.training.precision)
     choose_kernels(policy, settings.training.kernels)
@@ -112,7 +110,6 @@ def evaluate_checkpoint(
         identity = {**shared, "questions": _hash(map(repr, chosen)), "decoding": decoding}
         identity |= {"seed": seed} if decoding == "sampled" else {}
         parts.append((out / benchmark / decoding, benchmark, decoding, fingerprint(identity)))
-    _say_other_torch(Path(checkpoint) / RUN_FILE)
     with FolderLock(out):
         rows = {part: row for part, *_, made_for in parts if (row := _finished(part, made_for))}
         about = {
@@ -220,30 +217,18 @@ def write_results(out: Path, about: dict[str, Any], rows: list[dict[str, Any]]) 
     write_atomically(out / BENCHMARKS_TABLE_FILE, lambda part: table.to_csv(part, index=False))
 
 
-def find_tokenizer(
-    folder: Path | str, world: World, given: str | Path | None = None
-) -> PreTrainedTokenizerBase:
-    """The tokenizer that a checkpoint was trained with: the world's where it has one, else what is given or
-    its own.
+def find_tokenizer(folder: Path | str, world: World) -> PreTrainedTokenizerBase:
+    """The tokenizer that a checkpoint was trained with: the world's where it has one, else its own.
 
     Raises ValueError or FileNotFoundError where there is none, or where the world's is another than the
     checkpoint's."""
-    own = None
-    try:
-        own = load_tokenizer(given or folder)
-    except FileNotFoundError:
-        if given is not None or not Path(folder).is_dir() or Path(folder, "tokenizer.json").exists():
-            raise
     theirs = world.tokenizer
-    if own is None and theirs is None:
+    if theirs is not None and Path(folder).is_dir() and not Path(folder, "tokenizer.json").exists():
+        return theirs
+    own = load_tokenizer(folder)
+    if theirs is not None and own.get_vocab() != theirs.get_vocab():
         raise ValueError(
-            f"{folder} holds no tokenizer and this world has none of its own: give the model that it was "
-            "trained from with --tokenizer"
-        )
-    if own is not None and theirs is not None and own.get_vocab() != theirs.get_vocab():
-        raise ValueError(
-            f"{given or folder} has another vocabulary than this world; evaluate it on the world it was "
-            "trained in"
+            f"{folder} has another vocabulary than this world; evaluate it on the world it was trained in"
         )
     return own if theirs is None else theirs
 
@@ -268,16 +253,6 @@ def _config_of(checkpoint: str | Path) -> Config:
     if not isinstance(found, dict) or not isinstance(found.get("world", {}), dict):
         raise ValueError(f"{file} is no config of a run: its world is no mapping")
     return found
-
-
-def _say_other_torch(record: Path) -> None:
-    """A line of the log where the checkpoint is a run's that another torch made."""
-    try:
-        said = other_torch(parse_json(record.read_bytes()))
-    except (OSError, ValueError, TypeError, AttributeError):  # no run, or a record that nothing here rests on
-        return
-    if said:
-        log.warning("%s: %s", record.parent, said)
 
 
 def _unseen(asked: list[Question], trained_on: Config, world: Config) -> list[Question]:
@@ -350,7 +325,7 @@ def _finished(part: Path, made_for: str) -> dict[str, Any] | None:
         return None
     try:
         result = parse_json(file.read_bytes())
-        row, of, said = result["row"], result["made_for"], other_torch(result)
+        row, of = result["row"], result["made_for"]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged; delete it to play this part again") from error
     if of != made_for:
@@ -359,8 +334,6 @@ def _finished(part: Path, made_for: str) -> dict[str, Any] | None:
             "folder with --out"
         )
     log.info("%s is done already", part)
-    if said:
-        log.warning("%s: %s; delete it to play this part again", file, said)
     return row
 
 
