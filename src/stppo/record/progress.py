@@ -18,7 +18,7 @@ from stppo.files import parse_json, printable, read_yaml
 from stppo.record.ownership import in_use
 from stppo.record.schema import COMPLETED, CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, RUNNING, is_set_aside
 
-_WIDTH = 20
+_WIDTH = 20  # of a bar
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,24 @@ class Progress:
     success: float | None  # newest sampled success on held-out questions
     seconds: float | None  # an iteration, evaluations included; None before the first
     age: float  # seconds since it was written
-    in_use: bool  # whether a living process works in its folder
+    is_stopped: bool  # it has not ended, and nobody goes on with it
 
-    @property
-    def left(self) -> float | None:
-        """Seconds until the end, at the pace so far; None before the first iteration."""
+    def state(self) -> str:
+        """Whether it has ended or stopped, or how long it still needs at the pace so far."""
+        if self.is_stopped:
+            return f"stopped {_duration(self.age)} ago: the same command goes on from its checkpoint"
+        if self.status != RUNNING:
+            return self.status.replace("_", "-")
         if self.seconds is None:
-            return None
-        return max(0.0, (self.iterations - self.iteration) * self.seconds - self.age)
+            return "started"
+        left = max(0.0, (self.iterations - self.iteration) * self.seconds - self.age)
+        return f"{_duration(self.seconds)} an iteration, about {_duration(left)} left"
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it has not ended, and nobody goes on with it."""
-        return self.status == RUNNING and not self.in_use
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def read_progress(record: Path, folder: Path) -> Progress | None:
@@ -54,41 +59,30 @@ def read_progress(record: Path, folder: Path) -> Progress | None:
         config = read_yaml(record.parent / CONFIG_FILE)
         evaluations = pd.read_parquet(record.parent / EVALUATIONS_FILE)
         sampled = evaluations[evaluations["temperature"] > 0]["success"]
-        done, iterations = content["iterations"], config["training"]["iterations"]
-        if not (isinstance(content["status"], str) and 0 <= done <= iterations and iterations > 0):
+        status, done, iterations = content["status"], content["iterations"], config["training"]["iterations"]
+        if not (isinstance(status, str) and 0 <= done <= iterations and iterations > 0):
             return None
         return Progress(
             name=printable(str(record.parent.relative_to(folder))),
-            status=content["status"],
+            status=status,
             iteration=done,
             iterations=iterations,
             success=float(sampled.iloc[-1]) if len(sampled) else None,
             seconds=content["wall_seconds"] / done if done else None,
             age=max(0.0, time.time() - record.stat().st_mtime),
-            in_use=in_use(record.parent),
+            is_stopped=status == RUNNING and not in_use(record.parent),
         )
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ):
+    except Exception:  # whatever a file that is half written, or none of ours, leads to
         return None
 
 
-def records(folder: Path) -> list[Path]:
-    """Every `run.json` below a folder, sorted; not those of earlier runs that were set aside."""
-    return sorted(path for path in folder.rglob(RUN_FILE) if not is_set_aside(path, folder))
-
-
 def all_progress(folder: str | Path) -> list[Progress]:
-    """Every run below a folder. Raises FileNotFoundError where there is no such folder."""
+    """Every run below a folder, not those that were set aside. FileNotFoundError where there is no such
+    folder."""
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder {folder}; runs are below results/PRESET")
-    found = (read_progress(record, Path(folder)) for record in records(Path(folder)))
+    records = sorted(path for path in Path(folder).rglob(RUN_FILE) if not is_set_aside(path, Path(folder)))
+    found = (read_progress(record, Path(folder)) for record in records)
     return [run for run in found if run is not None]
 
 
@@ -99,38 +93,12 @@ def table(runs: list[Progress]) -> str:
     width = max(len(run.name) for run in runs)
     lines = []
     for run in runs:
-        full = round(_WIDTH * run.iteration / run.iterations)
-        bar = "#" * full + "." * (_WIDTH - full)
-        success = "    " if run.success is None else _share(run.success)
+        bar = "#" * round(_WIDTH * run.iteration / run.iterations)
+        success = "" if run.success is None else f"{run.success:.2f}"
         lines.append(
-            f"{run.name:<{width}}  {bar}  {run.iteration:>4} of {run.iterations:<4}  "
-            f"success {success}  {_state(run)}"
+            f"{run.name:<{width}}  {bar:.<{_WIDTH}}  {run.iteration:>4} of {run.iterations:<4}  "
+            f"success {success:4}  {run.state()}"
         )
     ended = sum(run.status == COMPLETED for run in runs)
     running = sum(run.status == RUNNING and not run.is_stopped for run in runs)
     return "\n".join([*lines, f"{len(runs)} runs begun: {ended} completed, {running} running"])
-
-
-def _state(run: Progress) -> str:
-    if run.is_stopped:
-        return f"stopped {_duration(run.age)} ago: the same command goes on from its checkpoint"
-    if run.status != RUNNING:
-        return run.status.replace("_", "-")
-    if run.seconds is None:
-        return "started"
-    return f"{_pace(run.seconds)} an iteration, about {_duration(run.left)} left"
-
-
-def _share(value: float) -> str:
-    return f"{value:.2f}".removeprefix("0")
-
-
-def _pace(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
-
-
-def _duration(seconds: float | None) -> str:
-    seconds = seconds or 0.0
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

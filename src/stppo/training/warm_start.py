@@ -42,6 +42,7 @@ from stppo.policy.weights import weights_of
 from stppo.record.ownership import FolderLock
 from stppo.rollout.engines import make_rollout
 from stppo.rollout.rollout import RolloutBuffer, Sampler
+from stppo.training.checkpoint import trained
 from stppo.training.failures import warm_start_stopped
 from stppo.training.gradients import Passes
 from stppo.training.metrics import evaluate
@@ -183,7 +184,9 @@ def _warm_start(loaded: LoadedRun, out_dir: Path, progress: bool) -> dict:
             with saying(f"looking whether {len(asked)} training questions fit into a trajectory"):
                 for start in range(0, len(asked), 1024):
                     RolloutBuffer(sampler, asked[start : start + 1024])
-        if data is not None and _reading_steps(run, world):
+        # Other worlds make up no documents, and a pretrained policy can read.
+        reads = hasattr(world, "reading_examples") and run.policy.pretrained is None
+        if data is not None and reads and settings.reading.max_steps:
             history += _read(policy, world, encoder, run, progress)
         if data is not None:
             history += _imitate(policy, data, sampler, world, run, rng, progress)
@@ -256,7 +259,7 @@ def _imitate(
 ) -> list[dict]:
     """Supervised steps until sampled success reaches the target; returns what was measured on the way."""
     settings, held_out = run.warm_start, world.questions("validation")
-    optimizer = make_optimizer("adam", _trained(policy), settings.learning_rate)
+    optimizer = make_optimizer("adam", list(trained(policy).values()), settings.learning_rate)
     history = []
     with tqdm(
         total=settings.max_steps, desc="warm start: searching", disable=not progress, mininterval=1
@@ -291,23 +294,15 @@ def _measured(
     step: int,
 ) -> tuple[dict[str, float], bool]:
     """Sampled success, F1 and valid format on some held-out questions, and whether all that are wanted were
-    asked."""
-    first = settings.first_questions
+    asked: not where the first lie over two standard errors below what a policy at the target would have."""
+    first, target = settings.first_questions, settings.target_success
     for n in [settings.evaluate_questions] if first is None else [first, settings.evaluate_questions]:
         some = [rng.choice(held_out) for _ in range(n)]
         row, _ = evaluate(sampler, policy, some, greedy=False, seed=step)
-        found = {
-            name: row[name] for name in ("n_questions", "success", "f1", "valid_format_rate") if name in row
-        }
-        if n == first and _far_below(settings.target_success, row["success"], n):
+        found = {name: row[name] for name in ("n_questions", "success", "f1", "valid_format_rate")}
+        if n == first and row["success"] < target - 2 * math.sqrt(target * (1 - target) / n):
             return found, False
     return found, True
-
-
-def _far_below(target: float, success: float, n: int) -> bool:
-    """Whether the success of n questions is more than two standard errors below what a policy at the target
-    would have."""
-    return success < target - 2 * math.sqrt(target * (1 - target) / n)
 
 
 def _successes(episodes: list[Episode], encoder: DialogueEncoder, run: RunConfig) -> Trajectories:
@@ -351,10 +346,6 @@ def _with_trained(policy: PreTrainedModel, run: RunConfig) -> PreTrainedModel:
     return with_lora(policy, run.policy.lora)
 
 
-def _trained(policy: PreTrainedModel) -> list[torch.nn.Parameter]:
-    return [p for p in policy.parameters() if p.requires_grad]
-
-
 def _supervised_step(
     policy: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Trajectories, run: RunConfig
 ) -> tuple[float, float]:
@@ -373,13 +364,6 @@ def _supervised_step(
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
     return loss, probability
-
-
-def _reading_steps(run: RunConfig, world: World) -> int:
-    """Most steps of the reading stage: 0 where the world makes up no documents and where the policy is
-    pretrained."""
-    reads = hasattr(world, "reading_examples") and run.policy.pretrained is None
-    return run.warm_start.reading.max_steps if reads else 0
 
 
 def evaluation_questions(world: World, n: int) -> list[Question]:
