@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from stppo import cli, waiting
 from stppo.config.composition import compose
 from stppo.config.identity import warm_start_dir
-from stppo.record.ownership import FolderLock
 from tests.conftest import TINY, assert_one_line_error
 
 # ---- help ---------------------------------------------------------------------------------------
@@ -44,31 +43,6 @@ def test_debug_shows_the_traceback_too(stppo):
     code, _, err = stppo("--debug", "train", "algorithm=ppo")
     assert code == 1 and "Traceback" in err and "ConfigError" in err
     assert err.splitlines()[-1].startswith("error: algorithm=ppo")
-
-
-def test_an_engine_that_does_not_start_is_one_line(stppo, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("vLLM did not start: no GPU;\nchange this")
-
-    monkeypatch.setattr(cli, "train_one", broken)
-    assert_one_line_error(stppo("train", *TINY), "vLLM did not start: no GPU; change this")
-    assert "Traceback" in stppo("--debug", "train", *TINY)[2]
-
-
-def test_a_plan_that_takes_long_says_so(stppo, monkeypatch, caplog):
-    monkeypatch.setattr("stppo.waiting.SECONDS", 0.0)
-    with caplog.at_level("INFO"):
-        assert stppo("plan", "preset=smoke", "pipeline.regimes.OFF_POLICY.algorithms=[grpo]")[0] == 0
-    assert "composing the runs of preset=smoke ..." in caplog.messages
-
-
-def test_retries_of_the_hub_are_not_said():
-    code = (
-        "from stppo.cli import set_up_logging; set_up_logging(20); from huggingface_hub.utils import _http; "
-    )
-    code += "_http.logger.warning('retrying'); _http.logger.error('refused')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "refused" in done.stderr and "retrying" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -180,10 +154,6 @@ def test_play_prints_one_json_line_last(stppo):
     assert summary["n"] == 20 and summary["em"] >= 0.7 and summary["searches_per_question"] >= 1
 
 
-def test_play_refuses_no_questions(stppo):
-    assert stppo("play", "--questions", "0")[0] == 2
-
-
 def test_play_shows_what_was_said_first(stppo):
     code, out, _ = stppo("play", "preset=smoke", "--questions", "3")
     assert code == 0 and out.count("\n  answer ") == 2 and out.count("question ") == 2
@@ -275,22 +245,6 @@ def test_memory_that_may_run_out_is_one_warning_and_no_hindrance(stppo, started,
     assert warnings(2.0**29) == ["memory was not estimated (ZeroDivisionError: division by zero)"]
 
 
-@pytest.mark.parametrize("layers", ["9", "1,9"])  # of a sweep before its first run
-def test_more_layers_than_the_model_has_are_named_before_the_warm_start(stppo, started, layers):
-    starts = set(started.rglob("warm_start.json"))
-    model = next(iter(starts)).parent
-    chosen = [f"policy.pretrained={model}", f"+policy.trainable_layers={layers}", "warm_start_seed=77"]
-    assert_last_line(stppo("train", *TINY, *chosen), "policy.trainable_layers=9: the policy has 2 layers")
-    assert set(started.rglob("warm_start.json")) == starts and not runs_in(started)
-
-
-def test_runs_of_a_sweep_do_not_overwrite_each_other(stppo, started):
-    code, _, err = stppo("train", *TINY, "training.iterations=1", "training.learning_rate=1e-4,2e-4")
-    assert code == 0, err
-    rates = {pd.read_parquet(run / "updates.parquet")["learning_rate"][0] for run in runs_in(started)}
-    assert rates == {1e-4, 2e-4}
-
-
 @pytest.mark.slow
 def test_members_of_a_sweep_are_named_by_what_differs_and_can_be_compared(stppo, started):
     sweep = ["seed=0,1", "training.critic_epochs=1,2", "warm_start_seed=0"]
@@ -327,38 +281,6 @@ def test_complete_run_says_that_nothing_was_trained(stppo, started):
     assert out.startswith("already complete: nothing trained (same config, code and start)")
     assert "--out" in out and "completed:" not in out and re.search(SUCCESS, out.splitlines()[-1])
     assert (run / "updates.parquet").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_edited_class_of_ones_own_is_not_taken_for_the_same_run(started, tmp_path):
-    folder = tmp_path / "mine"
-    (folder / "algorithm").mkdir(parents=True)
-    text = "defaults: [turn_ppo]\nname: mine\nobjective: {ratio: {_target_: own_cli_ratio.Mine}}\n"
-    (folder / "algorithm" / "mine.yaml").write_text(text)
-    code = "from dataclasses import dataclass\nfrom stppo.objectives import Ratio\n\n\n"
-    code += "@dataclass(frozen=True)\nclass Mine(Ratio):\n    scale = 1.0\n"
-    (folder / "own_cli_ratio.py").write_text(code)
-
-    def train(*arguments):
-        command = [
-            sys.executable,
-            "-c",
-            "from stppo.cli import main; main()",
-            "train",
-            *TINY,
-            "algorithm=mine",
-        ]
-        command += ["training.iterations=1", "--config-dir", str(folder), *arguments]
-        return subprocess.run(command, cwd=started, capture_output=True, text=True)
-
-    done = train()
-    assert "completed: 1 iterations" in done.stdout, done.stderr
-    (folder / "own_cli_ratio.py").write_text(code.replace("1.0", "1.0  # why"))
-    assert "already complete" in train().stdout
-    (folder / "own_cli_ratio.py").write_text(code.replace("1.0", "2.0"))
-    done = train()
-    assert done.returncode == 1 and "the code has changed" in done.stderr.splitlines()[-1]
-    assert "completed: 1 iterations" in train("--resume", "set_aside").stdout
 
 
 @pytest.mark.slow
@@ -430,19 +352,6 @@ def test_an_error_in_a_class_of_ones_own_names_its_line(stppo, started):
     )
     result = stppo("train", *TINY, "algorithm=mine", "training.iterations=1", "--config-dir", "mine")
     assert_last_line(result, f"{file}, line 8: KeyError: 'no such key'")
-
-
-def test_progress_says_how_far_runs_are(stppo, tmp_path):
-    run = tmp_path / "A" / "st_ppo" / "seed0"
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text("{training: {iterations: 40}, evaluation: {every: 2}}")
-    record = {"status": "running", "algorithm": "st_ppo", "seed": 0, "iterations": 10, "wall_seconds": 20.0}
-    (run / "run.json").write_text(json.dumps(record))
-    pd.DataFrame({"temperature": [1.0], "success": [0.5]}).to_parquet(run / "evaluations.parquet")
-    with FolderLock(run):
-        code, shown, _ = stppo("progress", str(tmp_path))
-    assert code == 0 and "10 of 40" in shown and "1 running" in shown
-    assert_one_line_error(stppo("progress", str(tmp_path / "nothing")), "no folder")
 
 
 # ---- what takes long -------------------------------------------------------------------------------

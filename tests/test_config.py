@@ -30,20 +30,6 @@ def check(*overrides: str) -> None:
 # ---- what is offered is valid -------------------------------------------------------------------
 
 
-def test_the_ten_names_of_nine_algorithms_are_offered():
-    assert (
-        {
-            *("token_ppo", "turn_ppo", "s_ppo", "st_ppo", "so_ppo", "so_ppo_ctn"),
-            *("grpo", "so_grpo", "so_grpo_ctn", "gspo"),
-        }
-        == set(ALGORITHMS)
-        <= set(options("algorithm"))
-    )
-    points = {n: compose([f"algorithm={n}"])["algorithm"]["objective"] for n in ALGORITHMS}
-    same = [(a, b) for a in ALGORITHMS for b in ALGORITHMS if a < b and points[a] == points[b]]
-    assert same == [("so_ppo", "st_ppo")], "v2's name for st_ppo; all others differ"
-
-
 @pytest.mark.parametrize("preset", options("preset"))
 def test_every_preset_is_valid(preset):
     composed = compose([f"preset={preset}"])
@@ -61,38 +47,7 @@ def test_every_training_option_is_valid(training):
     check(f"training={training}")
 
 
-def test_algorithms_share_every_other_setting():
-    def others(name):
-        return {k: v for k, v in compose([f"algorithm={name}"]).items() if k != "algorithm"}
-
-    assert all(others(name) == others("token_ppo") for name in ALGORITHMS)
-
-
-def test_a_new_algorithm_is_a_new_point_and_no_code():
-    point = compose(
-        [
-            "algorithm=turn_ppo",
-            "algorithm.name=pooled",
-            "algorithm.objective.credit._target_=stppo.objectives.TurnGAE",
-            "algorithm.objective.credit.pooling=turn_mean",
-            "algorithm.objective.clip.clip_on=turn",
-        ]
-    )
-    assert load(point).settings.algorithm.name == "pooled"
-    objective = build(point["algorithm"]["objective"], "algorithm.objective")
-    assert type(objective.credit).__name__ == "TurnGAE" and objective.credit.pooling == "turn_mean"
-
-
 # ---- what is wrong is named ---------------------------------------------------------------------
-
-GROUPS = ["algorithm", "policy", "preset", "rollout", "training", "world"]
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_unknown_option_lists_the_allowed_ones(group):
-    with pytest.raises(ConfigError) as error:
-        compose([f"{group}=nonsense"])
-    assert str(error.value) == (f"{group}=nonsense: unknown {group}; allowed: {', '.join(options(group))}")
 
 
 @pytest.mark.parametrize("plus", ["", "+"])
@@ -237,19 +192,6 @@ def test_an_endless_sweep_is_refused():
             expand_sweep(sweep)
 
 
-def test_a_regime_that_a_preset_inherits_can_be_taken_out():
-    planned = planned_runs("smollm_comparison")
-    assert {run.regime for run in planned} == {"COMPARISON"} and len(planned) == 21
-    base = compose(["preset=smollm"])
-    changed = compose(["preset=smollm_comparison"])
-    assert {key for key in base if base[key] != changed[key]} == {
-        "preset",
-        "training",
-        "evaluation",
-        "pipeline",
-    }
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -305,31 +247,6 @@ def test_what_nothing_would_read_in_a_preset_is_named(configs, text, said):
 def test_malformed_sweep_is_a_config_error():
     with pytest.raises(ConfigError, match="seed="):
         expand_sweep(["seed=("])
-
-
-def names(preset, *overrides):
-    return [run.name for run in planned_runs(preset, list(overrides))]
-
-
-NINE = set(ALGORITHMS) - {"so_ppo"}
-
-
-def test_laptop_plans_the_algorithms_three_nulls_and_the_leader_in_three_worlds():
-    runs = planned_runs("laptop")
-    arms = NINE | {"kl_stop", "grad_clip", "topr", "successes_only"}
-    assert {run.name for run in runs} == {f"OFF_POLICY/{a}/seed{s}" for a in arms for s in range(3)}
-    seeds = ["seed", "warm_start_seed"]
-    one = {run.algorithm: run.config for run in runs if run.seed == 2}
-    assert all([c[k] for k in seeds] == [2, 2] and c["world"]["seed"] == 2 for c in one.values())
-    plain = one["token_ppo"]["training"]
-    assert plain["target_kl"] is plain["max_grad_norm"] is None
-    for null, knob in (("kl_stop", {"target_kl": 0.05}), ("grad_clip", {"max_norm": 1.0})):
-        assert one[null]["training"] == plain
-        assert knob.items() <= one[null]["algorithm"]["objective"]["stabilizer"].items()
-
-
-def test_smoke_plans_every_algorithm_once():
-    assert names("smoke") and set(names("smoke")) == {f"OFF_POLICY/{a}/seed0" for a in NINE}
 
 
 @pytest.mark.parametrize("preset", ["divisor", "study", "laptop", "smoke"])
@@ -518,16 +435,12 @@ def test_regimes_that_share_a_warm_start_name_it_alike():
     assert warm_start_overrides(old) == warm_start_overrides(fresh)
 
 
-def test_runs_may_share_the_warm_start_of_another_seed():
-    assert start_dir("seed=2", "warm_start_seed=1") == start_dir()
-
-
 # ---- engines ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
-@pytest.mark.parametrize("preset", options("preset"))
-def test_every_preset_survives_every_engine(preset, engine):
+@pytest.mark.parametrize("preset", ["smoke", "smollm", "qwen"])
+def test_presets_survive_every_engine(preset, engine):
     run = load(compose([f"preset={preset}", f"rollout={engine}"])).settings
     assert run.rollout.engine == engine
 

@@ -67,12 +67,6 @@ def test_both_folders_are_offered_and_composed(own):
     assert composed["world"]["n_train"] == 77
 
 
-def test_without_the_folder_only_the_shipped_are_offered(own, monkeypatch):
-    monkeypatch.delenv(config_files.VARIABLE)
-    assert "my_ppo" not in options("algorithm")
-    assert "unknown algorithm" in refused("algorithm=my_ppo")
-
-
 def test_class_of_a_module_in_the_folder(own):
     text = "defaults: [turn_ppo]\nname: powered\nobjective: {ratio: {_target_: own_ratios.MyRatio, power: 0.5}}\n"
     own("algorithm/powered.yaml", text)
@@ -98,14 +92,6 @@ def test_algorithm_that_would_be_recorded_under_another_name_is_refused(own, nam
     message = refused("algorithm=mine")
     assert str(file) in message and "name: mine" in message
     assert compose(["algorithm=mine", "algorithm.name=arm"])["algorithm"]["name"] == "arm"
-
-
-def test_folder_that_may_not_be_read_is_named(own, tmp_path, monkeypatch):
-    def denied(folder):
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr(config_files.os, "scandir", denied)
-    assert refused().startswith(f"config folder {tmp_path / 'my configs'} (--config-dir")
 
 
 @pytest.mark.parametrize(
@@ -152,12 +138,6 @@ def test_key_that_is_inherited_and_does_not_fit_names_its_file_and_how_to_drop_i
     drops = [f"~{ratio}.granularity", f"~{ratio}.aggregation"]
     assert all(drop in message for drop in drops)
     assert "needed" in refused("algorithm=bad", *drops), "a Ratio is needed, but the keys are gone"
-
-
-def test_key_of_the_file_itself_is_not_called_inherited(own):
-    own("algorithm/bad.yaml", "defaults: [turn_ppo]\nname: bad\nobjective: {clip: {epsilon: 0.1}}\n")
-    message = refused("algorithm=bad")
-    assert "clip.epsilon: unknown key" in message and "inherited" not in message
 
 
 def test_command_takes_the_folder(own, tmp_path, stppo):

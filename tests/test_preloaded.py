@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -189,14 +187,6 @@ def test_one_thread_may_wait_while_another_asks(server, monkeypatch):
                 waiting = pool.submit(fork.wait)
                 asked = wait_for(lambda fork=fork: {fork.poll()} - {None})
             assert asked == {waiting.result()}
-
-
-def test_a_wish_that_is_not_understood_gets_no_process_number(server):
-    with socket.socket(socket.AF_UNIX) as caller:
-        caller.connect(server[1][preloaded.SERVER])
-        socket.send_fds(caller, [struct.pack("!q", 1)], [0, 1, 2])
-        caller.sendall(b"{")
-        assert caller.recv(8) == b""
 
 
 def test_a_server_for_the_time_being_leaves_nothing(monkeypatch):

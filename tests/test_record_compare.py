@@ -75,15 +75,6 @@ def test_collect_takes_a_sweep_and_names_its_members(sweep, tmp_path):
     assert collect([tmp_path / "all"], tmp_path / "copy").runs == collected.runs
 
 
-def test_same_settings_twice_are_still_refused(sweep, tmp_path):
-    run = find_runs([sweep])[0]
-    with pytest.raises(ValueError, match="are the same run"):
-        collect([run, run], tmp_path)
-    collect([run], tmp_path)
-    with pytest.raises(ValueError, match="are the same run"):
-        compare_runs([run, tmp_path])
-
-
 def test_compared_numbers_are_those_of_the_evaluations(tmp_path):
     for seed, level in ((0, 0.2), (1, 0.6)):
         make_run(tmp_path / f"run{seed}", "st_ppo", seed)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from stppo.config.algorithms import look
-from stppo.files import repository_path, write_atomically
+from stppo.files import write_atomically
 from stppo.record import schema
 from stppo.record.runs import TABLE_MEANS, collect, load_metrics, make_command, read_run, uncollected
 from tests.synthetic_runs import N_UPDATES, START, Dynamics, gather, make_run, make_study, simulate
@@ -189,22 +189,11 @@ def test_field_of_another_kind_names_it(run, name, value):
         read_run(run)
 
 
-def test_large_seeds_stay_themselves(run, tmp_path):
-    set_field(run, seed=2**31 + 5)
-    metrics = collect([run], tmp_path / "metrics")
-    assert list(metrics.summary["seed"]) == [2**31 + 5] and metrics.summary["peak"].notna().all()
-
-
 def test_missing_column_is_named(run):
     frame = pd.read_parquet(run / schema.UPDATES_FILE).drop(columns="clip_fraction")
     frame.to_parquet(run / schema.UPDATES_FILE)
     with pytest.raises(ValueError, match="lacks column clip_fraction"):
         read_run(run)
-
-
-def test_nothing_to_collect_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no runs"):
-        collect([], tmp_path)
 
 
 def test_broken_run_leaves_an_earlier_collection_untouched(run, tmp_path):
@@ -300,28 +289,10 @@ def test_a_table_without_a_column_is_named(changed, name, column):
         load_metrics(file.parent)
 
 
-def test_relative_path_is_found_from_a_subfolder(tmp_path, monkeypatch):
-    (tmp_path / "Snakefile").touch()
-    (tmp_path / "notebooks").mkdir()
-    monkeypatch.chdir(tmp_path / "notebooks")
-    assert repository_path("results/x") == tmp_path / "results/x"
-
-
 def test_unfinished_run_is_refused(run):
     set_field(run, status="running")
     with pytest.raises(ValueError, match="unfinished"):
         read_run(run)
-
-
-@pytest.mark.parametrize("start", [float("nan"), 1.5])
-def test_a_start_that_is_no_share_leaves_an_earlier_collection_untouched(run, tmp_path, start):
-    out = tmp_path / "out"
-    collect([run], out)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    set_field(run, warm_start={"success_sampled": start, "success_greedy": 0.1, "n_sampled": 9})
-    with pytest.raises(ValueError, match="success_sampled"):
-        collect([run], out)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_runs_that_say_something_else_than_was_collected_are_found(run, tmp_path):
@@ -359,11 +330,6 @@ def test_every_name_is_an_identifier_with_a_one_line_text():
         for name, text in columns.items():
             assert re.fullmatch(r"[a-z][a-z0-9_]*", name), name
             assert text and "\n" not in text, name
-
-
-def test_peak_and_timing_columns_exist():
-    assert set(schema.PEAK_COLUMNS) <= set(schema.UPDATE_COLUMNS)
-    assert set(schema.TIMING_COLUMNS) <= set(schema.UPDATE_COLUMNS) | set(schema.EVALUATION_COLUMNS)
 
 
 def test_every_seconds_column_is_a_timing_column():

@@ -58,12 +58,6 @@ def test_bad_resource_is_one_line(tmp_path, name, value):
     assert "must be a whole number, 0 or more" in result.stdout + result.stderr
 
 
-def test_resources_that_are_no_mapping_are_one_line(tmp_path):
-    result = snakemake(tmp_path, *PROFILE, "overrides=+pipeline.resources=3")
-    assert result.returncode != 0
-    assert "pipeline.resources = 3: must map names to values" in result.stdout + result.stderr
-
-
 def test_submitted_training_run_asks_for_what_the_preset_says(tmp_path, monkeypatch):
     stubs = tmp_path / "stubs"
     stubs.mkdir()

@@ -79,20 +79,6 @@ def test_everything_of_the_schema_is_recorded(undisturbed):
     assert len(json.loads((undisturbed / "trajectories.json").read_text())) == 3
 
 
-def test_a_run_keeps_as_many_trajectories_as_are_asked_for_and_is_the_same_run(
-    tmp_path, tiny, barely_trained
-):
-    plain, more = (tiny("training.iterations=1", *others) for others in ((), ("evaluation.trajectories=10",)))
-    run(more, tmp_path / "more", barely_trained)
-    assert len(json.loads((tmp_path / "more" / "trajectories.json").read_text())) == 10
-    assert run(plain, tmp_path / "more", barely_trained)["status"] == "completed", "its checkpoint fits"
-    assert (
-        run(plain, tmp_path / "plain", barely_trained)["config_fingerprint"]
-        == (json.loads((tmp_path / "more" / "run.json").read_text())["config_fingerprint"])
-    )
-    assert_same_metrics(tmp_path / "plain", tmp_path / "more")
-
-
 def test_staleness_counts_iterations_and_updates(undisturbed):
     updates = tables(undisturbed)[0]
     by_iteration = updates.groupby("iteration").first()
@@ -247,13 +233,6 @@ def test_damaged_checkpoint_is_named_and_set_aside_on_request(file, said, tmp_pa
     record = run(tiny(), tmp_path, barely_trained, resume="set_aside")
     assert record["status"] == "completed"
     assert len(pd.read_parquet(tmp_path / "earlier-1" / "updates.parquet")) == 8, "and the restart"
-
-
-def test_checkpoint_of_another_config_is_refused(tmp_path, tiny, barely_trained):
-    interrupted(tiny(), tmp_path, barely_trained)
-    with pytest.raises(ValueError, match="training.learning_rate"):
-        run(tiny("training.learning_rate=1e-5"), tmp_path, barely_trained)
-    assert newest(tmp_path / "checkpoint") is not None
 
 
 # Many updates an iteration: the loss meets it first. One: the parameters do, before anything is sampled.

@@ -1,7 +1,6 @@
 """`stppo train-planned`: what a record holds is left out, what fails ends alone, an interruption in order."""
 
 import contextlib
-import errno
 import importlib
 import json
 import os
@@ -24,7 +23,6 @@ from stppo import cli
 from stppo.config.composition import compose
 from stppo.config.files import VARIABLE
 from stppo.config.planned import planned_runs
-from stppo.files import write_atomically
 from stppo.record.ownership import LOCK_FILE
 from stppo.training import campaign
 from stppo.training.warm_start import made_for, recorded_start
@@ -215,20 +213,6 @@ def test_an_interrupted_campaign_ends_its_runs_and_goes_on(tmp_path, sent):
     assert "the same command goes on" in first.communicate(timeout=60)[1] and first.returncode == 130
     pids = [SoftFileLease(runs / name / "seed0" / LOCK_FILE).pid for name in ("grpo", "so_grpo")]
     assert not any(pid and Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-def test_a_full_disk_names_the_file_and_the_remedy(tmp_path, monkeypatch):
-    """Those who write tables do not say which file was to be written."""
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "Error writing bytes to file")
-
-    monkeypatch.setattr(campaign, "train_run", lambda *_: write_atomically(tmp_path / "table.parquet", full))
-    monkeypatch.setattr(sys, "argv", ["stppo-job", json.dumps([{}, "run", "start"])])
-    with pytest.raises(SystemExit) as ended:
-        campaign.job()
-    said = f"OSError: {tmp_path}/table.parquet: Error writing bytes to file; make room"
-    assert ended.value.code.startswith(said) and not list(tmp_path.iterdir())
 
 
 def test_an_error_in_a_rule_of_ones_own_names_its_line(tmp_path, monkeypatch):

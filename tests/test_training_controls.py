@@ -161,11 +161,6 @@ def test_source_that_cannot_serve_is_refused(name, tmp_path, tiny, barely_traine
     assert not (tmp_path / "run").exists()
 
 
-def test_shuffle_without_a_source_is_refused(tiny):
-    with pytest.raises(ConfigError, match="training.divisors"):
-        load(tiny("training.divisors.shuffle=true"))
-
-
 def test_run_is_known_by_its_divisors_not_by_their_place(tmp_path, tiny, barely_trained, monkeypatch):
     source_run(tmp_path / "one")
     source_run(tmp_path / "moved")
@@ -359,12 +354,6 @@ def test_monte_carlo_values_replace_the_critic(tmp_path, f1_start, with_critic):
     assert scoring[0] > scoring[1], "the cost of the continuations is recorded"
 
 
-@pytest.mark.parametrize("algorithm", ["so_ppo_ctn", "turn_ppo"])
-def test_credits_with_values_accept_true_ones(algorithm, tmp_path, f1_start):
-    config = compose([*F1, f"algorithm={algorithm}", *MONTE_CARLO, "training.iterations=1"])
-    assert run(config, tmp_path, f1_start)["status"] == "completed"
-
-
 def test_monte_carlo_values_that_nothing_reads_or_means_are_refused(tmp_path, f1_start):
     with pytest.raises(ConfigError, match="training.values.*GroupNormalised reads no values"):
         Run(load(compose([*F1, "algorithm=grpo", *MONTE_CARLO])), tmp_path, f1_start)
@@ -442,30 +431,19 @@ def known_by(*overrides):
 
 @pytest.mark.parametrize(
     "setting",
-    ["url=http://elsewhere:9000/retrieve", "timeout=5", "attempts=2", "first_pause=1", "longest_pause=9"]
-    + ["queries_per_request=8", "cached_queries=0"],
+    [
+        f"world.retriever.{how}"
+        for how in ("url=http://elsewhere:9000/retrieve", "timeout=5", "cached_queries=0")
+    ]
+    + [f"rollout.{how}" for how in ("gpu_memory_utilization=0.3", "sleep_level=0", "sync_tolerance=0.3")],
 )
-def test_where_a_retriever_answers_is_no_part_of_a_run(setting):
-    assert known_by(*QWEN, f"world.retriever.{setting}") == known_by(*QWEN)
+def test_where_a_retriever_answers_and_memory_of_the_engine_are_no_part_of_a_run(setting):
+    assert known_by(*QWEN, setting) == known_by(*QWEN)
 
 
 def test_another_kind_of_retriever_and_what_it_is_asked_are_part_of_a_run():
     for other in ("world.retriever.query_characters=10", "retriever@world.retriever=index"):
         assert all(a != b for a, b in zip(known_by(*QWEN, other), known_by(*QWEN), strict=True))
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "gpu_memory_utilization=0.3",
-        "max_num_seqs=8",
-        "enforce_eager=true",
-        "sleep_level=0",
-        "sync_tolerance=0.3",
-    ],
-)
-def test_memory_of_the_engine_is_no_part_of_a_run(setting):
-    assert known_by(*QWEN, f"rollout.{setting}") == known_by(*QWEN)
     assert known_by(*QWEN, "rollout.dtype=float32")[:2] != known_by(*QWEN)[:2]
 
 

@@ -68,13 +68,6 @@ def test_copy_that_was_written_by_halves_is_never_taken(
     assert_same_metrics(undisturbed, tmp_path / "other")
 
 
-def test_checkpoint_of_another_run_is_not_taken(tmp_path, tiny, barely_trained, place):
-    interrupted(tiny(), tmp_path / "lost", barely_trained)
-    interrupted(tiny("seed=1"), tmp_path / "other", barely_trained)
-    assert started(tmp_path / "other") >= started(tmp_path / "lost")
-    assert len({copy.parent for copy in copies(place)}) == 2
-
-
 def test_what_a_folder_holds_without_a_checkpoint_is_moved_aside(tmp_path, tiny, barely_trained, place):
     interrupted(tiny(), tmp_path / "lost", barely_trained)
     interrupted(tiny("seed=1"), tmp_path / "other", barely_trained)

@@ -18,10 +18,10 @@ from stppo.config.loading import build, load
 from stppo.policy.policy import load_policy, load_tokenizer
 from stppo.pretrained.tiny_model import make_tiny_model
 from stppo.record import schema
-from stppo.retrieval.client import RetrievalClient, RetrievalUnavailable
+from stppo.retrieval.client import RetrievalUnavailable
 from stppo.rollout.rollout import Rollout
 from stppo.rollout.rollout_torch import TorchRollout
-from stppo.training.evaluation import _unseen, evaluate_checkpoint, ratio_and_error, replies_of, summarise
+from stppo.training.evaluation import evaluate_checkpoint, ratio_and_error, replies_of, summarise
 from stppo.training.metrics import evaluate, trajectory_records, write_tables
 from stppo.training.run import Run
 from stppo.training.warm_start import warm_start
@@ -221,13 +221,6 @@ def test_what_was_finished_before_a_failure_is_kept_and_not_played_again(
     assert searchless[:6] == [False, True] * 3, "each chunk is played with and without search"
 
 
-def test_another_benchmark_joins_those_that_are_done(bench, overrides, tmp_path):
-    run(bench, [*overrides, "world.benchmark=[bamboogle]"], tmp_path)
-    time = (tmp_path / "bamboogle/greedy/result.json").stat().st_mtime_ns
-    assert len(run(bench, overrides, tmp_path)) == 2
-    assert (tmp_path / "bamboogle/greedy/result.json").stat().st_mtime_ns == time
-
-
 @pytest.mark.parametrize("change", ["checkpoint", "world.top_k=1", "rollout.max_tokens=800", "questions"])
 def test_results_of_something_else_are_refused_and_stay(bench, overrides, tmp_path, change):
     out = tmp_path / "out"
@@ -245,24 +238,6 @@ def test_results_of_something_else_are_refused_and_stay(bench, overrides, tmp_pa
     with pytest.raises(ValueError, match="nq/greedy/result.json belongs to another .*--out"):
         run(place, other, out, **options)
     assert content(out) == before
-
-
-def test_results_on_another_corpus_at_the_same_place_are_refused(bench, overrides, tmp_path):
-    corpus = shutil.copy(bench / "corpus.jsonl", tmp_path / "corpus.jsonl")
-    moved = [*overrides, f"world.corpus={corpus}"]
-    run(bench, moved, tmp_path / "out", questions=1)
-    tmp_path.joinpath("corpus.jsonl").write_text(json.dumps(CORPUS[0]) + "\n")
-    with pytest.raises(ValueError, match="belongs to another checkpoint, world"):
-        run(bench, moved, tmp_path / "out", questions=1)
-
-
-def test_results_stay_valid_where_the_retrieval_server_moves(bench, overrides, tmp_path, monkeypatch):
-    monkeypatch.setattr(RetrievalClient, "search", lambda self, queries, top_k: [[] for _ in queries])
-    client = "world.retriever={_target_: stppo.retrieval.client.RetrievalClient, url: %s}"
-    rows = []
-    for url in ("http://a:1/retrieve", "http://b:2/retrieve"):
-        rows.append(run(bench, [*overrides, "world.corpus=null", client % url], tmp_path))
-    assert rows[0] == rows[1], "nothing is played again, not even timed again"
 
 
 def test_a_damaged_result_is_named(bench, overrides, tmp_path):
@@ -354,66 +329,22 @@ def test_what_a_training_by_gold_titles_met_is_not_asked(bench, tmp_path, caplog
     )
 
 
-def test_questions_of_a_file_that_training_asked_are_not_asked_again(bench, caplog):
+def test_questions_of_a_file_that_training_asked_are_not_asked_again(bench, overrides, tmp_path, caplog):
     """A config for evaluation need not say what was trained on; without it the file is a test as a whole."""
-    options = ["world=benchmark", "world.benchmark=nq", "world.cache_dir=null"]
-    options += [f"world.records={bench}/nq.jsonl", f"world.corpus={bench}/corpus.jsonl"]
-    evaluated = compose(options)["world"]
+    options = [*overrides, "world.benchmark=nq", f"world.records={bench}/nq.jsonl"]
     trained = compose([*options, "world.train=nq", "world.held_out=0.3"])
-    world, everything = (build(part, "world") for part in (trained["world"], evaluated))
-    asked = everything.questions("test")
-    met = {q.text for q in world.questions("train")}
-    clean = [q.text for q in asked if q.text not in met]
-    assert 0 < len(clean) < len(asked) == len(NQ)
-    assert [q.text for q in _unseen(asked, trained, evaluated)] == clean
-    assert f"{len(met)} of {len(asked)} questions are left out" in caplog.text
-    assert _unseen(asked, {}, evaluated) == asked
+    world, everything = (build(part["world"], "world") for part in (trained, compose(options)))
+    met = {question.text for question in world.questions("train")}
+    clean = [q.id for q in everything.questions("test") if q.text not in met]
+    assert 0 < len(clean) < len(NQ)
+    run(bench, options, tmp_path / "clean", trained_on=trained)
+    asked = json.loads((tmp_path / "clean/nq/greedy/result.json").read_text())["questions"]
+    assert [question["id"] for question in asked] == clean
+    assert f"{len(met)} of {len(NQ)} questions are left out" in caplog.text
     moved = trained | {"world": trained["world"] | {"records": "gone.jsonl"}}
-    assert [q.text for q in _unseen(asked, moved, evaluated)] == clean
-    towns = evaluated | {"records": f"{bench}/bamboogle.jsonl"}
-    assert _unseen(asked, moved, towns) == asked and "cannot be told" in caplog.text
-
-
-def test_what_a_training_on_its_corpus_alone_has_met_is_told_by_that_corpus(tmp_path, caplog):
-    """Which questions there were to divide, and by which passage, depends on the corpus."""
-    asked = [
-        {"question": f"{how} is town {i}?", "answer": [f"Land {i}"]}
-        for i in range(40)
-        for how in ("where", "in which land")
-    ]
-    (tmp_path / "nq.jsonl").write_text("".join(json.dumps(record) + "\n" for record in asked))
-    passages = [{"id": str(i), "contents": f'"Town {i}"\nTown {i} is in Land {i}.'} for i in range(0, 40, 2)]
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps(record) + "\n" for record in passages))
-    options = [
-        "world=benchmark",
-        "world.benchmark=nq",
-        "world.cache_dir=null",
-        f"world.records={tmp_path}/nq.jsonl",
-    ]
-    trained = compose(
-        [
-            *options,
-            "world.train=nq",
-            "world.split_by=gold_title",
-            "world.held_out=0.3",
-            f"world.corpus={corpus}",
-        ]
-        + ["+world.only_in_corpus=true"]
-    )
-    world = build(trained["world"], "world")
-    met = {title for q in world.questions("train") for title, _ in q.gold_paragraphs}
-    evaluated = compose([*options, f"world.corpus={corpus}"])["world"]
-    everything = build(evaluated, "world").questions("test")
-    clean = [
-        q.id for q in everything if q.text.split()[-1].strip("?") not in {title.split()[-1] for title in met}
-    ]
-    assert 0 < len(clean) < len(everything) == len(asked) and 0 < len(met) < len(passages)
-
-    assert [q.id for q in _unseen(everything, trained, evaluated)] == clean
-    moved = trained | {"world": trained["world"] | {"corpus": str(tmp_path / "gone.jsonl")}}
-    assert [q.id for q in _unseen(everything, moved, evaluated)] == clean, "found where the evaluation has it"
-    assert "cannot be told" not in caplog.text
+    towns = [*overrides, "world.benchmark=bamboogle", f"world.records={bench}/bamboogle.jsonl"]
+    (row,) = run(bench, towns, tmp_path / "other", trained_on=moved)
+    assert row["n_questions"] == len(BAMBOOGLE) and "cannot be told" in caplog.text
 
 
 def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, stppo):
@@ -439,11 +370,8 @@ def test_bad_input_is_one_line(bench, overrides, barely_trained, tmp_path, stppo
         ([bare, *overrides], "the tokenizer at .*bare cannot be loaded"),
         ([model, *SMALL], "another vocabulary than this world"),
         ([model, *overrides, "world.corpus=none.jsonl"], "corpus: no file none.jsonl"),
-        ([model, *overrides, "world.records=none.jsonl"], "records: no file none.jsonl"),
         ([model, *overrides, "rollout.max_tokens=100"], "rollout.max_tokens=100 leaves no room"),
         ([model, *overrides, "--decoding", "beam"], "allowed are greedy, sampled, both"),
-        ([model, *overrides, "world.benchmark=7"], "benchmark must be a name or a list of names, got 7"),
-        ([model, *overrides, "world.train={nq: x}"], "shares must be positive"),
         ([heads, *overrides], "heads cannot be loaded"),
         ([cut, *overrides], "the tokenizer at .*cut cannot be loaded"),
         ([trained, *overrides], "config.yaml: train must be a name or a list of names, got 7"),

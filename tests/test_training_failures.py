@@ -94,21 +94,6 @@ def test_only_memory_and_connections_are_the_outside(tiny, tmp_path):
     assert "(now 512)" in line and "rollout.gpu_memory_utilization (now 0.4)" in line
 
 
-def test_advice_is_what_the_device_and_the_policy_can_follow(tiny, tmp_path, monkeypatch):
-    def advice(*overrides):
-        return str(what_stopped(MemoryError(), load(tiny(*overrides)).settings, tmp_path, 7))
-
-    pretrained = ("policy.pretrained=somewhere", "training.device=auto")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "adam8bit" not in advice(*pretrained)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "training.optimizer=adam8bit" in advice(*pretrained)
-    assert "adam8bit" not in advice("training.device=cpu")
-    assert "policy.trainable_layers=N" in advice(*pretrained)
-    assert "trainable_layers" not in advice() + advice(*pretrained, "+policy.trainable_layers=1")
-    assert "batch_size" not in advice("rollout=vllm"), "vLLM has rollout.max_num_seqs"
-
-
 def test_memory_that_ran_out_in_the_engine_names_the_engines_knobs_first(tiny, tmp_path):
     settings = load(tiny("rollout=vllm", "training.micro_batch_tokens=512")).settings
     error = EngineOutOfMemory("vLLM ran out of memory sampling: lower this")
@@ -174,14 +159,8 @@ def test_an_engine_is_closed_where_a_checkpoint_cannot_be_taken_up(
     ("overrides", "warned"),
     [
         (["rollout=vllm", "training.precision=bfloat16", "policy.lora={rank: 4}"], True),
-        (["rollout=vllm", "rollout.dtype=float16", "policy.lora={rank: 4}"], True),
-        (
-            ["rollout=vllm", "training.precision=bfloat16", "rollout.dtype=float32", "policy.lora={rank: 4}"],
-            False,
-        ),
         (["rollout=vllm", "policy.lora={rank: 4}"], False),
         (["rollout=vllm", "training.precision=bfloat16"], False),
-        (["training.precision=bfloat16", "policy.lora={rank: 4}"], False),
     ],
 )
 def test_adapters_that_an_engine_rounds_away_are_warned_of(overrides, warned, tiny):

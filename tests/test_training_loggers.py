@@ -1,12 +1,10 @@
 """Loggers: they see each recorded row, change nothing, and what becomes of them stops no run."""
 
 import errno
-import json
 import logging
 from importlib.util import find_spec
 
 import pytest
-import torch
 
 from stppo.config.files import ConfigError
 from stppo.config.identity import identity_section, run_section, warm_start_dir
@@ -19,7 +17,6 @@ from tests.training_runs import assert_same_metrics, interrupted, run, tables
 needs_tensorboard = pytest.mark.skipif(
     find_spec("tensorboard") is None, reason="TensorBoard is not installed: pip install 'stppo[tensorboard]'"
 )
-INSTALLED = [name for name in ("tensorboard", "wandb") if find_spec(name)]
 
 
 @pytest.fixture(autouse=True)
@@ -122,35 +119,11 @@ def test_missing_package_names_its_extra_before_anything_is_trained(
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
-def test_unknown_logger_is_named(tiny):
-    with pytest.raises(ConfigError, match="loggers.0 = 'printer'"):
-        load(tiny("loggers=[printer]"))
-
-
 def test_loggers_are_no_part_of_a_run(tiny):
     plain, logged = tiny(), tiny("loggers=[tensorboard]")
     assert identity_section(plain) == identity_section(logged)
     assert run_section(plain) == run_section(logged)
     assert warm_start_dir(plain) == warm_start_dir(logged)
-
-
-@pytest.mark.skipif(not INSTALLED, reason="neither TensorBoard nor Weights & Biases is installed")
-def test_metrics_and_random_numbers_are_the_same_with_and_without(tmp_path, tiny, barely_trained):
-    generators = []
-    for name, chosen in (("without", []), ("with", INSTALLED)):
-        its_run = Run(
-            load(tiny(f"loggers=[{','.join(chosen)}]")), tmp_path / name, barely_trained, progress=False
-        )
-        trainer = its_run.trainer
-        its_run.train()
-        generators.append((trainer.generator.get_state(), torch.get_rng_state()))
-    assert_same_metrics(tmp_path / "without", tmp_path / "with")
-    assert all(torch.equal(a, b) for a, b in zip(*generators, strict=True))
-    fingerprints = {
-        json.loads((tmp_path / n / "run.json").read_text())["config_fingerprint"] for n in ("without", "with")
-    }
-    assert len(fingerprints) == 1
-    assert all((tmp_path / "with" / name).is_dir() for name in INSTALLED)
 
 
 @needs_tensorboard

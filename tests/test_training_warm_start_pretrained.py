@@ -3,7 +3,6 @@
 The model is a random one of two layers, the records are made up, so nothing here shows that anything is learned but loss.
 """
 
-import dataclasses
 import json
 import random
 
@@ -12,9 +11,8 @@ import torch
 
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
-from stppo.config.planned import planned_runs
 from stppo.policy.compute import body_of
-from stppo.policy.policy import PolicyConfig, load_policy, load_tokenizer
+from stppo.policy.policy import load_policy, load_tokenizer
 from stppo.pretrained.tiny_model import make_tiny_model
 from stppo.training import warm_start as module
 from stppo.training.warm_start import warm_start
@@ -104,11 +102,6 @@ def test_few_questions_alone_never_end_it(tmp_path, small, monkeypatch):
         warm_start(load(small("warm_start.target_success=0.5")), tmp_path, progress=False)
 
 
-@pytest.mark.parametrize(("success", "far"), [(0.0, True), (0.05, False), (0.2, False)])
-def test_near_the_target_means_two_standard_errors(success, far):
-    assert module._far_below(0.15, success, 40) is far  # 2 se = .113
-
-
 def demonstrations(config, noise):
     world = build(config["world"], "world")
     encoder = DialogueEncoder(world.environment.protocol, load_tokenizer(config["policy"]["pretrained"]))
@@ -144,7 +137,7 @@ def test_only_demonstrations_that_succeed_and_fit_are_imitated(small, caplog):
 
 @pytest.mark.parametrize("steps", [(), ("warm_start.max_steps=0",)], ids=["trained", "as it is"])
 def test_a_training_question_that_is_too_long_stops_before_anything_is_trained(
-    tmp_path, small, records, monkeypatch, steps
+    tmp_path, small, monkeypatch, steps
 ):
     monkeypatch.setattr(module, "_supervised_step", None)
     monkeypatch.setattr(module, "evaluate", None)
@@ -155,26 +148,8 @@ def test_a_training_question_that_is_too_long_stops_before_anything_is_trained(
     ) as error:
         warm_start(load(config), tmp_path, progress=False)
     assert "\n" not in str(error.value)
-    longer = "Which colour has, " + "as far as anybody knows, " * 40 + "the thing 0?"
-    lines = records.read_text().splitlines()
-    record = json.loads(lines[0])
-    record["question_decomposition"][0]["question"] = longer
-    place = tmp_path / "longer.jsonl"
-    # The long question is a training one: evaluated ones fit, and are looked at first.
-    for n in range(40):
-        record["id"], record["paragraphs"][0]["title"] = f"long{n}", f"Long {n}"
-        place.write_text("\n".join([*lines, json.dumps(record)]))
-        config = small(f"world.records={place}", "world.max_start_tokens=200", *steps)
-        asked = build(config["world"], "world").questions("train")
-        if any(q.text == longer for q in asked):
-            break
-    else:
-        raise AssertionError("no title puts the question into training")
-    with pytest.raises(ValueError, match="exceeds max_start_tokens=200: raise it"):
-        warm_start(load(config), tmp_path / "start", progress=False)
-    roomy = (f"world.records={place}", "world.max_start_tokens=9000", "rollout.max_tokens=400")
-    config = small(*roomy, *steps)
-    with pytest.raises(ValueError, match="rollout.max_tokens=400 leaves no room for a turn after the"):
+    config = small("rollout.max_tokens=200", *steps)
+    with pytest.raises(ValueError, match="rollout.max_tokens=200 leaves no room for a turn after the"):
         warm_start(load(config), tmp_path / "start", progress=False)
 
 
@@ -213,23 +188,8 @@ def test_adapters_alone_are_trained_and_merged_into_what_is_saved(tmp_path, smal
     assert found and all("_proj.weight" in name for name in found)
 
 
-@pytest.mark.skipif(
-    "trainable_layers" not in {field.name for field in dataclasses.fields(PolicyConfig)},
-    reason="this version has no policy.trainable_layers",
-)
 def test_top_layers_alone_are_trained(tmp_path, small, model):
     top = ("policy.trainable_layers=1", "warm_start.trained_weights=policy")
     warm_start(load(small(*top)), tmp_path, progress=False)
     found = changed(model, tmp_path)
     assert found and all(".layers.1." in name or name == "model.norm.weight" for name in found)
-
-
-def test_preset_is_a_demonstration_on_two_cores_that_tests_300_unseen_questions():
-    config = compose(["preset=smollm"])
-    run = load(config).settings
-    assert run.warm_start.only_successes and run.warm_start.max_steps < 100
-    assert 32 <= run.training.trajectories_per_iteration <= 64
-    assert run.evaluation.questions >= 300 and run.warm_start.final_samples >= 300
-    assert config["world"]["split_by"] == "gold_title" and config["world"]["corpus"] == "contexts"
-    planned = planned_runs("smollm")
-    assert [(r.algorithm, r.seed) for r in planned] == [("token_ppo", 0), ("st_ppo", 0)]
