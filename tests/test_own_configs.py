@@ -128,15 +128,14 @@ def test_class_that_cannot_be_had_says_why(own, target, text, part):
     assert part in refused("algorithm=bad")
 
 
-def test_key_that_is_inherited_and_does_not_fit_names_its_file_and_how_to_drop_it(own):
+def test_key_that_is_inherited_and_does_not_fit_says_how_to_drop_it(own):
     text = "defaults: [my_ppo]\nname: bad\nobjective: {ratio: {_target_: own_ratios.Plain}}\n"
     own("algorithm/bad.yaml", text)
     ratio = "algorithm.objective.ratio"
     message = refused("algorithm=bad")
     assert message.startswith(f"{ratio}.granularity, {ratio}.aggregation: unknown keys; allowed: power")
-    assert "turn_ppo.yaml" in message and "bad.yaml" in message, "two files up"
     drops = [f"~{ratio}.granularity", f"~{ratio}.aggregation"]
-    assert all(drop in message for drop in drops)
+    assert f"what a file inherits is dropped by '{drops[0]}'" in message
     assert "needed" in refused("algorithm=bad", *drops), "a Ratio is needed, but the keys are gone"
 
 

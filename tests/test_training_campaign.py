@@ -216,6 +216,8 @@ def test_an_interrupted_campaign_ends_its_runs_and_goes_on(tmp_path, sent):
 
 
 def test_an_error_in_a_rule_of_ones_own_names_its_line(tmp_path, monkeypatch):
+    (tmp_path / "algorithm").mkdir()
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     rule = tmp_path / "my_rules.py"
     rule.write_text("def terms():\n    return {}['ratios']\n")
     space = {}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stppo.checks import install
-from stppo.config.files import VARIABLE, ConfigError, algorithm_name, groups, own_config_dir, use_config_dir
+from stppo.config.files import VARIABLE, ConfigError, algorithm_name, groups, own_line, use_config_dir
 from stppo.files import printable, told
 from stppo.retrieval.commands import app as retriever_app
 from stppo.training.processes import in_own_process, set_up_logging
@@ -939,24 +939,12 @@ def main() -> None:
         message = printable(message, _MOST_OF_AN_ERROR) or type(error).__name__
         if not isinstance(error, _EXPECTED) or isinstance(error, _UNFORESEEN):
             kind, file = type(error).__name__, _report_file(error)
-            if place := _own_line(error):
+            if place := own_line(error):
                 message = f"{place}: {kind}: {message[:300]}; {file} says how it came there"
             else:
                 message = f"unexpected {kind}: {message[:300]}; please report it with {file}"
         typer.echo(f"error: {message}", err=True)
         raise SystemExit(1) from None
-
-
-def _own_line(error: Exception) -> str:
-    """FILE, line N of the user's own folder of configs, where an error was raised below it; "" elsewhere."""
-    own = own_config_dir()
-    frames = traceback.extract_tb(error.__traceback__) if own else []
-    mine = [
-        f"{frame.filename}, line {frame.lineno}"
-        for frame in frames
-        if Path(frame.filename).is_relative_to(own)
-    ]
-    return mine[-1] if mine else ""
 
 
 def _report_file(error: Exception) -> str:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -174,6 +175,14 @@ def own_config_dir() -> Path | None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return folder
+
+
+def own_line(error: Exception) -> str:
+    """FILE, line N of one's own folder of configs, where an error was raised below it; "" elsewhere."""
+    own = own_config_dir()
+    frames = traceback.extract_tb(error.__traceback__) if own else []
+    mine = [f"{f.filename}, line {f.lineno}" for f in frames if Path(f.filename).is_relative_to(own)]
+    return mine[-1] if mine else ""
 
 
 def options(group: str) -> list[str]:

@@ -27,15 +27,6 @@ if TYPE_CHECKING:
     from stppo.world.scripted import World
 
 
-class UnknownKeyError(ConfigError):
-    """Keys of a section that its class does not take."""
-
-    def __init__(self, section: str, unknown: list[str], allowed: Iterable[str]) -> None:
-        self.keys = [f"{section}.{name}" for name in unknown]
-        keys = "key" if len(unknown) == 1 else "keys"
-        super().__init__(f"{', '.join(self.keys)}: unknown {keys}; allowed: {', '.join(allowed)}")
-
-
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
     """One composed config and what it describes, each built once.
@@ -95,10 +86,7 @@ def settings_of(config: Config) -> RunConfig:
 
 
 def _objective(config: Config, settings: RunConfig) -> Objective:
-    try:
-        objective = build(config["algorithm"]["objective"], "algorithm.objective")
-    except UnknownKeyError as error:
-        raise ConfigError(f"{error}{_origin(settings.algorithm.name, error.keys)}") from error
+    objective = build(config["algorithm"]["objective"], "algorithm.objective")
     size, sampled = objective.credit.group_size, settings.training.trajectories_per_iteration
     if sampled % size:
         raise ConfigError(
@@ -147,22 +135,6 @@ def _check_prior(algorithm: Config, prior: Prior) -> None:
             build(tried["objective"], "algorithm.objective")
         except ConfigError as error:
             raise ConfigError(f"algorithm.prior reaches {end:g}, which is refused: {error}") from error
-
-
-def _origin(algorithm: str, keys: list[str]) -> str:
-    """Which file an unfitting key of an algorithm is inherited from, and how to be rid of it; "" where it is
-    not."""
-    chain = config_files.lineage("algorithm", algorithm)
-    file = config_files.origin("algorithm", algorithm, keys[0].split(".")[1:])
-    if file is None or file == chain[0][0]:
-        return ""
-    drop = " ".join(f"'~{key}'" for key in keys)
-    them = "it" if len(keys) == 1 else "them"
-    return (
-        f"; inherited from {file.name} through the defaults of {chain[0][0].name}: write the section out "
-        "there without "
-        f"these defaults, or drop {them} with the {'override' if len(keys) == 1 else 'overrides'} {drop}"
-    )
 
 
 # Where pydantic puts the form of a section that has several: rollout's is its engine.
@@ -227,7 +199,11 @@ def _check_target(node: Config, key: str) -> None:
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and (
         unknown := set(given) - set(parameters)
     ):
-        raise UnknownKeyError(key, [name for name in given if name in unknown], parameters)
+        names = [f"{key}.{name}" for name in given if name in unknown]
+        raise ConfigError(
+            f"{', '.join(names)}: unknown {'key' if len(names) == 1 else 'keys'}; allowed: "
+            f"{', '.join(parameters)}; what a file inherits is dropped by '~{names[0]}'"
+        )
     _check_values(given, target, key)
     kinds = _annotations(target)
     for name, value in given.items():

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stppo.config.files import own_config_dir
+from stppo.config.files import own_config_dir, own_line
 from stppo.config.identity import warm_start_dir
 from stppo.config.planned import PlannedRun
 from stppo.config.provenance import code_hash, usable_cores
@@ -167,7 +165,9 @@ def job() -> None:
         config, *folders = json.loads(sys.argv[1])
         print((train_run if len(folders) == 2 else make_start)(config, *map(Path, folders)))
     except Exception as error:  # one job's failure is reported; the others go on
-        sys.exit(_line(error))
+        place = own_line(error)
+        said = f"{type(error).__name__}: {' '.join(told(error).split())}"
+        sys.exit(f"{said} ({place})" if place else said)
 
 
 def make_start(config: dict, folder: Path) -> str:
@@ -191,15 +191,3 @@ def train_run(config: dict, folder: Path, start: Path) -> str:
     rows = [row["success"] for row in run.trainer.evaluation_rows if row["temperature"] == 1.0]
     ends = f"{rows[0]:.2f} to {rows[-1]:.2f}" if rows else "no evaluation"
     return f"{record['status']}, sampled {ends}"
-
-
-def _line(error: Exception) -> str:
-    """The error in one line, with its place where that is a file of the user's own."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not Path(frame.filename).is_relative_to(Path(__file__).parents[1])
-        and not re.search(r"[/\\](site-packages|lib[/\\]python[^/\\]*)[/\\]|^<", frame.filename)
-    ]
-    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {' '.join(told(error).split())}{place}"
