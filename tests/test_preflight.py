@@ -112,15 +112,6 @@ def test_what_is_to_be_trained_and_is_not_there_is_named(override, message, weig
 # ---- requirements -------------------------------------------------------------------------------
 
 
-def test_truncated_weights_are_found(weights):
-    run = settings("preset=laptop", f"policy.pretrained={weights}")
-    assert row(requirements.model(run.settings), "weights").ok
-    file = weights / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    found = row(requirements.model(run.settings), "weights")
-    assert found.ok is False and "model.safetensors" in found.found and "again" in found.remedy
-
-
 def test_what_is_not_installed_is_told_with_what_to_do_without_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = settings("preset=qwen", "policy.lora={rank: 16}", "training.device=cuda")
@@ -192,17 +183,6 @@ def test_records_of_the_hub_say_how_to_get_them(tmp_path, monkeypatch):
     missing = [row for row in found if row.ok is False]
     assert [row.what for row in missing] == ["records nq", "records hotpotqa"]
     assert all("hf download" in row.remedy for row in missing)
-
-
-def test_output_folder_need_not_exist_but_must_be_writable(tmp_path, monkeypatch):
-    assert requirements.writable(tmp_path / "a" / "b").ok
-
-    def refuse(**_):
-        raise PermissionError("read-only")
-
-    monkeypatch.setattr(requirements.tempfile, "TemporaryFile", refuse)
-    found = requirements.writable(tmp_path / "a")
-    assert found.ok is False and str(tmp_path) in found.remedy
 
 
 # ---- memory -------------------------------------------------------------------------------------

@@ -475,6 +475,7 @@ def plan_command(overrides: Overrides = None, config_dir: ConfigDir = None) -> N
     Example: `stppo plan preset=study`
     """
     from stppo.config.plan import plan
+    from stppo.files import duration
     from stppo.waiting import saying
 
     preset, others = _preset(overrides)
@@ -482,19 +483,11 @@ def plan_command(overrides: Overrides = None, config_dir: ConfigDir = None) -> N
         groups = plan(preset, others)
     first, width = (max(len(getattr(g, name)) for g in groups) + 2 for name in ("regime", "algorithm"))
     for g in groups:
-        typer.echo(f"{g.regime:<{first}}{g.algorithm:<{width}}{g.runs:>5} runs{_lasting(g.hours):>10}")
+        typer.echo(f"{g.regime:<{first}}{g.algorithm:<{width}}{g.runs:>5} runs{duration(3600 * g.hours):>10}")
     runs, hours = sum(g.runs for g in groups), sum(g.hours for g in groups)
     typer.echo(
-        f"{runs} runs, about {_lasting(hours)} of one core; warm starts, notebooks and pages: minutes more"
+        f"{runs} runs, about {duration(3600 * hours)} of one core; warm starts and pages: minutes more"
     )
-
-
-def _lasting(hours: float) -> str:
-    """Hours from two on, minutes from two on, else seconds."""
-    for unit, length in (("h", 1.0), ("min", 1 / 60)):
-        if hours >= 2 * length:
-            return f"{hours / length:.1f} {unit}"
-    return f"{3600 * hours:.0f} s"
 
 
 @app.command()
@@ -782,15 +775,10 @@ def collect(
     from stppo.record.compare import find_runs
     from stppo.record.runs import collect as collect_runs
 
-    summary = collect_runs([r for folder in runs for r in _runs_of(folder, find_runs)], out).summary
+    found = [run for folder in runs for run in (find_runs([folder]) if folder.is_dir() else [folder])]
+    summary = collect_runs(found, out).summary
     shown = ["regime", "algorithm", "seed", "start", "peak", "final", "greedy_final", "outcome"]
     typer.echo(summary[shown].to_string(index=False, float_format="%.3f"))
-
-
-def _runs_of(folder: Path, find: Any) -> list[Path]:
-    """A run or metrics folder, or the runs below one that is neither; what is not there stays."""
-    below = folder.is_dir() and not (folder / "run.json").exists() and any(folder.rglob("run.json"))
-    return find([folder]) if below else [folder]
 
 
 @app.command()

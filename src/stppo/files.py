@@ -137,6 +137,13 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stppo"
 
 
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours, for people."""
+    if seconds < 90:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 # ---- text of others: corpora, records, replies of servers, run folders --------------------------
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 

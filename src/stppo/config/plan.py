@@ -8,17 +8,9 @@ from stppo.config.files import Config
 from stppo.config.planned import planned_runs
 
 # Seconds on one core of the machine of results/reference/speed (policy tiny, world synthetic, compiled
-# kernels), per iteration of 128 trajectories: roll-out and scoring; a pass of the critic; a pass of the
-# actor; the factor of an exact clipping-bias norm; one evaluation of 256 questions; one trajectory of a
-# Monte-Carlo continuation.
-ROLL_OUT, CRITIC_PASS, ACTOR_PASS, EXACT_NORM, EVALUATION, CONTINUATION = (
-    0.14,
-    0.05,
-    0.058,
-    1.25,
-    0.25,
-    0.0008,
-)
+# kernels), per iteration of 128 trajectories: roll-out and scoring; a pass of the critic; of the actor, and
+# the factor of an exact clipping-bias norm; an evaluation of 256 questions; one Monte-Carlo continuation.
+ROLL_OUT, CRITIC_PASS, ACTOR_PASS, EXACT_NORM, EVALUATION, CONTINUATION = 0.14, 0.05, 0.058, 1.25, 0.25, 8e-4
 TURNS = 3.5  # of a trajectory, where continuations start
 
 
@@ -41,17 +33,13 @@ def seconds(config: Config) -> float:
         return config["training"]["iterations"] * measured
     training, evaluation = config["training"], config["evaluation"]
     objective = config["algorithm"]["objective"]
-    scale = training["trajectories_per_iteration"] / 128
-    actor = training["epochs"] * ACTOR_PASS
-    if objective["stabilizer"].get("estimator") == "exact":
-        actor *= EXACT_NORM
-    iteration = ROLL_OUT + actor
+    exact = objective["stabilizer"].get("estimator") == "exact"
+    iteration = ROLL_OUT + training["epochs"] * ACTOR_PASS * (EXACT_NORM if exact else 1)
     if "group_size" not in objective["credit"]:
-        if training["values"] == "monte_carlo":
-            iteration += 128 * TURNS * training["monte_carlo_continuations"] * CONTINUATION
-        else:
-            iteration += training["critic_epochs"] * CRITIC_PASS
-    iteration *= scale
+        played = 128 * TURNS * training["monte_carlo_continuations"] * CONTINUATION
+        passes = training["critic_epochs"] * CRITIC_PASS
+        iteration += played if training["values"] == "monte_carlo" else passes
+    iteration *= training["trajectories_per_iteration"] / 128
     iteration += EVALUATION / evaluation["every"] * evaluation["questions"] / 256
     if evaluation["value_error_every"]:
         played = evaluation["value_states"] * evaluation["value_continuations"]

@@ -5,7 +5,6 @@ import itertools
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from stppo.checks import install
 from stppo.config.settings import OptimizerName, RunConfig
@@ -48,8 +46,6 @@ def checked(what: str, needed: str, look: Callable[[], str], remedy: str = "") -
 
 def software(run: RunConfig, given: bool) -> Iterator[Row]:
     """given: the GPU is described by hand, so it may be missing here."""
-    remedy = f"{install('reproduce')}; python -m ipykernel install --sys-prefix --name python3"
-    yield checked("Jupyter kernel", "python3 (for snakemake)", _kernel, remedy)
     device, flash = run.training.device, run.policy.attention == "flash_attention_2"
     seen, needs = torch.cuda.is_available(), device == "cuda" or flash
     build = f"torch {torch.__version__} for CUDA {torch.version.cuda or 'none, a CPU build'}"
@@ -76,12 +72,6 @@ def software(run: RunConfig, given: bool) -> Iterator[Row]:
             )
 
 
-def _kernel() -> str:
-    from jupyter_client.kernelspec import KernelSpecManager
-
-    return f"python3 ({KernelSpecManager().get_kernel_spec('python3').argv[0]})"
-
-
 def _optimizer(name: OptimizerName, on_gpu: bool) -> str:
     weight = torch.zeros(1, device="cuda" if on_gpu else "cpu", requires_grad=True)
     return type(make_optimizer(name, [weight], 1e-3)).__name__
@@ -98,26 +88,10 @@ def _vllm() -> str:
 
 
 def model(run: RunConfig) -> Iterator[Row]:
-    """The pretrained policy: weights, where they are here, and tokenizer; nothing for one from scratch."""
-    if run.policy.pretrained is None:
-        return
-    place = located(run.policy.pretrained)
-    if Path(place).is_dir():
-        remedy = f"download them again: {place} needs config.json and every *.safetensors"
-        yield checked("weights", "safetensors, whole", lambda: _weights(Path(place)), remedy)
-    yield checked("tokenizer", "of the policy", lambda: f"{len(load_tokenizer(place))} tokens")
-
-
-def _weights(folder: Path) -> str:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError("no *.safetensors")
-    for file in files:
-        try:
-            safe_open(file, "pt").__enter__()  # compares its header with its size
-        except SafetensorError as error:
-            raise ValueError(f"{file.name}: {error}") from error
-    return f"{sum(file.stat().st_size for file in files) / 2**30:.2f} GiB in {len(files)} files"
+    """The tokenizer of a pretrained policy; nothing for one from scratch."""
+    if run.policy.pretrained is not None:
+        place = located(run.policy.pretrained)
+        yield checked("tokenizer", "of the policy", lambda: f"{len(load_tokenizer(place))} tokens")
 
 
 def data(world: Any, config: dict) -> Iterator[Row]:
@@ -161,17 +135,6 @@ def _retriever(world: Any) -> Row:
         return f"{len(found)} passages in {time.perf_counter() - began:.2f} s"
 
     return checked(f"retriever {place}", needed, probe)
-
-
-def writable(folder: Path) -> Row:
-    """Whether the output folder, or the nearest one above it that is there, can be written."""
-    there = existing(folder)
-
-    def write() -> str:
-        with tempfile.TemporaryFile(dir=there):
-            return str(folder)
-
-    return checked("output folder", "writable", write, f"make {there} writable, or give another --out")
 
 
 def existing(folder: Path) -> Path:

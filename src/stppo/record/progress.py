@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from stppo.files import parse_json, printable, read_yaml
+from stppo.files import duration, parse_json, printable, read_yaml
 from stppo.record.ownership import in_use
 from stppo.record.schema import COMPLETED, CONFIG_FILE, EVALUATIONS_FILE, RUN_FILE, RUNNING, is_set_aside
 
@@ -37,19 +37,13 @@ class Progress:
     def state(self) -> str:
         """Whether it has ended or stopped, or how long it still needs at the pace so far."""
         if self.is_stopped:
-            return f"stopped {_duration(self.age)} ago: the same command goes on from its checkpoint"
+            return f"stopped {duration(self.age)} ago: the same command goes on from its checkpoint"
         if self.status != RUNNING:
             return self.status.replace("_", "-")
         if self.seconds is None:
             return "started"
         left = max(0.0, (self.iterations - self.iteration) * self.seconds - self.age)
-        return f"{_duration(self.seconds)} an iteration, about {_duration(left)} left"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+        return f"{duration(self.seconds)} an iteration, about {duration(left)} left"
 
 
 def read_progress(record: Path, folder: Path) -> Progress | None:
