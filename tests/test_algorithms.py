@@ -1,8 +1,6 @@
 """The registry: one row an algorithm, from its YAML alone."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -78,12 +76,6 @@ def test_name_without_a_file_gets_a_look_of_its_own():
     assert variant.label == f"{look('st_ppo').label}, training.learning_rate=2e-4"
     assert variant.line == look("st_ppo").line and variant.color != look("st_ppo").color
     assert look("so_grpo_ctn_x").label == f"{look('so_grpo_ctn').label}, x", "the longest name"
-
-
-def test_colour_of_a_name_is_the_same_in_every_process():
-    code = "from stppo.config.algorithms import look; print(look('other').color, look('somebody').color)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.split() == [look(name).color for name in ("other", "somebody")]
 
 
 # ---- the prior of the one own knob --------------------------------------------------------------------

@@ -272,17 +272,6 @@ def test_members_of_a_sweep_are_named_by_what_differs_and_can_be_compared(stppo,
     }
 
 
-def test_complete_run_says_that_nothing_was_trained(stppo, started):
-    arguments = ["train", *TINY, "training.iterations=1", "algorithm=token_ppo"]
-    assert "completed: 1 iterations" in stppo(*arguments)[1]
-    (run,) = runs_in(started)
-    before = (run / "updates.parquet").read_bytes()
-    _, out, _ = stppo(*arguments)
-    assert out.startswith("already complete: nothing trained (same config, code and start)")
-    assert "--out" in out and "completed:" not in out and re.search(SUCCESS, out.splitlines()[-1])
-    assert (run / "updates.parquet").read_bytes() == before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_interrupted_run_says_how_to_go_on_and_does(stppo, started, sent):

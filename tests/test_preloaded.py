@@ -90,14 +90,6 @@ def test_kernels_are_forks_that_have_imported_the_trainer(server, tmp_path):
     assert json.loads(said) == [process.pid, True, str(tmp_path), "mine"]
 
 
-def test_figures_are_shown_in_a_forked_kernel(server, tmp_path):
-    source = notebook(tmp_path / "in.ipynb", "import matplotlib.pyplot as plt\nplt.plot([1, 2]);")
-    command = [*COMMAND, "papermill", str(source), "out.ipynb", "--no-progress-bar", "-k", "python3"]
-    subprocess.run(command, env=server[1], cwd=tmp_path, check=True, capture_output=True)
-    outputs = nbformat.read(tmp_path / "out.ipynb", 4).cells[0].outputs
-    assert any("image/png" in output.get("data", {}) for output in outputs)
-
-
 def test_kernels_that_start_at_once_share_no_port(monkeypatch):
     monkeypatch.setenv("JUPYTER_DEFAULT_PROVISIONER_NAME", "stppo-preloaded")
     kernels = [KernelManager() for _ in range(2)]

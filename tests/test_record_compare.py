@@ -168,11 +168,6 @@ def test_unfinished_run_is_left_out_and_named(sweep, tmp_path):
         compare_runs([tmp_path / "open"])
 
 
-def test_folder_without_runs_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        compare_runs([tmp_path])
-
-
 def test_success_before_and_after_is_that_of_the_ends_with_intervals():
     rows = [(0, 0.0, 0.25), (0, 1.0, 0.0), (10, 1.0, 0.9), (20, 0.0, 0.5), (20, 1.0, 1.0)]
     played = pd.DataFrame(rows, columns=["iteration", "temperature", "success"]).assign(n_questions=20)

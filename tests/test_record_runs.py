@@ -11,7 +11,7 @@ import pytest
 from stppo.config.algorithms import look
 from stppo.files import write_atomically
 from stppo.record import schema
-from stppo.record.runs import TABLE_MEANS, collect, load_metrics, make_command, read_run, uncollected
+from stppo.record.runs import TABLE_MEANS, collect, load_metrics, read_run, uncollected
 from tests.synthetic_runs import N_UPDATES, START, Dynamics, gather, make_run, make_study, simulate
 
 
@@ -205,22 +205,6 @@ def test_broken_run_leaves_an_earlier_collection_untouched(run, tmp_path):
     with pytest.raises(ValueError):
         collect([run, other], out)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-@pytest.mark.parametrize(
-    ("target", "command"),
-    [
-        ("results/smoke/runs/x/run.json", "snakemake results/smoke/runs/x/run.json --config preset=smoke"),
-        (
-            "results/reference/laptop/metrics/runs.json",
-            "stppo collect results/reference/laptop/metrics RUN_FOLDERS",
-        ),
-        ("results/smoke/manual/own/run.json", "stppo train OVERRIDES --out results/smoke/manual/own"),
-        ("elsewhere/runs.json", "stppo collect elsewhere RUN_FOLDERS"),
-    ],
-)
-def test_remedy_makes_the_file(target, command):
-    assert make_command(Path(target)) == command
 
 
 def test_missing_metrics_name_the_command(tmp_path):

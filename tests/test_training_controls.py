@@ -401,12 +401,6 @@ def test_the_critic_is_measured_on_the_batch_and_policy_it_is_used_for(tmp_path,
     assert last["critic_value_rmse"] > 0
 
 
-def test_algorithms_without_critic_measure_none(tmp_path, f1_start):
-    config = compose([*F1, "algorithm=grpo", *VALUE_ERROR, "training.iterations=2"])
-    run(config, tmp_path, f1_start)
-    assert tables(tmp_path)[0]["critic_value_rmse"].isna().all()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("wish", [MONTE_CARLO, VALUE_ERROR, ["training.target_kl=1e-4"]], ids=str)
 def test_interrupted_control_resumes_bit_for_bit(wish, tmp_path, f1_start):
