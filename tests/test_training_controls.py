@@ -339,7 +339,7 @@ def test_monte_carlo_values_replace_the_critic(tmp_path, f1_start, with_critic):
     other_run = Run(load(compose(F1)), tmp_path, f1_start, progress=False)
     other = other_run.trainer
     assert trainer.critic is None
-    queued, plain = trainer.batches.sample(0, 0), other.sample()
+    queued, plain = trainer.batches.sample(0, 0), other.batches.sample(0, 0)
     assert torch.equal(queued.trajectories.tokens, plain.trajectories.tokens)
     assert torch.equal(trainer.generator.get_state(), other.generator.get_state()), "a stream of its own"
     assert torch.equal(

@@ -148,8 +148,8 @@ def test_a_training_question_that_is_too_long_stops_before_anything_is_trained(
     ) as error:
         warm_start(load(config), tmp_path, progress=False)
     assert "\n" not in str(error.value)
-    config = small("rollout.max_tokens=200", *steps)
-    with pytest.raises(ValueError, match="rollout.max_tokens=200 leaves no room for a turn after the"):
+    config = small("rollout.max_tokens=60", *steps)
+    with pytest.raises(ValueError, match="rollout.max_tokens=60 leaves no room for a turn after the"):
         warm_start(load(config), tmp_path / "start", progress=False)
 
 
