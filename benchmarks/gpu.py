@@ -293,7 +293,8 @@ def main() -> None:
         with at_most(0.35 * (end - time.monotonic())):  # the rest is the second table's
             run.train()
         if not run.trainer.queue:
-            run.trainer.queue.append(run.trainer.batches.sample(run.trainer.iteration, run.trainer.update))
+            trainer = run.trainer
+            trainer.queue.append(trainer.batches.sample(trainer.iteration, trainer.update))
         tables.setdefault("One iteration by phase", []).append(phases(run, reached))
         peaks[algorithm] = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
         tables["Memory"] = memory(overrides, peaks)

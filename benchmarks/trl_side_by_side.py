@@ -44,18 +44,16 @@ Iteration = Callable[[], tuple[float, float]]  # CPU seconds, mean agent tokens 
 def ours(overrides: list[str], start: Path, folder: Path, kernels: str) -> tuple[Iteration, Trainer]:
     config = compose([*overrides, *QUIET, *SETTING, f"training.kernels={kernels}"])
     trainer = Trainer(load(config), start)
-    drawn = trainer.sample
+    drawn = trainer.batches.sample
     agent_tokens: list[float] = []
 
-    def sample() -> Any:
-        batch = drawn()
+    def sample(*made: int) -> Any:
+        batch = drawn(*made)
         agent_tokens.append(float(batch.trajectories.n_agent_tokens.double().mean()))
         return batch
 
-    trainer.sample = sample
-    trainer.queue.append(
-        trainer.batches.sample(trainer.iteration, trainer.update)
-    )  # `iterate` samples the next batch when it has trained on this one
+    trainer.batches.sample = sample
+    trainer.fill_queue()  # `iterate` samples the next batch when it has trained on this one
 
     def iteration() -> tuple[float, float]:
         began = time.process_time()
