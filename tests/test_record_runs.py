@@ -171,24 +171,6 @@ def test_corrupted_file_names_run_and_command(run, name):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("seed", None),
-        ("seed", "1"),
-        ("algorithm", ["a"]),
-        ("status", None),
-        ("wall_seconds", "long"),
-        ("warm_start", "none"),
-        ("warm_start", {"success_sampled": 0.1}),
-    ],
-)
-def test_field_of_another_kind_names_it(run, name, value):
-    set_field(run, **{name: value})
-    with pytest.raises(ValueError, match=f"{name}.*make it anew with"):
-        read_run(run)
-
-
 def test_missing_column_is_named(run):
     frame = pd.read_parquet(run / schema.UPDATES_FILE).drop(columns="clip_fraction")
     frame.to_parquet(run / schema.UPDATES_FILE)

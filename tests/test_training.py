@@ -237,12 +237,9 @@ def test_damaged_checkpoint_is_named_and_set_aside_on_request(file, said, tmp_pa
 
 # Many updates an iteration: the loss meets it first. One: the parameters do, before anything is sampled.
 @pytest.mark.parametrize("updates", [["training.epochs=2"], ["training.epochs=1", "training.minibatches=1"]])
-@pytest.mark.parametrize("rate", [1e30, 1e38])
-def test_non_finite_numbers_stop_the_run_and_keep_what_was_measured(
-    rate, updates, tmp_path, tiny, barely_trained
-):
+def test_non_finite_numbers_stop_the_run_and_keep_what_was_measured(updates, tmp_path, tiny, barely_trained):
     record = run(
-        tiny("training.optimizer=sgd", f"training.learning_rate={rate}", *updates), tmp_path, barely_trained
+        tiny("training.optimizer=sgd", "training.learning_rate=1e30", *updates), tmp_path, barely_trained
     )
     assert record["status"] == "non_finite"
     assert (

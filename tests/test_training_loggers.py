@@ -143,14 +143,6 @@ def test_tensorboard_of_a_run_that_went_on_has_each_step_once(tmp_path, tiny, ba
         assert [value for _, value in found[tag]] == pytest.approx(table[column].tolist(), rel=1e-6), tag
 
 
-@needs_tensorboard
-def test_new_run_in_the_same_folder_moves_the_earlier_events_aside(tmp_path, tiny, barely_trained):
-    run(tiny("loggers=[tensorboard]", "training.iterations=1"), tmp_path, barely_trained)
-    run(tiny("loggers=[tensorboard]", "training.iterations=2"), tmp_path, barely_trained, resume="set_aside")
-    assert len(events(tmp_path / "earlier-1" / "tensorboard")["update/entropy"]) == 4
-    assert len(events(tmp_path / "tensorboard")["update/entropy"]) == 8
-
-
 def test_scalars_are_the_finite_numbers_by_tag():
     row = {"update": 3, "iteration": 1, "entropy": 0.5, "critic_loss": float("nan"), "epoch": 0}
     assert update_scalars(row) == {"update/entropy": 0.5, "update/epoch": 0}
