@@ -128,8 +128,6 @@ BAD = [
     ("n_entities", "world.n_entities=0"),
     ("world.n_entities = 60.0", "world.n_entities=60.0"),
     ("warm_start.noise.malformed", "warm_start.noise.malformed=2"),
-    ("warm_start.max_steps=20", "warm_start.max_steps=20"),
-    ("warm_start.reading.max_steps=10", "warm_start.reading.max_steps=10"),
     ("evaluation.trajectories = 0", "evaluation.trajectories=0"),
     ("seed = 99999999999999999999", "seed=99999999999999999999"),
 ]

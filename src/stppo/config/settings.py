@@ -45,15 +45,6 @@ class ReadingConfig(Section):
     learning_rate: float = Field(gt=0, lt=_MOST)
     learning_rate_warmup_steps: int = Field(gt=0)
 
-    @model_validator(mode="after")
-    def _is_measured(self) -> "ReadingConfig":
-        if self.measure_every > self.max_steps > 0:
-            raise ValueError(
-                f"warm_start.reading.measure_every={self.measure_every} must be at most "
-                f"warm_start.reading.max_steps={self.max_steps}"
-            )
-        return self
-
 
 class WarmStartConfig(Section):
     """Supervised start: reading, then noisy scripted demonstrations of searching, stopped when sampled
@@ -77,15 +68,6 @@ class WarmStartConfig(Section):
     batch_size: int = Field(gt=0)
     learning_rate: float = Field(gt=0, lt=_MOST)
     noise: dict[str, float]
-
-    @model_validator(mode="after")
-    def _is_evaluated(self) -> "WarmStartConfig":
-        if 0 < self.max_steps < self.evaluate_every:
-            raise ValueError(
-                f"warm_start.max_steps={self.max_steps} ends before the first evaluation: raise it, or lower "
-                f"warm_start.evaluate_every={self.evaluate_every}"
-            )
-        return self
 
     @field_validator("noise")
     @classmethod

@@ -235,7 +235,7 @@ def _read(
             batch = demonstration_batch(world.reading_examples(settings.batch_size, rng), encoder)
             recent.append(_supervised_step(policy, optimizer, batch, run))
             bar.update()
-            if step % settings.measure_every == 0:
+            if step % settings.measure_every == 0 or step == settings.max_steps:
                 loss, accuracy = (fmean(values) for values in zip(*recent, strict=True))
                 history.append({"stage": "reading", "step": step, "loss": loss, "accuracy": accuracy})
                 bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}")
@@ -268,7 +268,7 @@ def _imitate(
             batch = data.select(torch.randint(len(data.lengths), (settings.batch_size,)))
             loss, _ = _supervised_step(policy, optimizer, batch, run)
             bar.update()
-            if step % settings.evaluate_every == 0:
+            if step % settings.evaluate_every == 0 or step == settings.max_steps:
                 row, all_asked = _measured(sampler, policy, held_out, settings, rng, step)
                 history.append({"stage": "searching", "step": step, "loss": loss, **row})
                 bar.set_postfix(
