@@ -59,9 +59,8 @@ def install(extra: str) -> str:
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e '{checkout}[{extra}]'"
     try:
-        origin = json.loads(
-            distribution("stppo").read_text("direct_url.json") or "{}"
-        )  # where pip had it from
+        # Where pip had it from.
+        origin = json.loads(distribution("stppo").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:
         origin = {}
     kind = origin.get("vcs_info", {}).get("vcs")

@@ -19,23 +19,9 @@ from typing import Any
 
 PACKAGE = "stppo"
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
-RESULT_PATHS = (
-    "src",
-    "configs",
-    "notebooks",
-    "Snakefile",
-    "pyproject.toml",
-)  # from the top of the repository
-PACKAGES = (
-    "torch",
-    "transformers",
-    "numpy",
-    "pandas",
-    "pyarrow",
-    "hydra-core",
-    "bm25s",
-    "datasets",
-)
+# From the top of the repository.
+RESULT_PATHS = ("src", "configs", "notebooks", "Snakefile", "pyproject.toml")
+PACKAGES = ("torch", "transformers", "numpy", "pandas", "pyarrow", "hydra-core", "bm25s", "datasets")
 
 
 def _module_name(file: Path, package_dir: Path) -> str:

@@ -184,9 +184,8 @@ class EvaluationConfig(Section):
 class RunConfig(Section):
     """Everything one training run depends on."""
 
-    seed: int = Field(
-        ge=0, lt=2**32
-    )  # and evaluations, whose seeds are a million times as large, stay in 64 bits
+    # Evaluations, whose seeds are a million times as large, stay in 64 bits.
+    seed: int = Field(ge=0, lt=2**32)
     warm_start_seed: int = Field(ge=0, lt=2**32)
     algorithm: AlgorithmConfig
     world: dict[str, Any]

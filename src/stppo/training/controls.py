@@ -53,9 +53,7 @@ class ReplayedDivisors:
                 f"{type(objective.surrogate).__name__} steps on each turn of one; use another algorithm"
             )
         source = repository_path(training.divisors.from_run)
-        recorded = _whole_iterations(
-            source, training.epochs, training.minibatches
-        )  # (n, epochs * minibatches)
+        recorded = _whole_iterations(source, training.epochs, training.minibatches)
         n, wanted = len(recorded), training.iterations
         status = _status(source)
         if n < wanted and not (n and status == NON_FINITE):

@@ -126,15 +126,9 @@ def evaluate_checkpoint(
             try:
                 for part, benchmark, decoding, made_for in parts:
                     if part not in rows:
+                        what, some = (part, benchmark, decoding), asked[benchmark]
                         rows[part] = _play(
-                            sampler,
-                            policy,
-                            asked[benchmark],
-                            (part, benchmark, decoding),
-                            seed,
-                            trajectories,
-                            made_for,
-                            progress,
+                            sampler, policy, some, what, seed, trajectories, made_for, progress
                         )
                         write_results(out, about, [rows[p] for p, *_ in parts if p in rows])
             except (OSError, RuntimeError, FloatingPointError) as cause:
@@ -266,9 +260,8 @@ def _unseen(asked: list[Question], trained_on: Config, world: Config) -> list[Qu
     if not section.get("train") or not (by_title or _of_files(section)):
         return asked
     known = {field.name for field in dataclasses.fields(BenchmarkWorld)}
-    fields = {
-        name: value for name, value in section.items() if name in known - {"retriever"}
-    }  # the file's code
+    known.discard("retriever")  # the file's code
+    fields = {name: value for name, value in section.items() if name in known}
     files = ["records", "corpus"]
     if not section.get("only_in_corpus"):  # a corpus that chooses no questions is not needed
         fields["corpus"], files = CONTEXTS, ["records"]

@@ -49,12 +49,8 @@ class Trainer:
 
     def __init__(self, run: LoadedRun, start: Path) -> None:
         torch.set_num_threads(1)  # runs are parallel, not threads; and sums keep one order
-        self.config, self.settings, self.objective, self.world = (
-            run.config,
-            run.settings,
-            run.objective,
-            run.world,
-        )
+        self.config, self.settings = run.config, run.settings
+        self.objective, self.world = run.objective, run.world
         training, self.divisors = self.settings.training, None
         if training.divisors.from_run is not None:
             self.divisors = ReplayedDivisors(training, self.objective, self.settings.seed)

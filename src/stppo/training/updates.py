@@ -70,9 +70,8 @@ class PolicyUpdates:
         self.divisors = divisors
         self.past: list[float] = []
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
-        self.norm_over = {
-            BIAS_NORM_COLUMNS["exact"]: self.parameters
-        }  # column -> parameters of a norm that takes a pass
+        # Column -> parameters of a norm that takes a pass.
+        self.norm_over = {BIAS_NORM_COLUMNS["exact"]: self.parameters}
         try:
             self.norm_over[BIAS_NORM_COLUMNS["last_block"]] = last_block(policy)
         except ValueError as error:
