@@ -221,6 +221,7 @@ wildcard_constraints:
     derivation="|".join(DERIVATIONS),
     own="|".join(map(re.escape, OWN)) or "-",
     page="|".join(map(re.escape, PAGES)),
+    apart=f"{PLUG_INS}|{LEADERBOARD}",
 
 
 onstart:
@@ -398,40 +399,26 @@ rule derivations:
 
 
 # Not part of `all`: snakemake results/<preset>/25-plug-ins.html, whole only where verl and TRL are installed
-# (`make test-engines`, then `source .venv-engines/bin/activate`); the page's first lines say what is missing.
-rule plug_ins:
+# (`make test-engines`, then `source .venv-engines/bin/activate`; the page's first lines say what is missing), and
+# snakemake results/<preset>/27-leaderboard.html, of the recorded runs of `stppo bench`.
+rule apart:
     output:
-        f"{RESULTS}/{PLUG_INS}.ipynb",
-        directory(f"{RESULTS}/derivations/{PLUG_INS}"),
+        f"{RESULTS}/{{apart}}.ipynb",
+        directory(f"{RESULTS}/derivations/{{apart}}"),
     params:
-        content=CONTENT[PLUG_INS],
+        content=lambda wildcards: CONTENT[wildcards.apart],
         recorded=content_of(
             "results/reference/laptop/metrics/runs.json",
             "results/reference/benchmarks.json",
             "results/reference/speed/kernels.json",
+            "results/reference/benchmark/metrics/runs.json",
         ),
         hosts=[host for host in ("verl", "trl") if find_spec(host)],
     log:
-        f"{RESULTS}/logs/{PLUG_INS}.log",
+        f"{RESULTS}/logs/{{apart}}.log",
     threads: 1
     shell:
-        "{RUN} papermill notebooks/{PLUG_INS}.ipynb {output[0]} {PAPERMILL}"
-        " -p output_dir {output[1]} > {log} 2>&1"
-
-
-# Not part of `all`: snakemake results/<preset>/27-leaderboard.html, of the recorded runs of `stppo bench`.
-rule leaderboard:
-    output:
-        f"{RESULTS}/{LEADERBOARD}.ipynb",
-        directory(f"{RESULTS}/derivations/{LEADERBOARD}"),
-    params:
-        content=CONTENT[LEADERBOARD],
-        recorded=content_of("results/reference/benchmark/metrics/runs.json"),
-    log:
-        f"{RESULTS}/logs/{LEADERBOARD}.log",
-    threads: 1
-    shell:
-        "{RUN} papermill notebooks/{LEADERBOARD}.ipynb {output[0]} {PAPERMILL}"
+        "{RUN} papermill notebooks/{wildcards.apart}.ipynb {output[0]} {PAPERMILL}"
         " -p output_dir {output[1]} > {log} 2>&1"
 
 

@@ -82,7 +82,7 @@ def test_notebooks_are_found_by_their_number(plan):
 
 
 def test_plug_ins_benchmarks_and_claims_are_not_part_of_a_plain_preset(plan):
-    assert planned(plan, "plug_ins") == planned(plan, "benchmarks") == planned(plan, "claims") == 0
+    assert planned(plan, "apart") == planned(plan, "benchmarks") == planned(plan, "claims") == 0
 
 
 def test_a_model_with_a_short_name_is_fetched_before_its_warm_start(tmp_path):
@@ -99,7 +99,7 @@ def test_pages_that_are_targets_of_their_own_take_their_own_options(tmp_path):
     options = ("--config", "preset=smoke", "checkpoint=a b", "n_questions=7")
     pages = ("results/smoke/24-benchmarks.html", "results/smoke/25-plug-ins.html")
     result = snakemake(tmp_path, *options, targets=("-n", "-p", *pages))
-    assert planned(result, "benchmarks") == planned(result, "plug_ins") == 1 and planned(result, "html") == 2
+    assert planned(result, "benchmarks") == planned(result, "apart") == 1 and planned(result, "html") == 2
     assert planned(result, "train") == 0
     assert "-p n_questions 7" in result.stdout and "-r checkpoint 'a b'" in result.stdout
 
