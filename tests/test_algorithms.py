@@ -86,10 +86,10 @@ PRIOR = "prior: {key: objective.clip.epsilon_high, low: 0.05, high: 0.8, scale: 
 def test_a_prior_is_read_and_changes_no_run(write):
     write("mine", BASED_ON_TURN_PPO.format("mine", ""))
     before = compose(["algorithm=mine"])
-    assert look("mine").prior is None and look("turn_ppo").prior.keys == [
+    assert look("mine").prior is None and look("turn_ppo").prior.keys == (
         "objective.clip.epsilon_low",
         "objective.clip.epsilon_high",
-    ], "not inherited"
+    ), "not inherited"
     write("mine", BASED_ON_TURN_PPO.format("mine", PRIOR))
     after = compose(["algorithm=mine"])
     load(after)

@@ -37,7 +37,7 @@ class Prior(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    keys: list[str] = Field(alias="key", min_length=1)
+    keys: tuple[str, ...] = Field(alias="key", min_length=1)
     low: float
     high: float
     scale: Literal["log", "linear"]
@@ -59,7 +59,7 @@ class Prior(BaseModel):
     @field_validator("keys", mode="before")
     @classmethod
     def _are_of_the_objective(cls, keys: Any) -> Any:
-        keys = keys if isinstance(keys, list) else [keys]
+        keys = tuple(keys) if isinstance(keys, list) else (keys,)
         if not all(str(key).startswith("objective.") for key in keys):
             raise ValueError("must name a key below `objective`, such as objective.clip.epsilon_low")
         return keys
