@@ -163,7 +163,7 @@ DERIVATIONS, NOTEBOOKS, OWN = numbered("0[0-9]"), numbered("2[0-3]"), numbered("
 PAGES = [*([] if RECORDED else DERIVATIONS), *NOTEBOOKS, *OWN]
 FIGURES = [f"{RESULTS}/figures", *(f"{RESULTS}/{name}.ipynb" for name in NOTEBOOKS)]
 ENDED = f"{RESULTS}/status"  # how notebooks ended that no run waits for
-CLAIMS = multiext(f"{RESULTS}/claims/", "claims.csv", "claims.md", "planned.json")
+CLAIMS = multiext(f"{RESULTS}/claims/", "claims.csv", "planned.json")
 CLAIMS = CLAIMS if "study" in COMPOSED else []
 RUN = "python -m stppo.preloaded"  # without the seconds of importing, where jobs run on this machine
 PAPERMILL = f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
@@ -437,8 +437,8 @@ if CLAIMS:  # a preset with a section `study`
         log:
             f"{RESULTS}/logs/claims.log",
         shell:
-            "echo {params.planned:q} > {output[2]} && "  # how many runs each arm is to have
-            "{RUN} stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {output[2]} > {log} 2>&1"
+            "echo {params.planned:q} > {output[1]} && "  # how many runs each arm is to have
+            "{RUN} stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {output[1]} > {log} 2>&1"
 
 
 # Not part of `all`: any checkpoint on any of the eight benchmarks,

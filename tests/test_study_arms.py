@@ -6,7 +6,6 @@ from stppo.config.composition import compose
 from stppo.config.files import ConfigError
 from stppo.config.planned import pipeline_of, planned_runs
 from stppo.study.arms import groups, groups_of, labels
-from stppo.study.elsewhere import best_elsewhere
 
 
 def preset(groups=None, arms=None):
@@ -125,25 +124,3 @@ def test_a_placebo_takes_divisors_of_a_planned_run_of_the_algorithm_that_divides
     }
     assert sources and sources <= {run.name for run in runs}
     assert {source.split("/")[1] for source in sources} == {"s_ppo", "st_ppo", "so_grpo"}
-
-
-# ---- the best setting in other worlds --------------------------------------------------------------
-
-
-def test_each_world_has_the_setting_that_is_best_in_the_others():
-    low, high = {1: 0.9, 2: 0.2, 3: 0.2, 4: 0.2}, {1: 0.0, 2: 0.4, 3: 0.4, 4: 0.4}
-    # In world 1 `low` would have been better: it may not look. Without world 2: .9 + .2 + .2 against 0 + .4 + .4.
-    assert best_elsewhere([low, high]) == {1: 0.0, 2: 0.2, 3: 0.2, 4: 0.2}
-
-
-def test_what_is_chosen_by_can_be_another_number():
-    shown = [{1: 0.1, 2: 0.2}, {1: 0.3, 2: 0.4}]
-    assert best_elsewhere(shown, by=[{1: 1.0, 2: 0.0}, {1: 0.0, 2: 1.0}]) == {1: 0.3, 2: 0.2}
-
-
-def test_equal_settings_and_single_ones():
-    one = {1: 0.5, 2: 0.6, 9: 0.1}
-    assert best_elsewhere([one, dict(one)]) == best_elsewhere([one]) == one
-    assert set(best_elsewhere([one, {2: 1.0, 9: 1.0}])) == {2, 9}
-    with pytest.raises(ValueError, match="1 worlds in common"):
-        best_elsewhere([one, {2: 1.0}])

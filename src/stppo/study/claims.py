@@ -44,10 +44,9 @@ from pydantic import (
 from stppo import stats
 from stppo.files import write_atomically
 from stppo.record.runs import Metrics
-from stppo.stats import Estimate, fewest_worlds, joint_level
+from stppo.stats import Estimate, Values, fewest_worlds, joint_level
 from stppo.study import arms
 from stppo.study.arms import MAIN, Group
-from stppo.study.elsewhere import best_elsewhere
 from stppo.study.measures import COLUMNS, SHARES, per_run
 from stppo.study.questions import questions_figure
 
@@ -55,7 +54,7 @@ LEDGER_FILE = Path(__file__).with_name("claims.yaml")
 LEDGER_FILES = (LEDGER_FILE, Path(__file__).with_name("claims_divisor.yaml"))  # one a preset
 SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE, NOT_ASKED = "supported", "not supported", "inconclusive", "not asked"
 HOLDS, FAILS, OPEN = "holds", "fails", "open"
-CSV_FILE, MARKDOWN_FILE = "claims.csv", "claims.md"
+CSV_FILE = "claims.csv"
 SHOWN = 0.95
 
 
@@ -275,6 +274,24 @@ def _check(
     return Check(condition, words, estimate, outcome, short, middle, missed)
 
 
+def best_elsewhere(settings: Sequence[Values], by: Sequence[Values]) -> dict[int, float]:
+    """For each world the number of the setting with the highest mean of `by` over the *other* worlds (the
+    first of equals). So trying more settings does not flatter an arm.
+
+    settings: world -> the arm's number, one mapping a setting; by: likewise what is chosen by. ValueError
+    where all together share fewer than two worlds."""
+    worlds = sorted(set.intersection(*(set(of) for of in (*settings, *by))))
+    if len(worlds) < 2:
+        raise ValueError(
+            f"the settings have {len(worlds)} worlds in common, two are needed to choose elsewhere"
+        )
+
+    def chosen(world: int) -> int:
+        return max(range(len(settings)), key=lambda i: sum(by[i][w] for w in worlds if w != world))
+
+    return {world: settings[chosen(world)][world] for world in worlds}
+
+
 def _median(arms: Sequence[Mapping[int, float]], weights: Sequence[float]) -> float:
     """Of the worlds that all arms have, of the weighted sum in each."""
     worlds = set.intersection(*map(set, arms))
@@ -309,110 +326,14 @@ def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     holds (`_outcome`), the median that of a share; all are empty where nothing could be estimated."""
     rows = []
     for verdict, check in ((v, c) for v in verdicts for c in v.checks):
-        entry, estimate = verdict.entry, check.estimate
-        values = estimate and (
-            *(estimate.value, *estimate.interval(SHOWN), check.median),
-            *estimate.interval(verdict.level),
-        )
-        rows.append(
-            [
-                *(entry.id, entry.claim, entry.source, check.measured),
-                *(values or [None] * 6),
-                *(check.condition.threshold, estimate.n_worlds if estimate else 0, check.outcome),
-                *(
-                    check.missed_by,
-                    verdict.level,
-                    verdict.verdict,
-                    any(c.provisional for c in verdict.checks),
-                ),
-                *(entry.gate or "", entry.note),
-            ]
-        )
+        entry, found, values, worlds = verdict.entry, check.estimate, [None] * 6, 0
+        if found:
+            values = [found.value, *found.interval(SHOWN), check.median, *found.interval(verdict.level)]
+            worlds = found.n_worlds
+        row = [entry.id, entry.claim, entry.source, check.measured, *values, check.condition.threshold]
+        row += [worlds, check.outcome, check.missed_by, verdict.level, verdict.verdict]
+        rows.append([*row, any(c.provisional for c in verdict.checks), entry.gate or "", entry.note])
     return pd.DataFrame(rows, columns=list(COLUMN_NAMES))
-
-
-def markdown(verdicts: Sequence[Verdict]) -> str:
-    """The table for people: how a verdict is made, a row per entry, its conditions one below the other, why
-    an entry was not asked, and what each column that is asked for means."""
-    if not verdicts:
-        return "The preset of these runs has no claims.\n"
-    lines = [
-        _head(verdicts),
-        "",
-        f"| | claim | source | measured: estimate [{_percent(SHOWN)}] | median | joint interval, which "
-        "decides | to show | shown | worlds | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for verdict in verdicts:
-        rows = table([verdict])
-        measured = [
-            f"{row.measured}: "
-            + ("–" if pd.isna(row.estimate) else f"{row.estimate:.2f} {_span(row.low, row.high)}")
-            for row in rows.itertuples()
-        ]
-        joint = map(_span, rows["joint_low"], rows["joint_high"])
-        columns = (measured, map(_two, rows["median"]), joint, rows["threshold"], map(_shown, verdict.checks))
-        cells = ["<br>".join(map(str, cell)) for cell in (*columns, rows["worlds"])]
-        shown = verdict.verdict
-        if shown == NOT_ASKED:
-            shown += f" ({next(o for o in rows['outcome'] if o not in (HOLDS, OPEN, FAILS))})"
-        elif rows["provisional"].any():
-            shown += " (provisional)"
-        entry = verdict.entry
-        said = f"{entry.claim} {entry.note}".strip()
-        lines.append(f"| {entry.id} | {said} | {entry.source} | {' | '.join(cells)} | {shown} |")
-    asked = {check.condition.column for verdict in verdicts for check in verdict.checks}
-    lines += ["", "What was measured of each run:", ""]
-    lines += [f"- `{column}`: {meaning}" for column, meaning in COLUMNS.items() if column in asked]
-    return "\n".join(lines) + "\n"
-
-
-def _head(verdicts: Sequence[Verdict]) -> str:
-    """How the verdicts of a table are made, in words."""
-    levels = {verdict.entry.id[0]: _percent(verdict.level) for verdict in verdicts}
-    told = ", ".join(f"{level} for entries {family}" for family, level in levels.items())
-    return f"""# Claims, and what the runs say of them
-
-Every number is a mean over worlds: of an arm, of the difference of two arms (A − B), or of a factor's main
-effect (its second level minus its first, mean over the other factors' settings). Arms are off-policy unless
-a regime stands behind them. Success and all shares lie between 0 and 1.
-
-An entry is *supported* if the joint interval of each of its conditions lies wholly beyond the threshold
-("to show"), *not supported* if that of some condition lies wholly on the other side (widened where there
-are several conditions, so that their chances to fail count as one), *not asked* if neither and an arm has
-no runs or too few worlds, or the entry that it hangs on is not supported, and *inconclusive* otherwise.
-*Provisional*: from fewer runs than planned.
-
-"Shown" says of each condition whether its joint interval lies beyond the threshold, or else how much of the
-interval lies on the wrong side; where the condition fails, how far on the wrong side the whole interval
-lies at least. A median (over worlds, as the mean is; not given of shares) that is far from the mean says
-that few worlds make the mean; it decides nothing.
-
-The {_percent(SHOWN)} interval beside an estimate does not decide. The joint interval does, because many
-entries are judged at once (Bonferroni over the entries of a letter that hang on no other): it is of
-{told}."""
-
-
-def _percent(level: float) -> str:
-    return f"{100 * level:.4g} %"
-
-
-def _two(value: float | None) -> str:
-    return "–" if pd.isna(value) else f"{value:.2f}"
-
-
-def _shown(check: Check) -> str:
-    """Whether a condition is shown, or by how much it is missed; nothing where it was not asked."""
-    if check.outcome == HOLDS:
-        return "yes"
-    if check.outcome not in (OPEN, FAILS) or math.isnan(check.missed_by):
-        return "–"
-    by = f"{check.missed_by:.2f}" if check.missed_by >= 0.005 else f"{check.missed_by:.1g}"
-    return f"no, by {by}" if check.outcome == OPEN else f"fails, by {by}"
-
-
-def _span(low: float | None, high: float | None) -> str:
-    return "–" if pd.isna(low) else f"[{low:.2f}, {high:.2f}]"
 
 
 def read_planned(file: Path) -> dict[str, int]:
@@ -432,12 +353,12 @@ def read_planned(file: Path) -> dict[str, int]:
 def write_claims(
     metrics: Metrics, out_dir: str | Path, planned: Mapping[str, int] | None = None
 ) -> list[Path]:
-    """Write claims.csv and claims.md of the runs' ledger into a folder, and the picture of the runs'
-    questions; returns the paths."""
-    verdicts = evaluate(metrics, planned=planned)
-    csv = table(verdicts).to_csv(index=False, float_format="%.5g", lineterminator="\n")
-    paths = [Path(out_dir) / name for name in (CSV_FILE, MARKDOWN_FILE)]
-    for path, text in zip(paths, (csv, markdown(verdicts)), strict=True):
-        write_atomically(path, partial(Path.write_text, data=text, encoding="utf-8"))
+    """Write claims.csv of the runs' ledger into a folder, and the picture of the runs' questions; returns the
+    paths."""
+    csv = table(evaluate(metrics, planned=planned)).to_csv(
+        index=False, float_format="%.5g", lineterminator="\n"
+    )
+    path = Path(out_dir) / CSV_FILE
+    write_atomically(path, partial(Path.write_text, data=csv, encoding="utf-8"))
     plot = questions_figure(metrics) if metrics.runs else None
-    return [*paths, *(plot.save(out_dir) if plot else ())]
+    return [path, *(plot.save(out_dir) if plot else ())]
