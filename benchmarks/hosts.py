@@ -1,8 +1,8 @@
 """What other libraries' losses compute, against our YAML files, on one fixed batch.
 
-`python benchmarks/hosts.py HOST` in an environment that has the library (and this project) writes
-`results/reference/hosts/HOST.json`; `make docs` makes the page "One name, many algorithms" from these files. `tests/engines`
-repeats verl's and TRL's. A gradient here is that of the loss by the agent tokens' log-probs, (B, T) in float64, from rewards
+`python benchmarks/hosts.py HOST` in an environment that has the library (and this project) writes its part of
+`results/reference/hosts.json`; `make docs` makes the page "One name, many algorithms" from it. `tests/engines` repeats verl's
+and TRL's. A gradient here is that of the loss by the agent tokens' log-probs, (B, T) in float64, from rewards
 on: the library's own advantages, its own loss, its own options.
 
 The batch: two questions of eight trajectories, two turns each of one to seven tokens, an observation between them, reward 0 or 1
@@ -41,7 +41,7 @@ from stppo.objectives import GroupNormalised
 from stppo.plugins import methods
 from stppo.trajectories import Layout, Trajectories
 
-FOLDER = Path(__file__).parents[1] / "results/reference/hosts"
+FILE = Path(__file__).parents[1] / "results/reference/hosts.json"
 GROUP = 8  # trajectories of a question, as the YAML files have it
 STD_EPS = {"verl": 1e-6, "trl": 1e-4}  # what a host adds to the standard deviation of a group's rewards
 
@@ -757,9 +757,8 @@ def main() -> None:
     host = parser.parse_args().host
     cells = {name: measured(host, name) for name in DEFAULTS[host]}
     versions = {package: version(package).split("+")[0] for package in HOSTS[host][1]}
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"versions": versions, "cells": cells}, indent=1)
-    (FOLDER / f"{host}.json").write_text(text + "\n", encoding="utf-8")
+    found = json.loads(FILE.read_text(encoding="utf-8")) | {host: {"versions": versions, "cells": cells}}
+    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, row in cells.items():
         equal = row["equal"] and row["equal"]["distance"]
         print(

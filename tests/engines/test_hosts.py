@@ -74,7 +74,7 @@ def test_a_cut_into_micro_batches_changes_nothing_unless_the_remark_says_so(host
 )
 def test_a_recorded_cell_is_what_the_host_computes(host, name):
     """Cosine and size at the host's defaults, after a cut into micro-batches, and with the options that make it equal."""
-    recorded = json.loads((hosts.FOLDER / f"{host}.json").read_text(encoding="utf-8"))["cells"]
+    recorded = json.loads(hosts.FILE.read_text(encoding="utf-8"))[host]["cells"]
     assert list(recorded) == list(hosts.DEFAULTS[host])
     found = hosts.measured(host, name)
     for row, part in (

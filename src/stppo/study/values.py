@@ -513,9 +513,8 @@ def smollm(folder: Path) -> dict[str, Any]:
         name: sorted(record["peak_memory_mb"] / 1024 for of in folders for record in load_metrics(of).runs)
         for name, folders in places.items()
     }
-    for file in sorted((beside / "notebook_26").glob("*.json")):
-        found.setdefault("writes", {})[key(file.stem)] = _writes(json.loads(file.read_text(encoding="utf-8")))
-    return found
+    counted = json.loads((beside / "notebook_26.json").read_text(encoding="utf-8"))
+    return found | {"writes": {key(run): _writes(numbers) for run, numbers in counted.items()}}
 
 
 def _writes(numbers: dict[str, Any]) -> dict[str, Any]:
