@@ -319,7 +319,7 @@ if not RECORDED and workflow.is_main_process:
     for stale in uncollected(Path(f"{RESULTS}/metrics"), [Path(f"{RESULTS}/runs/{run}") for run in RUNS]):
         os.utime(stale)
 
-TABLES = ("iterations.parquet", "evaluations.parquet", "runs.json", "summary.csv")
+TABLES = ("iterations.parquet", "evaluations.parquet", "runs.json")
 METRICS = multiext(f"{RESULTS}/metrics/", *TABLES)
 
 if RECORDED:

@@ -8,8 +8,10 @@ import pandas as pd
 import pytest
 import yaml
 
+from stppo.record.runs import load_metrics
+
 REFERENCE = Path(__file__).parents[1] / "results/reference"
-RECORDS = sorted(file.parent for file in REFERENCE.rglob("summary.csv") if "first_study" not in str(file))
+RECORDS = sorted(file.parent for file in REFERENCE.rglob("runs.json") if "first_study" not in str(file))
 
 
 def last_tenth(curve: list[float]) -> float:
@@ -38,7 +40,7 @@ def outcome(curve: list[float], start: float, stopped: bool) -> dict[str, float 
 
 @pytest.mark.parametrize("folder", RECORDS, ids=lambda folder: str(folder.relative_to(REFERENCE)))
 def test_outcomes_of_all_runs(folder):
-    summary = pd.read_csv(folder / "summary.csv").set_index(["regime", "algorithm", "seed"])
+    summary = load_metrics(folder).summary.set_index(["regime", "algorithm", "seed"])
     rows = pd.read_parquet(folder / "evaluations.parquet").sort_values("iteration")
     runs = json.loads((folder / "runs.json").read_text())
     records = {
