@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import bm25s
 import corpus
 import numpy as np
+import pandas as pd
 from bm25s.selection import topk
 
 from stppo.config.provenance import git_state, hardware, versions
@@ -48,7 +49,6 @@ OUT = Path(__file__).parents[1] / "results" / "reference"
 BENCHMARKS = ("hotpotqa", "2wikimultihopqa", "musique")
 CUTS = (1, 3, 5, 10)
 TURN_BUDGET = 4
-WIKIPEDIA = 21_015_324  # passages of 100 words of the 2018 dump, Search-R1's corpus
 TOP_K = 3  # results a query, as Search-R1's agents ask for
 CLIENTS, SERVED = (1, 4, 16), 400  # questions asked of the server by each number of clients
 MEMORY_LIMIT = 12 * 2**30  # bytes of bm25s's own indexing
@@ -360,204 +360,55 @@ def measure_size(n: int, data: Path, folder: Path, phases: list[str]) -> dict[st
 # ---- report -------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        "| " + " | ".join(rows[0]) + " |",
-        "|" + " --- |" * len(rows[0]),
-        *("| " + " | ".join(map(str, row.values())) + " |" for row in rows),
-    ]
+TOLD = {
+    "build": "Build: seconds, GiB on disk, and own memory (RssAnon, without pages of files) in MiB",
+    "search": f"One query at a time in one process: milliseconds, first for {max(CUTS)} passages with what the build left in "
+    f"memory, again for {TOP_K}; share of gold or planted passages among the best k",
+    "serve": "Through the server: milliseconds of a request with one question, and questions a second; none is asked twice",
+    "bm25s_search": "bm25s in memory, all scores added up: milliseconds of a query",
+    "bm25s_build": "bm25s's own indexing",
+    "interrupted": "A build killed half way, and the same command again",
+}
 
 
 def render(found: dict[str, Any]) -> str:
-    lines = [
+    parts = [
         "# Retrieval",
-        "",
         "Made by `benchmarks/retrieval.py`; provenance in [retrieval.json](retrieval.json).",
     ]
     if recall := found.get("recall"):
-        rows = [
-            {"benchmark": row["benchmark"], "query": row["query"], "questions": row["questions"]}
-            | {f"recall@{k}": f"{row[str(k)]:.3f}" for k in CUTS}
-            for row in recall["rows"]
-        ]
-        lines += ["", "## Recall of BM25", ""]
-        lines += [
-            f"Mean share of a question's gold paragraphs found, over {recall['passages']:,} passages: all paragraphs of "
-            "these questions, gold and distracting, so this is easier than all of Wikipedia. With the question as query, "
-            "the k best passages count; the gold-title searcher asks for each gold title in turn and reads k passages "
-            f"each time (at most {TURN_BUDGET} searches), which bounds what a searching agent could read.",
-            "",
-            *table(rows),
+        parts += [
+            "## Recall of BM25",
+            f"Mean share of a question's gold paragraphs found, over {recall['passages']:,} passages: all paragraphs of these "
+            "questions, gold and distracting, so this is easier than all of Wikipedia. With the question as query, the k best "
+            "passages count; the gold-title searcher asks for each gold title in turn and reads k passages each time (at most "
+            f"{TURN_BUDGET} searches), which bounds what a searching agent could read.",
+            pd.DataFrame(recall["rows"]).to_markdown(index=False, floatfmt=".3f"),
         ]
     if fit := found.get("fit"):
-        lines += ["", "## The made-up corpus", ""] + fit_told(fit)
+        parts += [
+            "## The made-up corpus",
+            f"`benchmarks/corpus.py` makes it from the {fit['passages']:,} real passages: ranks by the law "
+            f"{', '.join(f'{name} {value:.2f}' for name, value in fit['law'].items())}; {fit['repeat']:.0%} of a passage's words "
+            "repeat an earlier one of it. The table sets the sample beside a made-up corpus of its size; a large one has passages "
+            f"{fit['stretch']:.2f} times as long, as Search-R1's Wikipedia has. Words stand together by chance alone: fewer "
+            "passages than in text hold several words of a question.",
+            pd.DataFrame(fit["rows"]).to_markdown(index=False, floatfmt=",.1f"),
+        ]
     if sizes := found.get("sizes"):
-        lines += ["", "## A BM25 index on disk", ""] + sizes_told(list(sizes.values()))
-    return "\n".join(lines) + "\n"
-
-
-def fit_told(fit: dict[str, Any]) -> list[str]:
-    law = fit["law"]
-    return [
-        f"`benchmarks/corpus.py` makes it from the {fit['passages']:,} real passages. Words follow Zipf's and Mandelbrot's law, "
-        f"1 / (rank + {law['shift']:.2f})^{law['head']:.2f} up to rank {law['bend']:,.0f} and 1 / rank^{law['tail']:.2f} beyond, so that "
-        f"the vocabulary grows like words^{1 / law['tail']:.2f} (Heaps). {100 * fit['repeat']:.0f} % of a passage's words repeat an "
-        "earlier one of it. The table sets the sample beside a made-up corpus of its size. A large one has passages "
-        f"{fit['stretch']:.2f} times as long, {corpus.PASSAGE_WORDS} words on average, as Search-R1's Wikipedia has. Words stand together by "
-        "chance alone: fewer passages than in text hold several words of a question.",
-        "",
-        *table(
-            [
-                {"": r["what"], "real": f"{r['real']:,.1f}", "made up": f"{r['made']:,.1f}"}
-                for r in fit["rows"]
+        parts += [
+            "## A BM25 index on disk",
+            "By number of passages, on a machine of two cores that had other work.",
+        ]
+        for phase, title in TOLD.items():
+            measured = {n: pd.json_normalize(run[phase]).iloc[0] for n, run in sizes.items() if phase in run}
+            table = pd.DataFrame(measured).drop(["curve", "load"], errors="ignore")
+            table = table.map(lambda value: f"{value:,.2f}" if isinstance(value, float) else str(value))
+            parts += [
+                f"### {title}",
+                table.to_markdown(disable_numparse=True) if measured else "Not measured.",
             ]
-        ),
-    ]
-
-
-def sizes_told(sizes: list[dict[str, Any]]) -> list[str]:
-    def rows(phase: str, columns) -> list[str]:
-        runs = [(f"{run['build']['documents']:,}", run) for run in sizes if phase in run and "build" in run]
-        return (
-            table([{"passages": n} | columns(run[phase], run) for n, run in runs])
-            if runs
-            else ["Not measured."]
-        )
-
-    def ms(run: dict[str, float]) -> str:
-        return f"{run['p50']:.1f} / {run['p99']:.1f}"
-
-    lines = [
-        "Own memory is RssAnon, without pages of files, which the system takes back when it needs them. Seconds and milliseconds "
-        "are those of one process on a machine of two cores that had other work; its load stands beside them.",
-        "",
-        "### Build",
-        "",
-        *rows(
-            "build",
-            lambda b, run: {
-                "words": f"{b['words']:,}",
-                "postings": f"{b['postings'] / 1e6:,.0f} M",
-                "corpus GiB": f"{b['corpus_mib'] / 1024:.2f}",
-                "index GiB": f"{b['index_mib'] / 1024:.2f}",
-                "most on disk GiB, with the corpus": f"{b['disk_gib_peak']:.1f}",
-                "CPU minutes": f"{b['cpu_seconds'] / 60:.1f}",
-                "minutes": f"{b['seconds'] / 60:.1f}",
-                "own memory MiB": f"{b['own_mib_peak']:,.0f}",
-                "load": " to ".join(f"{x:.1f}" for x in b["load"]),
-            },
-        ),
-    ]
-    if built := [run["build"] for run in sizes if "build" in run]:
-        last = built[-1]
-        curve = [last["curve"][i] for i in np.linspace(0, len(last["curve"]) - 1, 12).astype(int)]
-        lines += ["", f"Over time, {last['documents']:,} passages:", ""]
-        lines += table(
-            [
-                {
-                    "minutes": f"{t / 60:.1f}",
-                    "own memory MiB": own,
-                    "resident MiB": resident,
-                    "disk GiB": disk,
-                }
-                for t, own, resident, disk in curve
-            ]
-        )
-    lines += ["", "### One query at a time, in one process", ""]
-    lines += [
-        f"The real questions of {', '.join(corpus.QUESTIONS)}; milliseconds, median / 99th percentile. The first time "
-        f"asks for {max(CUTS)} passages, with what the build left in memory, the second for {TOP_K}.",
-        "",
-        *rows(
-            "search",
-            lambda x, run: {
-                "questions": x["questions"],
-                "first time": ms(x["first"]["ms"]),
-                "CPU, first time": ms(x["first"]["cpu_ms"]),
-                "second time": ms(x["again"]["ms"]),
-                "CPU, second time": ms(x["again"]["cpu_ms"]),
-                "own memory MiB": f"{x['own_mib_peak']:.0f}",
-                "load": " to ".join(f"{y:.1f}" for y in x["load"]),
-            },
-        ),
-        "",
-        "### Through the server",
-        "",
-        "Milliseconds of a request with one question, median / 99th percentile, and questions a second; none is asked twice.",
-        "",
-        *rows(
-            "serve",
-            lambda x, run: (
-                {
-                    f"{n} client{'s' if n != '1' else ''}": f"{ms(c['ms'])}, {c['a_second']:.0f} a second"
-                    for n, c in x["clients"].items()
-                }
-                | {"load": ", ".join(f"{c['load']:.1f}" for c in x["clients"].values())}
-            ),
-        ),
-        "",
-        "### What is found of the hidden passages",
-        "",
-        "Every real passage and, for each question of one hop, one with its four rarest words and the answer lie among the made-up "
-        "ones. Share of the gold passages, or of the planted one, in the best k.",
-        "",
-    ]
-    lines += (
-        table(
-            [
-                {"passages": f"{run['build']['documents']:,}", "questions": f"{name} ({row['questions']})"}
-                | {f"recall@{k}": f"{row[str(k)]:.3f}" for k in CUTS}
-                for run in sizes
-                if "search" in run
-                for name, row in run["search"]["recall"].items()
-            ]
-        )
-        if any("search" in run for run in sizes)
-        else ["Not measured."]
-    )
-    lines += [
-        "",
-        "### bm25s in memory",
-        "",
-        "The same arrays, all scores added up; milliseconds of a query, median / 99th percentile.",
-        "",
-    ]
-    lines += rows(
-        "bm25s_search",
-        lambda x, run: {
-            "bm25s, CPU": ms(x["again"]["cpu_ms"]),
-            "here, CPU": ms(run["search"]["again"]["cpu_ms"]) if "search" in run else "",
-            "own memory MiB, bm25s": f"{x['own_mib_peak']:,.0f}",
-            "here": f"{run['search']['own_mib_peak']:,.0f}" if "search" in run else "",
-            "same scores": f"{x['same_scores']} of {x['questions']}",
-        },
-    )
-    lines += [""] + rows(
-        "bm25s_build",
-        lambda x, run: {
-            "build by bm25s, CPU minutes": x.get("error") or f"{x['cpu_seconds'] / 60:.1f}",
-            "here": f"{run['build']['cpu_seconds'] / 60:.1f}",
-            "own memory MiB, bm25s": f"{x['own_mib_peak']:,.0f}",
-            "here, MiB": f"{run['build']['own_mib_peak']:,.0f}",
-        },
-    )
-    lines += [
-        "",
-        "### Killed half way",
-        "",
-        "The process is killed while it writes; the same command begins anew.",
-        "",
-    ]
-    return lines + rows(
-        "interrupted",
-        lambda x, run: {
-            "killed after minutes": f"{x['killed_after_seconds'] / 60:.1f}",
-            "left behind GiB": f"{x['left_gib']:.2f}",
-            "again, minutes": f"{x['again_seconds'] / 60:.1f}",
-            "left at the end": "nothing" if x["nothing_left"] else "something",
-            "the index": "the same" if x["same_files"] else "another",
-        },
-    )
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:

@@ -82,4 +82,4 @@ def test_the_phases_of_a_size_are_measured_apart(tmp_path):
     assert found["bm25s_search"]["same_scores"] == found["search"]["questions"] == 1325
     assert found["bm25s_build"]["postings"] == found["build"]["postings"]
     assert list(found["serve"]["clients"]) == ["1", "4", "16"]
-    assert "2,000" in (tmp_path / "out/retrieval.md").read_text()
+    assert "| 2000 " in (tmp_path / "out/retrieval.md").read_text()
