@@ -90,21 +90,6 @@ def test_dots_of_stability_are_the_finals_with_their_outcome(plots, metrics):
         assert (row.value, row.kind) == (run["final"], run["outcome"])
 
 
-def test_norms_that_are_another_and_divisors_of_one_are_not_drawn(plots):
-    drawn = plots["norms"].data
-    assert "ppo_gradient_norm" not in set(drawn["metric"]), "it equals the gradient norm in every run"
-    assert set(drawn.query("metric == 'stabilizer_divisor'")["algorithm"]) == {"s_ppo", "st_ppo"}
-
-
-def test_logarithmic_axes_keep_to_the_data(plots):
-    axes = [ax for ax in plots["clip_ratio"].figure.axes if ax.get_yscale() == "log"]
-    data = plots["clip_ratio"].data.query("metric == 'kl_behaviour_k3'")["value"]
-    assert axes and data.min() < 1e-12
-    for ax in axes:
-        low, high = ax.get_ylim()
-        assert low > 1e-3 and data.max() < high < 10 * data.max()
-
-
 def test_nothing_drawn_is_cut_off_and_texts_stand_apart(plots):
     for name in ("learning", "every_algorithm", "stability"):
         assert_shows_all(plots[name])
@@ -198,12 +183,6 @@ def test_bands_are_the_range_of_few_worlds_and_intervals_of_many():
     assert drawn(1)[1][["low", "high"]].isna().all(axis=None)
 
 
-def test_runs_of_one_world_are_one_world():
-    values = pd.DataFrame([[0.0, 0.2, 0.5]], index=[0], columns=columns((0, 0), (0, 1), (1, 2)))
-    found = band(values, Panel("success")).iloc[0]
-    assert found["value"] == pytest.approx(0.3) and (found["runs"], found["worlds"]) == (3, 2)
-
-
 # ---- titles: true of the runs, whatever they show ---------------------------------------------------
 def title_of(name, token, turn, worlds=12):
     pairs = (("token_ppo", token), ("st_ppo", turn))
@@ -240,11 +219,6 @@ def test_titles_of_all_algorithms_count():
     assert FIGURES["every_algorithm"].draw(gather(study_of(worlds=4))).title == (
         "5 of 6 algorithms learn in most runs; 2 of them then crash in most"
     )
-
-
-def test_a_run_that_stops_at_once_is_a_collapse_and_not_too_short():
-    runs = [simulate("token_ppo", w, iterations=5, every=1, non_finite=True) for w in range(8)]
-    assert "collapses in 8" in FIGURES["learning"].draw(gather(runs)).title
 
 
 def test_the_main_regime_has_most_algorithms_and_the_headline_four_at_most(metrics):
@@ -300,11 +274,6 @@ def test_intervals_are_the_solutions_of_the_score_test():
         assert row["low"] == pytest.approx(centre - half, abs=1e-9)
         assert row["high"] == pytest.approx(centre + half, abs=1e-9)
     assert (found["high"] > found["low"]).all(), "also at 0 and 1"
-
-
-def test_a_measure_that_is_no_share_is_refused():
-    with pytest.raises(ValueError, match="f1 is no share of questions"):
-        with_intervals(TWO, "f1")
 
 
 def test_table_has_an_agent_a_column_and_a_mean_where_all_was_played():

@@ -88,9 +88,3 @@ def test_panels_show_the_recorded_numbers():
         ("entropy", "nats a token", "entropy"),
     ):
         assert lines(figure, panel)[label] == pytest.approx(dict(means[column])), panel
-
-
-def test_a_norm_of_zero_does_not_spoil_the_logarithmic_axis():
-    updates, evaluations = map(pd.DataFrame, rows(4))
-    plot = run_figure(updates.assign(clipping_bias_norm=0.0), evaluations, "a run", 4)
-    assert plot._repr_png_()[0].startswith(b"\x89PNG")

@@ -87,16 +87,6 @@ def test_a_formula_that_cannot_be_converted_is_named_with_its_notebook(latex, sa
     assert repr(latex) in str(error.value)
 
 
-def test_dollars_in_code_are_no_formulas():
-    shown = page("`echo $HOME $PATH`\n\n```\n$x$\n```")
-    assert "<math" not in shown and "$HOME $PATH" in shown
-
-
-def test_heading_keeps_its_formula_and_its_anchor():
-    heading = re.search(r"<h2.*?</h2>", page("## How large is $C$?"), re.DOTALL)[0]
-    assert re.search(r"<math [^>]*><mrow><mi>C</mi></mrow></math>", heading) and "anchor-link" in heading
-
-
 def test_what_is_ours_in_the_conversion():
     tagged = r"x = 1 \tag{2.3}"
     assert to_mathml(tagged, display=True).endswith('</math><span class="number">(2.3)</span></span>')

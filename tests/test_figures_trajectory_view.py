@@ -68,13 +68,6 @@ def test_underline_tells_up_from_down_without_colour_and_fades_towards_one():
     )
 
 
-def test_environment_tokens_get_no_mark():
-    html = body(show_trajectories([MEASURED], color="advantage"))
-    for text in re.findall(r'<span class="env">(.*?)</span>', html):
-        assert text in ("ask", "doc")
-    assert "9.000" not in html and "99" not in html
-
-
 def test_ratio_colours_are_symmetric_in_the_logarithm_and_white_at_one():
     record = MEASURED | {"token_ratio": [1.0, 4.0, 1e-9, 1.0, 1.0, 1.21]}
     full_up, full_down, one, little = (
@@ -162,13 +155,3 @@ def test_strips_list_the_turns_of_each_mask():
         ["split", 2, 5, 1, 1.21],
     ]
     assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["right", "split"]
-
-
-def test_vanishing_and_infinite_ratios_are_shown():
-    record = MEASURED | {"token_ratio": [1.0, 0.0, math.inf, 1.0, 1.0, 1.0]}
-    shown = spans(show_trajectories([record], "token_ratio"))
-    assert "token ratio 0.000" in shown[0]["title"] and "token ratio inf" in shown[1]["title"]
-    assert (
-        background(shown[0])[2] > background(shown[0])[0]
-        and background(shown[1])[0] > background(shown[1])[2]
-    )

@@ -73,15 +73,6 @@ def test_figures_become_pictures(shown):
     assert base64.b64decode(source[1]).startswith(b"\x89PNG")
 
 
-def test_an_import_error_of_the_drawing_is_not_taken_for_missing_widgets(capsys):
-    def draw(n):
-        raise ImportError("no such colour map")
-
-    with pytest.raises(ImportError, match="colour map"):
-        interact.explore(draw, n=(1, 3))
-    assert "pip install" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("options", "start", "message"),
     [
@@ -96,11 +87,6 @@ def test_bad_options_are_named_in_one_line(options, start, message):
     with pytest.raises(ValueError, match=message) as error:
         interact.explore(Drawn, start=start, **options)
     assert "\n" not in str(error.value)
-
-
-def test_a_drawing_of_nothing_is_named():
-    with pytest.raises(ValueError, match="draw returned NoneType"):
-        interact.explore(lambda n: None, n=(1, 3))
 
 
 # ---- through papermill and nbconvert ----------------------------------------------------------------

@@ -6,7 +6,6 @@ import torch
 
 from stppo.objectives import ClippingBiasNorm, NoStabilizer, Ratio
 from stppo.oracle import Oracle, ascend, expected_surrogate, surrogate_gradient
-from stppo.oracle.ascent import _batches
 from tests.oracle_cases import STABILIZERS, all_terms, close, moved, objective, small_oracle, wrong_critic
 
 
@@ -35,19 +34,6 @@ def test_sgd_steps_along_the_limit_of_the_estimator():
         theta = theta + step
         close(row["theta"], theta)
     assert max(row["divisor"] for row in rows) > 1.5
-
-
-def test_adam_ignores_a_constant_divisor():
-    oracle = small_oracle("neural")
-    # A floor that no bias reaches divides every gradient by the same number.
-    divided = objective(stabilizer=ClippingBiasNorm(c0=0.05, form="floor"))
-    plain, scaled = (run(oracle, its, optimizer="adam", learning_rate=0.02) for its in (objective(), divided))
-    assert {row["divisor"] for row in scaled} == {0.05}
-    moved = (plain[-1]["theta"] - oracle.behaviour).norm()
-    assert moved > 0.3
-    assert (
-        plain[-1]["theta"] - scaled[-1]["theta"]
-    ).norm() < 0.005 * moved  # Adam's eps makes the difference
 
 
 def test_a_norm_clip_that_binds_after_the_divisor_cancels_it():
@@ -92,18 +78,6 @@ def test_surrogate_of_a_batch_is_that_of_the_production_loss(ratio, aggregation,
     close(ours.bias, loss.bias_surrogate)
     close(ours.penalty, loss.loss - loss.ppo_loss)
     assert ours.clip_fraction == pytest.approx(loss.diagnostics["clip_fraction"])
-
-
-def test_minibatches_share_out_the_rollout_in_each_pass():
-    oracle = small_oracle()
-    random = torch.Generator().manual_seed(4)
-    batches = _batches(oracle, 12, 4, random)
-    passes = [torch.stack([next(batches) for _ in range(3)]) for _ in range(2)]
-    rows = oracle.sample(12, torch.Generator().manual_seed(4))
-    rollout = rows.bincount(minlength=len(oracle.tree)).double() / 12
-    for minibatches in passes:
-        close(minibatches.mean(0), rollout)
-    assert not torch.equal(*passes)  # shuffled anew
 
 
 def test_sampled_first_step_averages_to_the_exact_one():

@@ -7,11 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stppo.config import algorithms as registry
 from stppo.config import files as config_files
-from stppo.config.algorithms import PAPER, RIVALS, algorithms, look
 from stppo.config.loading import build
-from stppo.derivations.bias_variance import bias_variance_figure, bias_variance_table
 from stppo.objectives import (
     BatchBaseline,
     Clip,
@@ -141,34 +138,3 @@ def test_credit_without_a_limit_is_refused_by_name():
     with pytest.raises(ValueError, match="Odd: its advantages in an infinite batch are not known"):
         limiting_advantages(tiny_oracle(), Odd())
     assert Objective(Odd(), Ratio(), Clip(), NoStabilizer()).surrogate == MinClip()
-
-
-def test_the_picture_shows_every_algorithm_of_its_table():
-    names = ("token_ppo", "st_ppo", "grpo", "sapo")
-    table = bias_variance_table(names)
-    assert list(table["algorithm"]) == [name for name in names for _ in range(2)]
-    plot = bias_variance_figure(table)
-    shown = [label.get_text() for label in plot.figure.axes[0].get_yticklabels()]
-    assert sorted(shown) == sorted(look(name).label for name in names)
-    assert plot.data is table and {row.name for row in algorithms()} >= {*PAPER, *RIVALS}
-
-
-def test_a_credit_of_ones_own_without_a_known_limit_leaves_the_table_of_all(tmp_path, monkeypatch):
-    folder = tmp_path / "algorithm"
-    folder.mkdir()
-    (folder / "mine.yaml").write_text(
-        "name: mine\nobjective:\n  _target_: stppo.objectives.Objective\n"
-        "  credit: {_target_: own_median_credit.Median, whiten: false}\n  ratio: {_target_: stppo.objectives.Ratio}\n"
-        "  clip: {_target_: stppo.objectives.Clip}\n  stabilizer: {_target_: stppo.objectives.NoStabilizer}\n"
-    )
-    (tmp_path / "own_median_credit.py").write_text(
-        "from dataclasses import dataclass\nfrom stppo.objectives import CreditRule\n\n\n"
-        "@dataclass(frozen=True, kw_only=True)\nclass Median(CreditRule):\n    whiten: bool = False\n\n"
-        "    def estimate(self, trajectories, layout, values):\n        return None\n"
-    )
-    monkeypatch.setenv("STPPO_CONFIG_DIR", str(tmp_path))
-    shown = [row for row in registry.algorithms() if row.name in ("mine", "gmpo")]
-    monkeypatch.setattr(registry, "algorithms", lambda: shown)
-    assert set(bias_variance_table()["algorithm"]) == {"gmpo"}
-    with pytest.raises(ValueError, match="Median"):
-        bias_variance_table(["mine"])

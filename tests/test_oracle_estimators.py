@@ -16,13 +16,12 @@ from stppo.objectives import (
     Gate,
     Mask,
     NoStabilizer,
-    OwnClippingBias,
     Penalty,
     Ratio,
     estimated_bias_norms,
 )
 from stppo.objectives.rivals import PrefixRatio
-from stppo.oracle import UNCLIPPED, decompose, estimators, expected_surrogate, surrogate_gradient
+from stppo.oracle import UNCLIPPED, decompose, expected_surrogate, surrogate_gradient
 from tests.oracle_cases import (
     CLIPS,
     KINDS,
@@ -134,21 +133,6 @@ def test_moments_of_batches_of_two_equal_a_loop_over_all_pairs(stabilizer):
     close(got_covariance, second - torch.outer(mean, mean))
 
 
-def test_moments_do_not_depend_on_how_batches_are_cut_into_chunks(monkeypatch):
-    oracle = tiny_oracle()
-    estimator = surrogate_gradient(
-        oracle, objective(stabilizer=STABILIZERS[1]), moved(oracle), wrong_critic(oracle)
-    )
-    whole, draws = estimator.batch_moments(2), estimator.minibatches(8, 50, torch.Generator().manual_seed(0))
-    monkeypatch.setattr(estimators, "CHUNK", 700)
-    for got, expected in zip(estimator.batch_moments(2), whole, strict=True):
-        close(got, expected, 1e-15)
-    for got, expected in zip(
-        estimator.minibatches(8, 50, torch.Generator().manual_seed(0)), draws, strict=True
-    ):
-        assert torch.equal(got, expected)
-
-
 @pytest.mark.parametrize("stabilizer", STABILIZERS, ids=str)
 def test_sampled_batches_lie_in_the_interval_of_the_exact_mean(stabilizer):
     oracle = tiny_oracle()
@@ -168,23 +152,6 @@ def test_sampled_batches_lie_in_the_interval_of_the_exact_mean(stabilizer):
         CtnKL(),
     ):  # a divisor makes the expectation depend on the batch size, and this would see it
         assert shifted > 6
-
-
-def test_production_batches_lie_in_the_interval_of_the_exact_mean():
-    oracle = small_oracle()
-    its, theta, advantages = objective(Ratio("turn")), moved(oracle), wrong_critic(oracle)
-    n = 50_000
-    rows = oracle.sample(n, torch.Generator().manual_seed(8))
-    gradient, bias, _ = production(oracle, its, theta, advantages, rows)
-    estimator = surrogate_gradient(oracle, its, theta, advantages)
-    for got, mean, covariance in (
-        (gradient, estimator.mean, estimator.covariance),
-        (bias, estimator.clipping_bias, estimator.clipping_bias_covariance),
-    ):
-        error = (covariance.diagonal() / n).sqrt()
-        free = error > 1e-9
-        assert ((got - mean)[free] / error[free]).abs().max() < 4.6  # 99.9 % for up to 100 coordinates
-        assert free.sum() > 20 and (mean[free] / error[free]).abs().max() > 20
 
 
 def test_limit_is_the_gradient_over_the_divisor_of_the_exact_bias():
@@ -275,37 +242,12 @@ def test_lemma_4_2_of_a_prefix_ratio(kind, aggregation):
     assert terms.residual < 1e-14 and bias.norm() > 1e-5
 
 
-def test_what_the_oracle_has_no_limit_of_is_refused():
-    oracle = tiny_oracle()
-    for stabilizer in (OwnClippingBias(), ClippingBiasNorm(over_median=True)):
-        with pytest.raises(ValueError, match=f"{type(stabilizer).__name__}.*the oracle"):
-            surrogate_gradient(oracle, objective(stabilizer=stabilizer), moved(oracle), wrong_critic(oracle))
-
-
 @pytest.mark.parametrize("clip_on", ["token", "turn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_lemma_4_2_on_the_larger_tree(kind, clip_on):
     oracle = small_oracle(kind)
     its = objective(Ratio("turn"), Clip(0.1, 0.3, clip_on))
     assert decompose(oracle, its, moved(oracle), wrong_critic(oracle)).residual < 1e-14
-
-
-@pytest.mark.parametrize("ratio", [Ratio("token"), Ratio("turn")], ids=str)
-def test_lemma_4_2_survives_ratios_that_underflow(ratio):
-    oracle = tiny_oracle()
-    theta = oracle.behaviour.clone()
-    theta[0] -= 1e4
-    assert (ratio(oracle.log_ratio(theta), oracle.layout) == 0).any()
-    terms = decompose(oracle, objective(ratio), theta, wrong_critic(oracle))
-    assert terms.residual < 1e-14 and terms.clipping_bias.isfinite().all()
-
-
-def test_lemma_4_2_residual_would_show_a_wrong_term():
-    oracle = small_oracle()
-    terms = decompose(oracle, objective(Ratio("turn")), moved(oracle), wrong_critic(oracle))
-    for name in ("exact_advantage", "advantage_error", "clipping_bias"):
-        spoilt = {**vars(terms), name: 1.01 * vars(terms)[name]}
-        assert type(terms)(**spoilt).residual > 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -361,13 +303,6 @@ def test_bad_advantages_are_named():
             function(oracle, objective(), theta, bad)
 
 
-def test_too_large_a_table_says_how_large(monkeypatch):
-    oracle = tiny_oracle()
-    monkeypatch.setattr(estimators, "TABLE_LIMIT", 500)
-    with pytest.raises(ValueError, match="32 trajectories x 18 parameters is beyond 500 numbers"):
-        surrogate_gradient(oracle, objective(), oracle.behaviour, oracle.token_advantages())
-
-
 def test_too_many_batches_say_how_many_unless_none_need_be_enumerated():
     oracle = small_oracle()
     theta, advantages = moved(oracle), oracle.token_advantages()
@@ -378,24 +313,6 @@ def test_too_many_batches_say_how_many_unless_none_need_be_enumerated():
     mean, covariance = plain.batch_moments(1000)
     close(mean, plain.mean)
     close(covariance, plain.covariance / 1000)
-
-
-@pytest.mark.parametrize("batch_size", [0, 1.5])
-def test_bad_batch_sizes_are_named(batch_size):
-    oracle = tiny_oracle()
-    estimator = surrogate_gradient(oracle, objective(), oracle.behaviour, oracle.token_advantages())
-    with pytest.raises(ValueError, match=f"batch_size={batch_size}"):
-        estimator.batch_moments(batch_size)
-    with pytest.raises(ValueError, match=f"batch_size={batch_size}"):
-        estimator.minibatches(batch_size, 1, torch.Generator())
-
-
-@pytest.mark.parametrize("estimator", ["logprob", "logit"])
-def test_norm_estimators_have_no_limit(estimator):
-    oracle = tiny_oracle()
-    its = objective(stabilizer=ClippingBiasNorm(estimator=estimator))
-    with pytest.raises(ValueError, match=f"estimator='{estimator}': its norm goes to 0 as the batch grows"):
-        surrogate_gradient(oracle, its, moved(oracle), oracle.token_advantages()).limit()
 
 
 # --- other surrogates ------------------------------------------------------------------------------------------

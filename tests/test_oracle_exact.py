@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from stppo.objectives import BatchBaseline, GroupNormalised, TokenGAE, TurnReturnMinusValue
-from stppo.oracle import NeuralSoftmax, Oracle, TabularSoftmax, TokenMDP
+from stppo.oracle import Oracle
 from tests.oracle_cases import KINDS, close, moved, numerical_gradient, small_oracle, tiny_oracle
 
 
@@ -37,30 +37,12 @@ def test_values_exist_where_the_policy_never_goes():
     assert set(values[oracle.tree.history_turns == 1].tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_token_advantages_have_mean_zero_at_every_history(kind):
-    oracle = small_oracle(kind)
-    p = oracle.behaviour_log_probs.exp()
-    close(
-        (p * (oracle.action_values() - oracle.values()[:, None])).sum(1),
-        torch.zeros(oracle.tree.n_histories).double(),
-    )
-
-
 def test_turn_advantage_is_the_sum_of_its_tokens_advantages():
     # Within a turn the environment does not move, so Q(h_t, y_t) = V(h_{t+1}) and the sum telescopes.
     oracle = small_oracle()
     layout = oracle.layout
     for theta in (None, moved(oracle)):
         close(oracle.turn_advantages(theta), layout.turn_sum(oracle.token_advantages(theta))[layout.turns])
-
-
-def test_advantages_under_another_policy_are_those_of_an_oracle_of_it():
-    oracle = small_oracle()
-    theta = moved(oracle)
-    other = Oracle(oracle.tree, oracle.policy, theta)
-    assert torch.equal(oracle.token_advantages(theta), other.token_advantages())
-    assert not torch.allclose(oracle.token_advantages(theta), oracle.token_advantages())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,16 +69,6 @@ def test_policy_gradient_theorem_holds_with_every_unbiased_credit(kind, credit):
     close(weight @ scores, oracle.policy_gradient(oracle.behaviour), 1e-13)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_trajectory_ratios_give_the_return_of_every_policy(kind):
-    oracle = small_oracle(kind)
-    theta = moved(oracle, 1.0)
-    rho = oracle.layout.row_sum(oracle.log_ratio(theta)).exp()
-    assert float((oracle.probabilities * rho * oracle.tree.rewards).sum()) == pytest.approx(
-        float(oracle.expected_return(theta)), abs=1e-13
-    )
-
-
 def test_group_advantages_are_the_limit_of_grpos():
     oracle = tiny_oracle()
     advantages = oracle.layout.row_mean(oracle.group_advantages())
@@ -116,11 +88,6 @@ def test_a_prompt_whose_outcomes_agree_gives_no_group_advantage(normalise):
     rewards = torch.full((len(oracle.tree),), 0.3, dtype=torch.float64)  # its mean is 0.3 but for rounding
     same = Oracle(oracle.tree.with_rewards(rewards), oracle.policy, oracle.behaviour)
     assert not same.group_advantages(normalise).any()
-
-
-def test_whitening_leaves_nothing_of_equal_advantages():
-    oracle = small_oracle()
-    assert not oracle.whiten(torch.full((len(oracle.tree.edges),), 0.3, dtype=torch.float64)).any()
 
 
 def test_gae_with_exact_values_is_unbiased_for_each_choice():
@@ -173,19 +140,6 @@ def test_scores_equal_finite_differences(kind):
         close(jacobian[edge], expected, 1e-8)
 
 
-def test_policies_share_parameters_among_histories():
-    tree = TokenMDP().enumerate()
-    assert TabularSoftmax(tree, "none").n_parameters == tree.n_edges
-    assert TabularSoftmax(tree).n_parameters < tree.n_edges / 5
-    # Behind equal turn, place, previous token and observation stand different beginnings.
-    alike = TabularSoftmax(tree).contexts.bincount().argmax()
-    together = tree.history_tokens[TabularSoftmax(tree).contexts == alike]
-    assert len(together) > 1 and len(together.unique(dim=0)) == len(together)
-    neural = NeuralSoftmax(tree)
-    assert neural.n_parameters < tree.n_edges / 5
-    assert not torch.allclose(neural.log_probs(neural.initial(0))[0], neural.log_probs(neural.initial(0))[1])
-
-
 # ---- sampled against exact -----------------------------------------------------------------------
 
 
@@ -221,15 +175,3 @@ def test_bad_parameters_are_named(theta, message):
     for method in (policy.log_probs, policy.jacobian):
         with pytest.raises(ValueError, match=message):
             method(theta)
-
-
-def test_bad_policies_and_values_are_named():
-    oracle = tiny_oracle()
-    with pytest.raises(ValueError, match="TabularSoftmax.sharing='all': must be one of none, recent"):
-        TabularSoftmax(oracle.tree, "all")
-    with pytest.raises(ValueError, match="NeuralSoftmax.hidden=0"):
-        NeuralSoftmax(oracle.tree, 0)
-    with pytest.raises(ValueError, match="policy: was made for another tree"):
-        Oracle(TokenMDP().enumerate(), oracle.policy, oracle.behaviour)
-    with pytest.raises(ValueError, match=r"values: expected shape \(14,\)"):
-        oracle.credit(TokenGAE(whiten=False), torch.zeros(2).double())

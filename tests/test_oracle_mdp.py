@@ -74,20 +74,6 @@ def test_environment_moves_of_each_choice_sum_to_one():
     assert float(tree.history_probabilities[~after].sum()) == pytest.approx(1, abs=1e-14)
 
 
-def test_seed_decides_rewards_and_environment():
-    one, same, other = (TokenMDP(seed=seed).enumerate() for seed in (1, 1, 2))
-    assert torch.equal(one.rewards, same.rewards)
-    assert torch.equal(one.environment_logprobs, same.environment_logprobs)
-    assert not torch.equal(one.rewards, other.rewards)
-    assert not torch.equal(one.environment_logprobs, other.environment_logprobs)
-
-
-def test_reward_needs_an_answer():
-    tree = TokenMDP().enumerate()
-    last = tree.last_edges % tree.mdp.n_actions
-    assert not tree.rewards[last != tree.mdp.answer].any()
-
-
 def test_too_large_says_how_large_and_what_the_limit_is():
     with pytest.raises(ValueError, match=r"20,017 trajectories, the limit is 20,000; lower max_turns"):
         TokenMDP(2, 3, 3, 2, 1)
@@ -101,18 +87,3 @@ def test_too_large_says_how_large_and_what_the_limit_is():
 def test_sizes_must_be_positive_integers(field, value):
     with pytest.raises(ValueError, match=f"TokenMDP.{field}={value}"):
         TokenMDP(**{field: value})
-
-
-def test_other_rewards_replace_those_drawn_and_are_checked():
-    tree = TokenMDP(1, 1, 2, 1, 1).enumerate()
-    rewards = torch.arange(len(tree)).double()
-    assert torch.equal(tree.with_rewards(rewards).rewards, rewards)
-    with pytest.raises(ValueError, match=r"rewards: expected shape \(7,\), got \(4,\)"):
-        tree.with_rewards(torch.zeros(4))
-    with pytest.raises(ValueError, match="rewards: must be finite, trajectory 2 has nan"):
-        tree.with_rewards(torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0, 0.0, 0.0]))
-
-
-def test_size_of_a_huge_one_is_told_without_building_it():
-    with pytest.raises(ValueError, match=r"[0-9,]{40,} trajectories"):
-        TokenMDP(50, 20, 10)

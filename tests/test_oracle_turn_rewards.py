@@ -116,26 +116,6 @@ def test_a_potential_shifts_the_return_of_every_policy_alike_and_no_gradient(kin
     assert len({round(value, 6) for value in values}) == 3 and shift < -0.1
 
 
-def test_under_another_discount_than_the_return_s_a_potential_does_not_cancel():
-    oracle = small_oracle()
-    plain, paying = oracle.trajectories, shaped(oracle, potential(oracle.tree), 0.8)
-    gradients = [objective_and_gradient(oracle, batch, oracle.behaviour)[1] for batch in (plain, paying)]
-    assert (gradients[1] - gradients[0]).norm() > 0.05 * gradients[0].norm()
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.8])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_potential_leaves_the_best_policy_as_it_is(seed, gamma):
-    oracle = small_oracle(seed=seed)
-    tree = oracle.tree
-    phi = potential(tree, seed)
-    v, q = solved(oracle, oracle.trajectories, gamma)
-    shaped_v, shaped_q = solved(oracle, shaped(oracle, phi, gamma), gamma)
-    assert torch.equal(best_choices(shaped_q), best_choices(q)) and not best_choices(q).all()
-    close(shaped_v, v - phi[turn_starts(tree)])
-    close(shaped_q, q - phi[turn_starts(tree)][:, None])
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_plain_bonus_makes_another_policy_the_best_one(seed):
     """Three tenths for every search: the best policy then searches where it might have answered rightly, and loses

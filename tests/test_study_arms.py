@@ -20,12 +20,6 @@ CORNERS = ["token_ppo", "s_ppo", "turn_ppo", "st_ppo"]
 FACTORIAL = {"question": "Which?", "arms": CORNERS, "factors": FACTORS}
 
 
-def test_corners_follow_the_product_of_the_factors():
-    levels = groups_of(preset({"f": FACTORIAL}))["f"].levels()
-    assert levels["s_ppo"] == {"ratio": "token", "divisor": "norm"}
-    assert levels["turn_ppo"] == {"ratio": "turn", "divisor": "none"}
-
-
 def test_main_effect_is_recovered_from_additive_truth():
     """Values a + 3 ratio + 5 divisor + 7 ratio divisor: the effect of the ratio is 3 + 7 / 2."""
     group = groups_of(preset({"f": FACTORIAL}))["f"]
@@ -48,16 +42,6 @@ def test_wrong_group_names_its_key(change, said):
         groups_of(preset({"f": FACTORIAL | change}))
 
 
-def test_main_effect_needs_a_factor_of_two_levels():
-    with pytest.raises(ConfigError, match="no factor credit of two levels; it has: ratio, divisor"):
-        groups_of(preset({"f": FACTORIAL}))["f"].main_effect("credit")
-
-
-def test_regimes_entered_in_parts_are_one():
-    group = {"question": "Which?", "arms": ["token_ppo", "grpo"]}
-    assert groups_of(preset({"g": group}))["g"].arms == ("token_ppo", "grpo")
-
-
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
@@ -72,10 +56,6 @@ def test_regimes_entered_in_parts_are_one():
 def test_wrong_arm_names_its_key(entry, said):
     with pytest.raises(ConfigError, match=said):
         pipeline_of(preset(arms={"a": entry}))
-
-
-def test_preset_without_a_study_has_no_groups():
-    assert groups_of({"pipeline": None}) == {}
 
 
 # ---- the draft study ----------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The claims ledger: verdicts on runs of known truth, and what the shipped ledger asks for."""
 
 import json
-from collections import Counter
 
 import numpy as np
 import pandas as pd
@@ -150,12 +149,6 @@ def test_a_mean_that_few_worlds_make_stands_beside_its_median():
     assert np.isnan(only(metrics, higher(column="learned")).checks[0].median), "of 0 and 1"
 
 
-def test_interval_without_width_decides_nothing():
-    old = spread(0.5)
-    metrics = make({"new": {world: value + 0.25 for world, value in old.items()}, "old": old})
-    assert only(metrics, higher()).verdict == "inconclusive"
-
-
 @pytest.mark.parametrize(("collapsed", "verdict"), [(12, "supported"), (1, "inconclusive")])
 def test_collapses_are_shares_with_an_interval_of_their_own(collapsed, verdict):
     falls = {world: (0.2, 0.8) if world < 31 + collapsed else (0.8, 0.8) for world in range(31, 43)}
@@ -203,15 +196,6 @@ def test_verdict_from_fewer_runs_than_planned_is_provisional():
     rows = claims.table([only(metrics, higher(), planned=planned)])
     assert rows["provisional"].tolist() == [True]
     assert not claims.table([only(metrics, higher())])["provisional"].any()
-
-
-def test_table_has_a_row_per_condition_with_both_intervals():
-    metrics = make({"new": spread(0.7, seed=1), "old": spread(0.5)})
-    rows = claims.table([only(metrics, higher(), higher("new", "absent"))])
-    assert rows["estimate"].tolist() == pytest.approx([0.2, np.nan], nan_ok=True)
-    first = rows.iloc[0]
-    assert first.joint_low <= first.low < first.estimate < first.high <= first.joint_high
-    assert rows["worlds"].tolist() == [12, 0]
 
 
 def test_preset_without_claims_has_none(tmp_path):
@@ -337,12 +321,6 @@ def test_wrong_ledger_file_is_one_line(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_unknown_group_is_named():
-    asked = {"main_effect": "g.ratio", "column": "final", "above": 0}
-    with pytest.raises(ValueError, match="no group g; known: f"):
-        evaluate(make({"a": spread(0.5)}), ledger(("C1", [asked])), {"f": Group("f", "?", ("a",))}, {})
-
-
 @pytest.mark.parametrize("file", claims.LEDGER_FILES, ids=lambda file: file.stem)
 def test_every_condition_can_be_decided_by_the_worlds_that_are_planned(file):
     shipped = load_ledger(file)
@@ -356,19 +334,6 @@ def test_every_condition_can_be_decided_by_the_worlds_that_are_planned(file):
             assert common >= fewest_worlds(shipped.level(entry)), f"{entry.id}: {condition}"
 
 
-def test_what_entries_behind_one_gate_add_to_the_error_that_a_family_is_told_to_have():
-    """An entry without a gate frees its share for one entry behind it, no more."""
-    shipped = load_ledger()
-    behind = Counter(entry.gate for entry in shipped.claims if entry.gate)
-    assert {gate: n for gate, n in behind.items() if n > 1} == {"C5": 2}, "the head of claims.py names it"
-    assert not set(behind) & {entry.id for entry in shipped.claims if entry.gate}, (
-        "nor is there a gate behind a gate"
-    )
-    family = [entry for entry in shipped.claims if entry.id[0] == "C" and not entry.gate]
-    most = sum((1 - shipped.level(entry)) * max(1, behind[entry.id]) for entry in family)
-    assert most == pytest.approx(shipped.error * (len(family) + 1) / len(family))
-
-
 def test_runs_have_the_ledger_of_their_preset():
     for file in claims.LEDGER_FILES:
         shipped = load_ledger(file)
@@ -376,13 +341,3 @@ def test_runs_have_the_ledger_of_their_preset():
         assert claims.ledger_of(runs) == shipped
         assert [verdict.entry for verdict in evaluate(runs)] == list(shipped.claims)
     assert claims.ledger_of(make({"a": spread(0.5)}, preset="mine")) is None
-
-
-def test_entries_of_the_divisors_trial_err_no_more_than_they_are_told_to():
-    shipped = load_ledger(claims.LEDGER_FILES[1])
-    behind = Counter(entry.gate for entry in shipped.claims if entry.gate)
-    assert set(behind.values()) == {1}, "an entry without a gate frees its share for one behind it"
-    levels = {entry.id[0]: shipped.level(entry) for entry in shipped.claims}
-    assert levels == pytest.approx(
-        {"D": 1 - 0.05 / 12, "S": 0.975, "W": 0.95, "G": 0.95, "N": 0.95, "H": 0.95}
-    )

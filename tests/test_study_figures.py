@@ -39,11 +39,6 @@ def test_few_seeds_of_one_world_are_drawn_run_by_run():
     assert valid["value"].iloc[-1] == pytest.approx(trained["valid_format_rate"].tail(5).mean())
 
 
-def test_the_title_takes_a_partner_that_every_seed_has():
-    late = in_one_world(study_of(("token_ppo", "turn_ppo", "st_ppo"))[:-1])
-    assert "with Turn-PPO at" in FIGURES["each_seed"].draw(late).title
-
-
 # ---- settings ------------------------------------------------------------------------------------
 def grid(dynamics=LEARNS):
     runs = []
@@ -100,13 +95,6 @@ def test_a_correlation_is_that_within_worlds():
     )
     (row,) = correlations(two).to_dict("records")
     assert row == {"signal": "entropy", "correlation": -1, "low": -1, "high": -1, "runs": 16, "worlds": 2}
-
-
-def test_a_world_with_few_runs_and_a_signal_that_never_differs_say_nothing():
-    few = table(final=np.linspace(0, 1, FEWEST - 1), entropy=np.linspace(0, 1, FEWEST - 1))
-    assert correlations(few).empty
-    same = table(final=np.linspace(0, 1, FEWEST), entropy=np.ones(FEWEST))
-    assert correlations(same).empty
 
 
 def test_only_the_first_iterations_are_read():

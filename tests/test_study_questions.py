@@ -47,15 +47,6 @@ def test_title_states_the_effects_and_the_data_are_those_drawn():
     assert marks == {0, 1, 2, 3}
 
 
-def test_two_worlds_show_no_effect():
-    few = make({arm: {31: end, 32: end + 0.001 * i} for i, (arm, end) in enumerate(ENDS.items())})
-    found = effects(few, {"factorial": FACTORIAL})
-    assert found["value"].abs().min() > 0.1 and found[["low", "high"]].isna().all(axis=None)
-    plot = questions_figure(few, {"factorial": FACTORIAL})
-    assert plot.title == "2 worlds, too few to tell: ratio and divisor"
-    assert plot.figure.axes[0].get_title(loc="left").endswith("Effects: ratio +0.45; divisor +0.15")
-
-
 def test_effects_are_judged_together():
     """Of ten factorials twenty effects are looked at: their intervals are wider, and need more worlds."""
     metrics = runs(**ENDS)
