@@ -26,7 +26,6 @@ import os
 import re
 import shlex
 import sys
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -163,8 +162,7 @@ DERIVATIONS, NOTEBOOKS, OWN = numbered("0[0-9]"), numbered("2[0-3]"), numbered("
 PAGES = [*([] if RECORDED else DERIVATIONS), *NOTEBOOKS, *OWN]
 FIGURES = [f"{RESULTS}/figures", *(f"{RESULTS}/{name}.ipynb" for name in NOTEBOOKS)]
 ENDED = f"{RESULTS}/status"  # how notebooks ended that no run waits for
-CLAIMS = multiext(f"{RESULTS}/claims/", "claims.csv", "planned.json")
-CLAIMS = CLAIMS if "study" in COMPOSED else []
+CLAIMS = [f"{RESULTS}/claims/claims.csv"] if "study" in COMPOSED else []
 RUN = "python -m stppo.preloaded"  # without the seconds of importing, where jobs run on this machine
 PAPERMILL = f"-k {KERNEL} --cwd . --no-progress-bar -p fast {FAST}"
 REFERENCE = f"results/reference/{PRESET}"
@@ -433,12 +431,10 @@ if CLAIMS:  # a preset with a section `study`
             code=code_hash("stppo.study.claims"),
             ledger=content_of("src/stppo/study/claims.yaml", "src/stppo/study/claims_divisor.yaml"),
             groups=fingerprint([COMPOSED["study"], PIPELINE.get("arms")]),  # read from the preset's YAML
-            planned=json.dumps(Counter(f"{run.regime}/{run.algorithm}" for run in RUNS.values()), indent=1),
         log:
             f"{RESULTS}/logs/claims.log",
         shell:
-            "echo {params.planned:q} > {output[1]} && "  # how many runs each arm is to have
-            "{RUN} stppo claims {RESULTS}/metrics {RESULTS}/claims --planned {output[1]} > {log} 2>&1"
+            "{RUN} stppo claims {RESULTS}/metrics {RESULTS}/claims > {log} 2>&1"
 
 
 # Not part of `all`: any checkpoint on any of the eight benchmarks,

@@ -1,7 +1,6 @@
 """A made-up corpus of any size with the statistics of a real sample, as Search-R1's JSONL.
 
-    python benchmarks/corpus.py --data DIR                                    how well it fits the sample
-    python benchmarks/corpus.py --data DIR --passages 21015324 --out FILE     write it
+    python benchmarks/corpus.py --data DIR --passages 21015324 --out FILE     (`retrieval.py --fit` says how well it fits)
 
 DIR holds corpus.jsonl (the sample) and NAME/records.jsonl of the benchmarks in `QUESTIONS`.
 
@@ -301,40 +300,30 @@ def fit(sample: Sample) -> dict[str, Any]:
         for title, text in zip(*block, strict=True)
     ]
     both = {"real": sample.texts, "made": made}
-    counts = {
-        name: np.array(sorted(Counter(w for t in texts for w in t).values(), reverse=True))
-        for name, texts in both.items()
-    }
-    holders = {name: Counter(w for t in texts for w in set(t)) for name, texts in both.items()}
     asked = sorted({w for q in sample.questions if q.source in SINGLE for w in words(q.text)})
-    rows = []
-
-    def row(what: str, value) -> None:
-        rows.append({"what": what, **{name: float(value(name)) for name in both}})
-
-    for i in (0, 4, 8, 12, 15):
-        heaps = {name: growth(texts) for name, texts in both.items()}
-        row(
-            f"different words among the first {round(2.0 ** (i * 0.4 - 6) * 100, 1):g} % of passages",
-            lambda n, h=heaps, i=i: h[n][i, 1],
-        )
-    for rank in (1, 10, 100, 1_000, 10_000, 30_000):
-        row(f"words a million of rank {rank:,}", lambda n, r=rank: 1e6 * counts[n][r - 1] / counts[n].sum())
-    for q in (5, 25, 50, 75, 95, 99):
-        row(
-            f"words of a passage, {q} % quantile",
-            lambda n, q=q: np.percentile([len(t) for t in both[n]], q),
-        )
-    for low, high in ((40, 60), (90, 110), (180, 220)):
-        row(
-            f"different words of passages of {low} to {high}",
-            lambda n, a=low, b=high: np.mean([len(set(t)) for t in both[n] if a <= len(t) <= b]),
-        )
-    for q in (10, 25, 50, 75, 90, 99):
-        row(
-            f"passages with a word of a question of one hop, {q} % quantile of {len(asked):,} words",
-            lambda n, q=q: np.percentile([holders[n][w] for w in asked], q),
-        )
+    columns: dict[str, dict[str, float]] = {}
+    for name, texts in both.items():
+        column = columns[name] = {}
+        heaps, holders = growth(texts), Counter(w for t in texts for w in set(t))
+        counts = np.array(sorted(Counter(w for t in texts for w in t).values(), reverse=True))
+        lengths, distinct = (np.array([len(of(t)) for t in texts]) for of in (list, set))
+        for i in (0, 4, 8, 12, 15):
+            share = round(2.0 ** (i * 0.4 - 6) * 100, 1)
+            column[f"different words among the first {share:g} % of passages"] = heaps[i, 1]
+        for rank in (1, 10, 100, 1_000, 10_000, 30_000):
+            column[f"words a million of rank {rank:,}"] = 1e6 * counts[rank - 1] / counts.sum()
+        for q in (5, 25, 50, 75, 95, 99):
+            column[f"words of a passage, {q} % quantile"] = np.percentile(lengths, q)
+        for low, high in ((40, 60), (90, 110), (180, 220)):
+            between = (low <= lengths) & (lengths <= high)
+            column[f"different words of passages of {low} to {high}"] = distinct[between].mean()
+        held = [holders[w] for w in asked]
+        for q in (10, 25, 50, 75, 90, 99):
+            what = f"passages with a word of a question of one hop, {q} % quantile of {len(asked):,} words"
+            column[what] = np.percentile(held, q)
+    rows = [
+        {"what": what, **{name: float(of[what]) for name, of in columns.items()}} for what in columns["real"]
+    ]
     return {
         "passages": len(sample.documents),
         "law": {name: getattr(sample.law, name) for name in ("shift", "head", "bend", "tail")},
@@ -349,17 +338,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--passages", type=int)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--passages", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    sample = Sample(options.data)
-    if options.out:
-        print(json.dumps(write_corpus(sample, options.out, options.passages)))
-        return
-    found = fit(sample)
-    print({name: found[name] for name in ("law", "repeat", "stretch")})
-    for row in found["rows"]:
-        print(f"{row['what']:70} {row['real']:12,.1f} {row['made']:12,.1f}")
+    print(json.dumps(write_corpus(Sample(options.data), options.out, options.passages)))
 
 
 if __name__ == "__main__":

@@ -280,7 +280,7 @@ def render(found: dict[str, Any]) -> str:
     test["where"] = "test, `stppo evaluate`"
     columns = ["where", "decoding", "n_questions", "success", "f1", "valid_format_rate", "searches", "turns"]
     measured = pd.concat([rows, test])[columns].rename(columns={"success": "EM", "n_questions": "questions"})
-    spent = pd.DataFrame(found["phases"]).T.rename_axis("phase").reset_index()
+    spent = pd.DataFrame(found["phases"], dtype=object).T.rename_axis("phase").reset_index()
     stages = pd.DataFrame(list(found["seconds"].items()), columns=["stage", "seconds"])
     killed, stopped, known = found["killed"], found["without_server"], found["success_train"]
     return f"""# `preset=qwen` from end to end on a CPU
@@ -302,24 +302,12 @@ Commit {about["git_commit"]}{" with changes" if about["git_dirty"] else ""}, {ab
 - Log-probs of trainer and vLLM: mean difference {found["mismatch"]["mismatch_mean"]:.1e} nats in the worst iteration, largest {found["mismatch"]["mismatch_max"]:.1e}.
 - {found["prefix_cache_hit_rate"]:.0%} of prompt tokens came from vLLM's prefix cache; peak memory of training {found["peak_memory_mb"]:.0f} MiB.
 
-{_table(measured, "{:.3f}")}
+{measured.to_markdown(index=False, floatfmt=".3f", missingval="–")}
 
-{_table(spent, "{:.0f}")}
+{spent.to_markdown(index=False, floatfmt=".0f", missingval="–")}
 
-{_table(stages, "{:.1f}")}
+{stages.to_markdown(index=False, floatfmt=".1f")}
 """
-
-
-def _table(table: pd.DataFrame, form: str) -> str:
-    """A Markdown table; floats in the given form, what is missing as a dash."""
-
-    def cell(value: Any) -> str:
-        if value is None or value != value:
-            return "–"
-        return form.format(value) if isinstance(value, float) else str(value)
-
-    rows = [list(table.columns), ["---"] * len(table.columns), *table.itertuples(index=False)]
-    return "\n".join(f"| {' | '.join(map(cell, row))} |" for row in rows)
 
 
 def main(options: argparse.Namespace) -> None:

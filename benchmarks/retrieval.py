@@ -12,7 +12,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -101,23 +100,19 @@ def memory_kib(*fields: str, process: int | str = "self") -> dict[str, int]:
 
 
 class Watch(threading.Thread):
-    """Once a second: seconds, MiB of RssAnon (what the process holds itself), MiB resident, GiB on disk below `folder`.
-
-    RssAnon leaves out pages of files, which the system may drop. Its peak is looked for more often."""
+    """Peaks of RssAnon (KiB; what the process holds itself, without pages of files, which the system may drop) and, once a
+    second, of GiB on disk below `folder`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.folder, self.peak_kib, self.curve, self.over = folder, 0, [], threading.Event()
+        self.folder, self.peak_kib, self.disk, self.over = folder, 0, [], threading.Event()
 
     def run(self) -> None:
         began = time.perf_counter()
         while not self.over.wait(0.02):
-            anon, resident = memory_kib("RssAnon", "VmRSS").values()
-            self.peak_kib = max(self.peak_kib, anon)
-            if (seconds := time.perf_counter() - began) > len(self.curve):
-                self.curve.append(
-                    (round(seconds), round(anon / 1024), round(resident / 1024), on_disk(self.folder))
-                )
+            self.peak_kib = max(self.peak_kib, memory_kib("RssAnon")["RssAnon"])
+            if time.perf_counter() - began > len(self.disk):
+                self.disk.append(on_disk(self.folder))
 
 
 def on_disk(folder: Path) -> float:
@@ -131,7 +126,7 @@ def on_disk(folder: Path) -> float:
 
 
 def watched(work, folder: Path, data: Path) -> dict[str, Any]:
-    """Run in a process of its own: what `work` returns, its seconds, memory (MiB) and disk, over time at 40 places."""
+    """Run in a process of its own: what `work` returns, its seconds, memory (MiB) and disk."""
     before = memory_kib("RssAnon")["RssAnon"]
     watch = Watch(folder)
     watch.start()
@@ -141,7 +136,6 @@ def watched(work, folder: Path, data: Path) -> dict[str, Any]:
     spent = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
     watch.over.set()
     watch.join()
-    places = np.unique(np.linspace(0, max(len(watch.curve) - 1, 0), 40).astype(int))
     return (
         found
         | spent
@@ -150,8 +144,7 @@ def watched(work, folder: Path, data: Path) -> dict[str, Any]:
             "own_mib_peak": watch.peak_kib / 1024,
             # Not ru_maxrss, which a process inherits from the one that started it.
             "resident_mib_peak": memory_kib("VmHWM")["VmHWM"] / 1024,
-            "disk_gib_peak": max((disk for *_, disk in watch.curve), default=None),
-            "curve": [watch.curve[i] for i in places if watch.curve],
+            "disk_gib_peak": max(watch.disk, default=None),
             "load": [load, os.getloadavg()[0]],
         }
     )
@@ -298,43 +291,12 @@ def serve(folder: Path, data: Path) -> dict[str, Any]:
     return {"questions": len(questions), "clients": runs}
 
 
-def interrupted(folder: Path, data: Path) -> dict[str, Any]:
-    """A build killed when it has written half of what it writes, and the same command again."""
-    whole = json.loads((folder / "build.json").read_text())
-    half = (whole["disk_gib_peak"] - whole["corpus_mib"] / 1024) / 2
-    command = [sys.executable, "-c", "from stppo.cli import main; main()", "retriever", "index"]
-    command += ["--corpus", str(folder / "corpus.jsonl"), "--out", str(folder / "again")]
-    left = folder / ".again.building"
-    process, began = subprocess.Popen(command), time.perf_counter()
-    while on_disk(left) < half and process.poll() is None:
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    killed, lies = time.perf_counter() - began, on_disk(left)
-    nothing = not (folder / "again").exists()
-    began = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    again = time.perf_counter() - began
-    made = [json.loads((folder / name / "manifest.json").read_text()) for name in ("index", "again")]
-    tidy = not left.exists()
-    shutil.rmtree(folder / "again")
-    return {
-        "killed_after_seconds": killed,
-        "left_gib": lies,
-        "no_index_after_kill": nothing,
-        "again_seconds": again,
-        "same_files": made[0]["files"] == made[1]["files"],
-        "nothing_left": tidy,
-    }
-
-
 PHASES = {
     "build": build,
     "search": search,
     "serve": serve,
     "bm25s_search": bm25s_search,
     "bm25s_build": bm25s_build,
-    "interrupted": interrupted,
 }
 
 
@@ -367,7 +329,6 @@ TOLD = {
     "serve": "Through the server: milliseconds of a request with one question, and questions a second; none is asked twice",
     "bm25s_search": "bm25s in memory, all scores added up: milliseconds of a query",
     "bm25s_build": "bm25s's own indexing",
-    "interrupted": "A build killed half way, and the same command again",
 }
 
 
@@ -402,7 +363,7 @@ def render(found: dict[str, Any]) -> str:
         ]
         for phase, title in TOLD.items():
             measured = {n: pd.json_normalize(run[phase]).iloc[0] for n, run in sizes.items() if phase in run}
-            table = pd.DataFrame(measured).drop(["curve", "load"], errors="ignore")
+            table = pd.DataFrame(measured).drop("load", errors="ignore")
             table = table.map(lambda value: f"{value:,.2f}" if isinstance(value, float) else str(value))
             parts += [
                 f"### {title}",
@@ -430,10 +391,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.phase:
-        measured = watched(PHASES[options.phase], options.folder, options.data)
-        if options.phase != "build":
-            del measured["curve"]
-        print(json.dumps(measured))
+        print(json.dumps(watched(PHASES[options.phase], options.folder, options.data)))
         return
     if options.passages and options.scratch is None:
         parser.error("--passages needs --scratch")

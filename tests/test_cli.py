@@ -126,19 +126,6 @@ def test_bad_input_is_one_line(stppo, tmp_path, arguments, parts):
     assert not list(tmp_path.iterdir()), "nothing was started"
 
 
-@pytest.mark.parametrize(
-    ("content", "part"),
-    [
-        ("{", "plan.json: Invalid JSON"),
-        ("[1]", "plan.json: Input should be"),
-        ('{"OFF_POLICY/grpo": "2"}', "plan.json at OFF_POLICY/grpo: Input should be a valid integer"),
-    ],
-)
-def test_broken_plan_of_the_claims_is_one_line(stppo, tmp_path, content, part):
-    (tmp_path / "plan.json").write_text(content)
-    assert_one_line_error(stppo("claims", "none", "out", "--planned", "plan.json"), part, "--planned takes")
-
-
 # ---- play ---------------------------------------------------------------------------------------
 
 

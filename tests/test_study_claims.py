@@ -1,7 +1,5 @@
 """The claims ledger: verdicts on runs of known truth, and what the shipped ledger asks for."""
 
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -126,19 +124,19 @@ def test_several_chances_to_fail_count_as_one():
     assert only(metrics, higher(above=between), higher(above=0)).verdict == "inconclusive"
 
 
-def test_a_condition_that_is_missed_says_by_how_much():
-    """Open: as much of the interval lies on the wrong side; failed: so far off lies the whole of it."""
+@pytest.mark.parametrize(
+    ("threshold", "outcome"),
+    [
+        ({"above": 0}, "holds"),
+        ({"above": 0.1}, "open"),
+        ({"below": 0.1}, "open"),
+        ({"above": 0.3}, "fails"),
+        ({"below": 0}, "fails"),
+    ],
+)
+def test_outcome_of_a_condition(threshold, outcome):
     metrics = make({"new": spread(0.6, seed=1), "old": spread(0.5)})
-    low, high = only(metrics, higher()).checks[0].estimate.interval(0.95)
-    for threshold, outcome, missed in (
-        ({"above": 0}, "holds", np.nan),
-        ({"above": 0.1}, "open", 0.1 - low),
-        ({"below": 0.1}, "open", high - 0.1),
-        ({"above": 0.3}, "fails", 0.3 - high),
-        ({"below": 0}, "fails", low),
-    ):
-        row = claims.table([only(metrics, higher(**threshold))]).iloc[0]
-        assert row["outcome"] == outcome and row["missed_by"] == pytest.approx(missed, nan_ok=True)
+    assert claims.table([only(metrics, higher(**threshold))])["outcome"].tolist() == [outcome]
 
 
 def test_a_mean_that_few_worlds_make_stands_beside_its_median():
@@ -190,14 +188,6 @@ def test_main_effect_averages_over_the_other_factor():
     assert found.verdict == "supported"
 
 
-def test_verdict_from_fewer_runs_than_planned_is_provisional():
-    metrics = make({"new": spread(0.7, seed=1), "old": spread(0.5)})
-    planned = {"OFF_POLICY/new": 16, "OFF_POLICY/old": 12}
-    rows = claims.table([only(metrics, higher(), planned=planned)])
-    assert rows["provisional"].tolist() == [True]
-    assert not claims.table([only(metrics, higher())])["provisional"].any()
-
-
 def test_preset_without_claims_has_none(tmp_path):
     metrics = make({"token_ppo": spread(0.5)}, preset="laptop")
     assert evaluate(metrics) == []
@@ -211,14 +201,7 @@ def test_command_writes_the_shipped_claims_of_a_metrics_folder(tmp_path):
     write_metrics(
         make({arm: spread(mean, seed=i) for i, (arm, mean) in enumerate(truth.items())}), tmp_path / "metrics"
     )
-    (tmp_path / "planned.json").write_text(json.dumps({"OFF_POLICY/st_ppo": 16}))
-    options = [
-        "claims",
-        str(tmp_path / "metrics"),
-        str(tmp_path / "out"),
-        "--planned",
-        str(tmp_path / "planned.json"),
-    ]
+    options = ["claims", str(tmp_path / "metrics"), str(tmp_path / "out")]
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 0, result.output
     rows = pd.read_csv(tmp_path / "out" / "claims.csv").groupby("id")["verdict"].first()

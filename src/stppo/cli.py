@@ -813,19 +813,14 @@ def claims(
         Path, typer.Argument(help="Folder of the metrics tables, e.g. results/study/metrics.")
     ],
     out: Annotated[Path, typer.Argument(help="Folder of the tables to write, e.g. results/study/claims.")],
-    planned: Annotated[
-        Path | None, typer.Option(help="JSON file {REGIME/algorithm: planned runs}; the pipeline writes it.")
-    ] = None,
 ) -> None:
     """Say which claims of the study its recorded runs support; a preset without claims gets an empty table.
 
-    Example: `stppo claims results/study/metrics results/study/claims --planned
-    results/study/claims/planned.json`"""
+    Example: `stppo claims results/study/metrics results/study/claims`"""
     from stppo.record.runs import load_metrics
-    from stppo.study.claims import read_planned, write_claims
+    from stppo.study.claims import write_claims
 
-    plan = None if planned is None else read_planned(planned)
-    for path in write_claims(load_metrics(metrics), out, plan):
+    for path in write_claims(load_metrics(metrics), out):
         typer.echo(path)
 
 

@@ -35,8 +35,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeInt,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -96,10 +94,6 @@ class Condition(_Section):
     def fails(self, low: float, high: float) -> bool:
         """Whether an interval lies wholly on the other side."""
         return high < self.above if self.above is not None else low > self.below
-
-    def wrong_side(self, low: float, high: float) -> float:
-        """How far the end of an interval that matters lies on the wrong side of the threshold."""
-        return self.above - low if self.above is not None else high - self.below
 
     def weights(self, groups: Mapping[str, Group]) -> dict[tuple[str, str], float]:
         """(regime, arm) -> weight of its mean in the number that is asked for; of `best_elsewhere`, if it is
@@ -178,9 +172,7 @@ class Check:
     measured: str  # in words
     estimate: Estimate | None
     outcome: str  # HOLDS, FAILS, OPEN, or why it could not be asked
-    provisional: bool = False  # from fewer runs than planned
     median: float = math.nan  # over worlds; NaN of a share
-    missed_by: float = math.nan  # `_outcome`
 
 
 @dataclass(frozen=True)
@@ -198,14 +190,11 @@ def evaluate(
     ledger: Ledger | None = None,
     groups: Mapping[str, Group] | None = None,
     labels: Mapping[str, str] | None = None,
-    planned: Mapping[str, int] | None = None,
 ) -> list[Verdict]:
     """Verdicts in the order of the ledger (default: `ledger_of` the runs); none where no run is of its
     preset.
 
-    groups, labels: of that preset (default: read from its YAML); planned: `REGIME/arm` -> runs.
-    Deterministic.
-    """
+    groups, labels: of that preset (default: read from its YAML). Deterministic."""
     ledger = ledger or ledger_of(metrics)
     if ledger is None or all(run["preset"] != ledger.preset for run in metrics.runs):
         return []
@@ -215,12 +204,12 @@ def evaluate(
     verdicts: dict[str, Verdict] = {}
     for entry in ledger.claims:
         level = ledger.level(entry)
-        measure = partial(_check, runs, groups, labels, planned or {}, level, len(entry.holds_if))
+        measure = partial(_check, runs, groups, labels, level, len(entry.holds_if))
         checks = tuple(map(measure, entry.holds_if))
         gate = verdicts[entry.gate] if entry.gate else None
         if gate is not None and gate.verdict != SUPPORTED:
             shut = f"{entry.gate} is {gate.verdict}"
-            checks = tuple(replace(check, outcome=shut, missed_by=math.nan) for check in checks)
+            checks = tuple(replace(check, outcome=shut) for check in checks)
         verdicts[entry.id] = Verdict(entry, level, _verdict([check.outcome for check in checks]), checks)
     return list(verdicts.values())
 
@@ -237,7 +226,6 @@ def _check(
     runs: Mapping[tuple[str, str], pd.DataFrame],
     groups: Mapping[str, Group],
     labels: Mapping[str, str],
-    planned: Mapping[str, int],
     level: float,
     n_conditions: int,
     condition: Condition,
@@ -252,7 +240,6 @@ def _check(
         words = f"{column}: " + " − ".join(f"best of {', '.join(s)}" for s in condition.best_elsewhere)
     if absent := ["/".join(arm) for arm in weights if arm not in runs]:
         return Check(condition, words, None, f"no runs of {', '.join(absent)}")
-    short = any(len(runs[arm]) < planned.get("/".join(arm), 0) for arm in weights)
     values = [stats.by_world(runs[arm], column) for arm in weights]
     signs = list(weights.values())
     if condition.best_elsewhere:
@@ -262,16 +249,17 @@ def _check(
         try:
             values = [best_elsewhere(*side) for side in sides]
         except ValueError as error:
-            return Check(condition, words, None, str(error), short)
+            return Check(condition, words, None, str(error))
         signs = [1.0, -1.0]
     try:
         bounds = (0.0, 1.0) if column in SHARES else None
         estimate = stats.contrast(values, signs, bounds)
     except ValueError:
-        return Check(condition, words, None, f"no world in which all have {column}", short)
-    outcome, missed = _outcome(condition, estimate, level, n_conditions)
-    middle = math.nan if column in SHARES else _median(values, signs)
-    return Check(condition, words, estimate, outcome, short, middle, missed)
+        return Check(condition, words, None, f"no world in which all have {column}")
+    outcome = _outcome(condition, estimate, level, n_conditions)
+    return Check(
+        condition, words, estimate, outcome, math.nan if column in SHARES else _median(values, signs)
+    )
 
 
 def best_elsewhere(settings: Sequence[Values], by: Sequence[Values]) -> dict[int, float]:
@@ -298,32 +286,26 @@ def _median(arms: Sequence[Mapping[int, float]], weights: Sequence[float]) -> fl
     return median(sum(w * arm[world] for arm, w in zip(arms, weights, strict=True)) for world in worlds)
 
 
-def _outcome(condition: Condition, estimate: Estimate, level: float, n_conditions: int) -> tuple[str, float]:
-    """The outcome, and by how much a condition is missed: as much of the joint interval lies on the wrong
-    side of the threshold, or, where it fails, so far off lies the nearest end of the interval that refutes
-    it. NaN where it holds."""
+def _outcome(condition: Condition, estimate: Estimate, level: float, n_conditions: int) -> str:
     if estimate.n_worlds < (needed := fewest_worlds(level)):
-        return f"{estimate.n_worlds} worlds of {needed} needed", math.nan
+        return f"{estimate.n_worlds} worlds of {needed} needed"
     low, high = estimate.interval(level)
     if high - low < 1e-12:
-        return OPEN, math.nan
+        return OPEN
     if condition.holds(low, high):
-        return HOLDS, math.nan
-    wider = estimate.interval(1 - (1 - level) / n_conditions)
-    if condition.fails(*wider):
-        return FAILS, condition.wrong_side(*wider[::-1])
-    return OPEN, condition.wrong_side(low, high)
+        return HOLDS
+    return FAILS if condition.fails(*estimate.interval(1 - (1 - level) / n_conditions)) else OPEN
 
 
 COLUMN_NAMES = ("id", "claim", "source", "measured", "estimate", "low", "high", "median")
-COLUMN_NAMES += ("joint_low", "joint_high", "threshold", "worlds", "outcome", "missed_by")
-COLUMN_NAMES += ("level", "verdict", "provisional", "gate", "note")
+COLUMN_NAMES += ("joint_low", "joint_high", "threshold", "worlds", "outcome")
+COLUMN_NAMES += ("level", "verdict", "gate", "note")
 
 
 def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     """One row per condition, with the columns `COLUMN_NAMES`: estimate is the mean over worlds, low and high
-    are those of its 95 % interval, joint_low and joint_high decide, missed_by is empty where the condition
-    holds (`_outcome`), the median that of a share; all are empty where nothing could be estimated."""
+    are those of its 95 % interval, joint_low and joint_high decide, the median of a share is empty; all are
+    empty where nothing could be estimated."""
     rows = []
     for verdict, check in ((v, c) for v in verdicts for c in v.checks):
         entry, found, values, worlds = verdict.entry, check.estimate, [None] * 6, 0
@@ -331,33 +313,15 @@ def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
             values = [found.value, *found.interval(SHOWN), check.median, *found.interval(verdict.level)]
             worlds = found.n_worlds
         row = [entry.id, entry.claim, entry.source, check.measured, *values, check.condition.threshold]
-        row += [worlds, check.outcome, check.missed_by, verdict.level, verdict.verdict]
-        rows.append([*row, any(c.provisional for c in verdict.checks), entry.gate or "", entry.note])
+        row += [worlds, check.outcome, verdict.level, verdict.verdict, entry.gate or "", entry.note]
+        rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMN_NAMES))
 
 
-def read_planned(file: Path) -> dict[str, int]:
-    """How many runs are planned of each `REGIME/algorithm`; OSError or a ValueError of one line that names
-    the file."""
-    try:
-        return TypeAdapter(dict[str, NonNegativeInt]).validate_json(file.read_bytes(), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = f" at {'.'.join(map(str, first['loc']))}" if first["loc"] else ""
-        raise ValueError(
-            f"{file}{where}: {first['msg']}; --planned takes a JSON object of REGIME/algorithm and its "
-            "number of runs, as the pipeline writes it beside the claims"
-        ) from None
-
-
-def write_claims(
-    metrics: Metrics, out_dir: str | Path, planned: Mapping[str, int] | None = None
-) -> list[Path]:
+def write_claims(metrics: Metrics, out_dir: str | Path) -> list[Path]:
     """Write claims.csv of the runs' ledger into a folder, and the picture of the runs' questions; returns the
     paths."""
-    csv = table(evaluate(metrics, planned=planned)).to_csv(
-        index=False, float_format="%.5g", lineterminator="\n"
-    )
+    csv = table(evaluate(metrics)).to_csv(index=False, float_format="%.5g", lineterminator="\n")
     path = Path(out_dir) / CSV_FILE
     write_atomically(path, partial(Path.write_text, data=csv, encoding="utf-8"))
     plot = questions_figure(metrics) if metrics.runs else None
