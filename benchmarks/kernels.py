@@ -4,19 +4,17 @@ Times are CPU seconds of this process. The floor is what PyTorch takes for the u
 at all positions, output layer at agent tokens; forward and twice backward), at the sizes of the same minibatch.
 """
 
-import argparse
 import functools
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from run import QUIET, Table, markdown, provenance, ratios, spread
+from run import QUIET, Table, measure, ratios, spread
 
 from stppo.config.composition import compose
 from stppo.config.loading import load
@@ -26,7 +24,6 @@ from stppo.policy.compute import last_block
 from stppo.policy.policy import score
 from stppo.training.gradients import PolicyPass, WatchedNorm
 from stppo.training.trainer import Trainer
-from stppo.training.warm_start import ensure_warm_start
 
 KERNELS = ("eager", "auto")
 NORMS = ("off", "last block", "exact")
@@ -45,7 +42,7 @@ def by_turns(ways: dict[str, Way], repeats: int) -> dict[str, list[float]]:
     return times
 
 
-def make_trainers(overrides: list[str], start: Path, scratch: Path, algorithm: str) -> dict[str, Trainer]:
+def make_trainers(overrides: list[str], start: Path, algorithm: str) -> dict[str, Trainer]:
     """One trainer with each kind of kernels, equal otherwise, with a full queue."""
     found = {}
     for kernels in KERNELS:
@@ -200,34 +197,16 @@ def building() -> Table:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--warm-start", type=Path, help="default: the preset's own, made if missing")
-    parser.add_argument("--json", type=Path, help="also write tables, hardware and versions here")
-    parser.add_argument("--quick", action="store_true", help="one repeat of everything: does it run at all?")
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. preset=smoke")
-    arguments = parser.parse_args()
-    few, many = (1, 1) if arguments.quick else (6, 20)
-    overrides = ["preset=laptop", "seed=0", *arguments.overrides]
-    start = arguments.warm_start or ensure_warm_start(compose(overrides))
-    tables: dict[str, Table] = {}
-
-    def show(title: str, rows: Table) -> None:
-        tables[title] = rows
-        print(markdown(title, rows), flush=True)
-
-    show("Building", building())
-    with tempfile.TemporaryDirectory() as folder:
-        for algorithm in ("token_ppo", "st_ppo"):
-            trainers = make_trainers(overrides, start, Path(folder), algorithm)
-            if algorithm == "token_ppo":
-                show("A minibatch", passes(trainers, many))
-            show(f"An iteration of {algorithm}", iterations(trainers, few))
-            show(f"‖C‖ of {algorithm}", bias_norms(trainers, many))
-    if arguments.json:
-        content = {**provenance(), "tables": tables}
-        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+def tables(overrides: list[str], start: Path, folder: Path, quick: bool) -> Iterator[tuple[str, Table]]:
+    few, many = (1, 1) if quick else (6, 20)
+    yield "Building", building()
+    for algorithm in ("token_ppo", "st_ppo"):
+        trainers = make_trainers(overrides, start, algorithm)
+        if algorithm == "token_ppo":
+            yield "A minibatch", passes(trainers, many)
+        yield f"An iteration of {algorithm}", iterations(trainers, few)
+        yield f"‖C‖ of {algorithm}", bias_norms(trainers, many)
 
 
 if __name__ == "__main__":
-    main()
+    measure(__doc__, tables)

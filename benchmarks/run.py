@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -65,7 +65,27 @@ def markdown(title: str, rows: Table) -> str:
     return "\n".join(lines + [" | ".join(["", *row.values(), ""]).strip() for row in rows])
 
 
-def make_trainers(overrides: list[str], start: Path, scratch: Path) -> dict[str, Trainer]:
+def measure(doc: str, tables: Callable[..., Iterator[tuple[str, Table]]], *setting: str) -> None:
+    """The command of a script of this kind: prints its tables, made by tables(overrides, warm start, empty folder, quick)."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--warm-start", type=Path, help="default: the preset's own, made if missing")
+    parser.add_argument("--json", type=Path, help="also write tables, hardware and versions here")
+    parser.add_argument("--quick", action="store_true", help="one repeat of everything: does it run at all?")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. preset=smoke")
+    arguments = parser.parse_args()
+    overrides = ["preset=laptop", "seed=0", *setting, *arguments.overrides]
+    start = arguments.warm_start or ensure_warm_start(load(compose(overrides)))
+    found: dict[str, Table] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for title, rows in tables(overrides, start, Path(folder), arguments.quick):
+            found[title] = rows
+            print(markdown(title, rows), flush=True)
+    if arguments.json:
+        content = {**provenance(), "tables": found}
+        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def make_trainers(overrides: list[str], start: Path) -> dict[str, Trainer]:
     """Trainers of regime A with a full queue; evaluation and checkpoints are left out of the times."""
     trainers = {}
     for name in ALGORITHMS:
@@ -185,7 +205,7 @@ def exponent(sizes: list[float], seconds: list[list[float]]) -> str:
     return spread([float(fit) for fit in fits], 2)
 
 
-def growth(overrides: list[str], start: Path, scratch: Path, repeats: int) -> Table:
+def growth(overrides: list[str], start: Path, repeats: int) -> Table:
     """CPU seconds of an iteration with more trajectories, and with more epochs; sizes take turns."""
     rows = []
     for key, sizes in (("trajectories_per_iteration", (32, 64, 128, 256)), ("epochs", (1, 2, 4, 8))):
@@ -242,37 +262,19 @@ def peak_memory(overrides: list[str], start: Path, scratch: Path) -> float:
     return Run(load(config), scratch / "memory", start, progress=False).train()["peak_memory_mb"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--warm-start", type=Path, help="default: the preset's own, made if missing")
-    parser.add_argument("--json", type=Path, help="also write tables, hardware and versions here")
-    parser.add_argument("--quick", action="store_true", help="one repeat of everything: does it run at all?")
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. preset=smoke")
-    arguments = parser.parse_args()
-    repeats, many = (1, 1) if arguments.quick else (5, 20)
+def tables(overrides: list[str], start: Path, folder: Path, quick: bool) -> Iterator[tuple[str, Table]]:
+    repeats, many = (1, 1) if quick else (5, 20)
     disable_progress_bar()
-    overrides = ["preset=laptop", "seed=0", *arguments.overrides]
-    start = arguments.warm_start or ensure_warm_start(compose(overrides))
-    tables: dict[str, Table] = {}
-
-    def show(title: str, rows: Table) -> None:
-        tables[title] = rows
-        print(markdown(title, rows), flush=True)
-
-    with tempfile.TemporaryDirectory() as folder:
-        trainers = make_trainers(overrides, start, Path(folder))
-        show("Seconds per iteration", iterations(trainers, repeats))
-        show("Cost against size, CPU seconds", growth(overrides, start, Path(folder), repeats))
-        show("Cost against length", lengths(trainers["token_ppo"], many))
-        sampler, asked = trainers["st_ppo"].sampler, trainers["st_ppo"].batches.questions[:128]
-        show("Roll-out against transformers.generate", rollouts(sampler, start, asked, repeats))
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            peak = fresh.submit(peak_memory, overrides, start, Path(folder)).result()
-        show("Memory", [{"process": "training st_ppo", "peak resident MiB": f"{peak:.0f}"}])
-    if arguments.json:
-        content = {**provenance(), "tables": tables}
-        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    trainers = make_trainers(overrides, start)
+    yield "Seconds per iteration", iterations(trainers, repeats)
+    yield "Cost against size, CPU seconds", growth(overrides, start, repeats)
+    yield "Cost against length", lengths(trainers["token_ppo"], many)
+    sampler, asked = trainers["st_ppo"].sampler, trainers["st_ppo"].batches.questions[:128]
+    yield "Roll-out against transformers.generate", rollouts(sampler, start, asked, repeats)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+        peak = fresh.submit(peak_memory, overrides, start, folder).result()
+    yield "Memory", [{"process": "training st_ppo", "peak resident MiB": f"{peak:.0f}"}]
 
 
 if __name__ == "__main__":
-    main()
+    measure(__doc__, tables)

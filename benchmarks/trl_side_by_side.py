@@ -5,20 +5,17 @@ has made that environment. Each iteration plays the same number of trajectories 
 makes the same number of updates on them; times are CPU seconds. The learning rate is so small that the policies stay alike.
 """
 
-import argparse
-import json
 import os
-import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from run import QUIET, Table, markdown, provenance, ratios, spread
+from run import QUIET, Table, measure, ratios, spread
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from trl import GRPOConfig, GRPOTrainer
@@ -28,7 +25,6 @@ from stppo.config.loading import load
 from stppo.plugins.trl import TurnGRPOConfig, TurnGRPOTrainer, search_dataset, search_reward, search_rollout
 from stppo.policy.policy import load_policy
 from stppo.training.trainer import Trainer
-from stppo.training.warm_start import ensure_warm_start
 from stppo.world.scripted import World
 
 RATE = 1e-6
@@ -41,7 +37,7 @@ SETTING = [
 Iteration = Callable[[], tuple[float, float]]  # CPU seconds, mean agent tokens of a trajectory
 
 
-def ours(overrides: list[str], start: Path, folder: Path, kernels: str) -> tuple[Iteration, Trainer]:
+def ours(overrides: list[str], start: Path, kernels: str) -> tuple[Iteration, Trainer]:
     config = compose([*overrides, *QUIET, *SETTING, f"training.kernels={kernels}"])
     trainer = Trainer(load(config), start)
     drawn = trainer.batches.sample
@@ -140,49 +136,41 @@ def one_by_one(world: World) -> Callable:
     return rollout
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--warm-start", type=Path, help="default: the preset's own, made if missing")
-    parser.add_argument("--json", type=Path, help="also write the table, hardware and versions here")
-    parser.add_argument("--quick", action="store_true", help="one repeat of everything: does it run at all?")
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. training.epochs=4")
-    arguments = parser.parse_args()
+def tables(overrides: list[str], start: Path, folder: Path, quick: bool) -> Iterator[tuple[str, Table]]:
     warnings.simplefilter("ignore")
     disable_progress_bar()
     set_verbosity_error()
-    overrides = ["preset=laptop", "seed=0", "training.epochs=8", *arguments.overrides]
-    start = arguments.warm_start or ensure_warm_start(compose(overrides))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        compiled, trainer = ours(overrides, start, folder / "compiled", "auto")
-        eager, _ = ours(overrides, start, folder / "eager", "eager")
-        world = trainer.world
-        room = trainer.policy.config.max_position_embeddings - max(
-            len(world.tokenizer(row["prompt"])["input_ids"]) for row in search_dataset(world)
-        )
-        common = (trainer, start, folder / "trl", room)
-        ways: dict[str, Iteration] = {
-            f"here, {trainer.models.kernels}": compiled,
-            "here, eager": eager,
-            "TRL, episodes together": theirs(GRPOTrainer, GRPOConfig, search_rollout(world), *common),
-            "TRL, one episode at a time": theirs(GRPOTrainer, GRPOConfig, one_by_one(world), *common),
-            "TRL with the plug-in": theirs(TurnGRPOTrainer, TurnGRPOConfig, search_rollout(world), *common),
-        }
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        tokens: dict[str, list[float]] = {way: [] for way in ways}
-        for repeat in range(2 if arguments.quick else 6):
-            for way, iteration in ways.items():
-                seconds, agent_tokens = iteration()
-                if repeat:  # the first one warms up
-                    times[way].append(seconds)
-                    tokens[way].append(agent_tokens)
-        training = trainer.settings.training
-        title = (
-            f"GRPO against TRL, {training.trajectories_per_iteration} trajectories, {training.epochs} epochs of "
-            f"{training.minibatches} minibatches"
-        )
-        base = next(iter(times.values()))
-        rows: Table = [
+    compiled, trainer = ours(overrides, start, "auto")
+    eager, _ = ours(overrides, start, "eager")
+    world = trainer.world
+    room = trainer.policy.config.max_position_embeddings - max(
+        len(world.tokenizer(row["prompt"])["input_ids"]) for row in search_dataset(world)
+    )
+    common = (trainer, start, folder, room)
+    ways: dict[str, Iteration] = {
+        f"here, {trainer.models.kernels}": compiled,
+        "here, eager": eager,
+        "TRL, episodes together": theirs(GRPOTrainer, GRPOConfig, search_rollout(world), *common),
+        "TRL, one episode at a time": theirs(GRPOTrainer, GRPOConfig, one_by_one(world), *common),
+        "TRL with the plug-in": theirs(TurnGRPOTrainer, TurnGRPOConfig, search_rollout(world), *common),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    tokens: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(2 if quick else 6):
+        for way, iteration in ways.items():
+            seconds, agent_tokens = iteration()
+            if repeat:  # the first one warms up
+                times[way].append(seconds)
+                tokens[way].append(agent_tokens)
+    training = trainer.settings.training
+    title = (
+        f"GRPO against TRL, {training.trajectories_per_iteration} trajectories, {training.epochs} epochs of "
+        f"{training.minibatches} minibatches"
+    )
+    base = next(iter(times.values()))
+    yield (
+        title,
+        [
             {
                 "an iteration": way,
                 "CPU seconds": spread(found, 2),
@@ -190,12 +178,9 @@ def main() -> None:
                 "agent tokens a trajectory": spread(tokens[way], 1),
             }
             for way, found in times.items()
-        ]
-        print(markdown(title, rows), flush=True)
-    if arguments.json:
-        content = {**provenance(), "tables": {title: rows}}
-        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        ],
+    )
 
 
 if __name__ == "__main__":
-    main()
+    measure(__doc__, tables, "training.epochs=8")

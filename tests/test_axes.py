@@ -72,12 +72,6 @@ def test_a_changed_file_changes_its_cell_alone(configs, table, algorithm, old, n
     assert (now != table.loc[algorithm]).sum() == 1
 
 
-def test_unknown_algorithm_is_one_line():
-    with pytest.raises(ValueError, match="unknown algorithm") as error:
-        axes.axes_table(["no_ppo"])
-    assert "\n" not in str(error.value)
-
-
 def test_worked_example_by_hand():
     token, turn = axes.worked_example("s_ppo").dropna(), axes.worked_example("st_ppo").dropna()
     ratios, sign = token["token_ratio"].to_numpy(), token["advantage"].to_numpy()

@@ -53,14 +53,6 @@ def test_every_figure_is_drawn_and_every_algorithm_is_in_it(plots):
         assert set(plot.data["algorithm"]) == shown and plot.title and plot.caption, name
 
 
-def test_of_many_algorithms_those_with_a_file_are_shown():
-    names = ["token_ppo", "st_ppo", *(f"arm{i}" for i in range(11))]
-    many = gather([simulate(name, world, dynamics=MINE) for name in names for world in range(2)])
-    assert many.main.algorithms == ["token_ppo", "st_ppo"] and len(many.algorithms("A")) == 13
-    few = gather([simulate(name, dynamics=MINE) for name in names[:12]])
-    assert sorted(few.main.algorithms) == few.algorithms("A")
-
-
 def test_methods_that_weigh_have_no_clip_fraction_and_a_kl():
     runs = study_of(("token_ppo", "mine"))
     for record, *_ in runs[3:]:
@@ -116,12 +108,6 @@ def test_saved_files_are_complete_and_reproducible(plots, tmp_path):
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
     assert words_of(tmp_path / "one/norms.png") == (plot.title, plot.caption)
-
-
-def test_recorded_labels_are_the_ones_shown(metrics):
-    runs = [{**r, "label": "my very own"} if r["algorithm"] == "mine" else r for r in metrics.runs]
-    ticks = FIGURES["stability"].draw(replace(metrics, runs=runs)).figure.axes[0].get_yticklabels()
-    assert "my very own" in [tick.get_text() for tick in ticks]
 
 
 # ---- little was run --------------------------------------------------------------------------------
@@ -244,8 +230,6 @@ def test_the_headline_shows_algorithms_with_a_file_of_ones_own(tmp_path, monkeyp
 
     four = ("token_ppo", "turn_ppo", "s_ppo", "st_ppo")
     assert drawn(*four, "grpo", "own_a") == {*four, "own_a"}
-    assert drawn("token_ppo", "own_a", "own_b") == {"token_ppo", "own_a", "own_b"}
-    assert drawn("own_a", "own_b") == {"own_a", "own_b"}
     assert drawn(*four, *own) == {"token_ppo", "st_ppo", *own}, "two of the four leave room"
 
 

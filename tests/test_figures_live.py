@@ -58,23 +58,6 @@ def test_picture_is_drawn_at_each_evaluation_and_not_between(drawn):
     assert len(drawn) == 5, "after iteration 1, and at 2, 4, 6 and 8"
 
 
-def test_drawing_takes_a_twentieth_of_the_time_and_the_end_is_always_shown(drawn, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        live, "run_figure", lambda updates, *_: now.__setitem__(0, now[0] + 0.5) or len(updates)
-    )
-    curves = LiveCurves("a run", 60)
-    for iteration in range(1, 61):  # a second and an evaluation each
-        now[0] += 1
-        curves.update(*rows(iteration, every=1))
-    assert len(drawn) == 6
-    curves.update(*rows(60, every=1), last=True)
-    assert drawn[-1] == 120
-    curves.update(*rows(60, every=1), last=True)
-    assert len(drawn) == 7, "nothing new"
-
-
 def test_panels_show_the_recorded_numbers():
     updates, evaluations = map(pd.DataFrame, rows(4))
     figure = run_figure(updates, evaluations, "a run", 8).figure

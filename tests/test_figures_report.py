@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from stppo.figures.report import provenance, render_report, summary_lines
+from stppo.figures.report import render_report, summary_lines
 from stppo.record.runs import collect, load_metrics
 from tests.synthetic_runs import make_run
 
@@ -124,11 +124,8 @@ def test_each_of_a_few_runs_has_its_success_before_and_after_with_intervals(page
     assert "Wilson" not in many.read_text(encoding="utf-8")
 
 
-def test_names_are_text_wherever_they_stand(page):
+def test_page_loads_nothing_and_names_are_text_wherever_they_stand(page):
     assert HOSTILE not in page.text and not [tag for tag, _ in page.tags if tag == "script"]
-
-
-def test_page_loads_nothing(page):
     loaded = [a[k] for _, a in page.tags for k in ("src", "srcset", "data") if k in a]
     assert loaded and all(url.startswith("data:image/png;base64,") for url in loaded)
     assert not [tag for tag, _ in page.tags if tag in ("link", "iframe", "object", "embed", "base")]
@@ -174,16 +171,3 @@ def test_runs_that_are_hard_to_compare_are_said_to_be(tmp_path):
         "1 warm start made more than once",
     ):
         assert said in seen
-
-
-def test_what_a_later_part_of_a_run_ran_on_is_named_beside_what_it_began_on(tmp_path):
-    run = make_run(tmp_path / "run", "st_ppo")
-    there = {
-        "hardware": {"cpu": "another CPU", "cores": 8},
-        "versions": {"torch": "3.0"},
-        "git_commit": "f" * 40,
-    }
-    metrics = collect([relabel(run, resumed_on=[there])], tmp_path / "metrics")
-    made = provenance(metrics)
-    assert "made-up CPU" in made["hardware"] and "another CPU, 8 cores" in made["hardware"]
-    assert "torch 2.13.0/3.0" in made["versions"] and "f" * 12 in made["commit"]

@@ -26,17 +26,6 @@ def test_values_are_conditional_expectations_of_the_return(kind):
         close(oracle.action_values(theta).reshape(-1), mean_by(oracle.tree.edges, oracle.tree.n_edges))
 
 
-def test_values_exist_where_the_policy_never_goes():
-    oracle = tiny_oracle()
-    far = oracle.behaviour.clone()
-    far[oracle.tree.mdp.answer :: oracle.tree.mdp.n_actions] = 2000.0  # other choices have probability 0
-    values = Oracle(oracle.tree, oracle.policy, far).values()
-    answers = torch.arange(oracle.tree.n_histories) * oracle.tree.mdp.n_actions + oracle.tree.mdp.answer
-    ended = [int((oracle.tree.last_edges == edge).nonzero()) for edge in answers]
-    assert torch.equal(values, oracle.tree.rewards[ended])
-    assert set(values[oracle.tree.history_turns == 1].tolist()) == {0.0, 1.0}
-
-
 def test_turn_advantage_is_the_sum_of_its_tokens_advantages():
     # Within a turn the environment does not move, so Q(h_t, y_t) = V(h_{t+1}) and the sum telescopes.
     oracle = small_oracle()

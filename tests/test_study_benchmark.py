@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from rliable.metrics import aggregate_iqm
-from scipy import stats
 
 from stppo import cli
 from stppo.config.files import VARIABLE, ConfigError
@@ -14,7 +13,6 @@ from stppo.record.runs import Metrics
 from stppo.study import benchmark
 from stppo.study.benchmark import BASELINE, REGIME, best_of
 from stppo.study.benchmark_figures import PUSH, pictures, signals_of_methods
-from stppo.training.campaign import Done
 from tests.synthetic_runs import Dynamics, gather, simulate
 
 
@@ -151,12 +149,6 @@ def test_nulls_are_those_whose_yaml_says_so():
     assert board.loc["turn_ppo", "above_null"] > 0.9, "a null at one point is not the one to beat"
 
 
-def test_a_method_without_all_points_comes_last():
-    whole, part = runs({BASELINE: 0.3}), runs({"turn_ppo": 0.9}, numbers=range(39))
-    board = benchmark.leaderboard(both(whole, part))
-    assert list(board["method"]) == [BASELINE, "turn_ppo"] and list(board["complete"]) == [True, False]
-
-
 def test_the_difference_of_two_methods_is_paired_by_point():
     rng = np.random.default_rng(2)
     base = rng.uniform(0.2, 0.6, 40)
@@ -165,17 +157,6 @@ def test_the_difference_of_two_methods_is_paired_by_point():
     assert found["mean_high"] - found["mean_low"] < 0.03, "far less than the points differ"
     with pytest.raises(ValueError, match="no point in common"):
         benchmark.difference(runs({BASELINE: 0.5}, numbers=[0]), BASELINE, "turn_ppo")
-
-
-def test_a_share_that_is_0_or_1_in_every_world_has_an_interval_with_a_width():
-    """Of 20 worlds: Jeffreys' Beta(1/2, 20.5), whose 97.5th percentile is .117."""
-    levels = {BASELINE: 0.5, "turn_ppo": 0.7, "grpo": 0.3}
-    board = benchmark.leaderboard(runs(levels)).set_index("method")
-    below, above = (
-        [board.loc[m, f"above_token_ppo_{end}"] for end in ("low", "high")] for m in ("grpo", "turn_ppo")
-    )
-    most = stats.beta.ppf(0.975, 0.5, 20.5)
-    assert below == pytest.approx([0, most], abs=0.015) and above == pytest.approx([1 - most, 1], abs=0.015)
 
 
 def test_a_changed_method_does_not_take_the_committed_runs(tmp_path):
@@ -322,14 +303,6 @@ def test_runs_of_another_code_are_told_apart(tmp_path):
 def test_points_that_name_none_are_refused(text):
     with pytest.raises(ValueError, match=f"--points {text}: write numbers and ranges"):
         cli._numbers(text)
-
-
-def test_the_time_left_does_not_count_what_was_there_already(capsys):
-    report = cli._progress()
-    report(Done("a", 1.0, "there already"), 1, 10)
-    assert "left" not in capsys.readouterr().out
-    report(Done("b", 60.0, "completed"), 2, 10)
-    assert "(60 s; about 8 min left)" in capsys.readouterr().out
 
 
 # ---- the site's page ------------------------------------------------------------------------------

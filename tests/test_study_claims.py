@@ -107,13 +107,6 @@ def test_missing_arm_is_named():
     assert (found.verdict, found.checks[0].outcome) == ("not asked", "no runs of OFF_POLICY/new")
 
 
-def test_one_control_that_does_better_refutes_the_claim():
-    metrics = make({"new": spread(0.7, seed=1), "weak": spread(0.3), "strong": spread(0.85, seed=2)})
-    assert only(metrics, higher("new", "weak")).verdict == "supported"
-    assert only(metrics, higher("new", "weak"), higher("new", "strong")).verdict == "not supported"
-    assert only(metrics, higher("new", "strong"), higher("new", "absent")).verdict == "not supported"
-
-
 def test_several_chances_to_fail_count_as_one():
     """A threshold between the joint limit and the wider one refutes alone, but not as one of two
     conditions."""
@@ -239,12 +232,6 @@ def test_measures_of_a_known_course():
     assert np.isnan([measures.clipping_bias_growth(bare), measures.critic_error(bare)]).all()
 
 
-def test_lost_is_what_lies_between_peak_and_end():
-    row = measures.per_run(make({"old": {31: (0.3, 0.8)}})).iloc[0]
-    assert row["lost"] == pytest.approx(row["peak"] - 0.3)
-    assert 0.7 < row["peak"] <= 0.8
-
-
 def test_each_world_has_the_setting_that_is_best_in_the_others():
     low, high = {1: 0.9, 2: 0.2, 3: 0.2, 4: 0.2}, {1: 0.0, 2: 0.4, 3: 0.4, 4: 0.4}
     # In world 1 `low` would have been better: it may not look. Without world 2: .9 + .2 + .2 against 0 + .4 + .4.
@@ -255,28 +242,12 @@ def test_each_world_has_the_setting_that_is_best_in_the_others():
 
 
 def test_the_best_elsewhere_is_chosen_by_final_success_and_judged_by_the_column():
-    """In world 1 arm b ends highest and a does in the others, so there a's greedy number counts."""
-    final = {
-        "a": {1: 0.1, 2: 0.9, 3: 0.9, 4: 0.9},
-        "b": {1: 0.9, 2: 0.1, 3: 0.1, 4: 0.1},
-        "c": dict.fromkeys((1, 2, 3, 4), 0.2),
-    }
-    runs = make({arm: final[arm] for arm in final})
+    """Without world 1 a has .9 on average. Without another, a .63 and b .37: a everywhere."""
+    a, b = {1: 0.1, 2: 0.9, 3: 0.9, 4: 0.9}, {1: 0.9, 2: 0.1, 3: 0.1, 4: 0.1}
+    runs = make({"a": a, "b": b, "c": dict.fromkeys((1, 2, 3, 4), 0.2)})
     asked = {"best_elsewhere": [["a", "b"], ["c"]], "column": "final", "above": 0}
     (verdict,) = evaluate(runs, ledger(("S1", [asked])), {}, {})
-    # Without world 1 a has .9 on average. Without another, a .63 and b .37: a everywhere.
     assert verdict.checks[0].estimate.value == pytest.approx((0.1 + 3 * 0.9) / 4 - 0.2)
-    (alone,) = evaluate(
-        make({"a": {1: 0.5}, "c": {1: 0.2}}),
-        ledger(("S1", [asked | {"best_elsewhere": [["a"], ["c"]]}])),
-        {},
-        {},
-    )
-    assert alone.verdict == "not asked" and "worlds in common" in alone.checks[0].outcome
-    (unrecorded,) = evaluate(make({"c": final["c"]}), ledger(("S1", [asked])), {}, {})
-    assert unrecorded.checks[0].measured == verdict.checks[0].measured, (
-        "settings are no terms of a difference"
-    )
 
 
 # ---- the shipped ledger -------------------------------------------------------------------------

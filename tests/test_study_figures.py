@@ -66,16 +66,6 @@ def test_a_cell_counts_runs_that_learned_and_lost_half():
     assert (row["runs"], row["shows"], row["collapsed"], row["learned"]) == (2, 1, 1, 1)
 
 
-def test_settings_of_one_rate_go_by_the_name_of_their_regime():
-    runs = [
-        simulate("token_ppo", w, name, dynamics=COLLAPSES) for name in ("A_B", "C", "D") for w in range(2)
-    ]
-    plot = FIGURES["every_setting"].draw(gather(runs))
-    assert [ax.get_title("left") for ax in plot.figure.axes] == ["a b", "c", "d"]
-    assert FIGURES["every_setting"].draw(gather(runs[:4])) is None
-    assert FIGURES["every_setting"].draw(gather([*runs, simulate("st_ppo", 0, "C")])) is None
-
-
 # ---- beginnings ------------------------------------------------------------------------------------
 
 

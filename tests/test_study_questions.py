@@ -1,12 +1,9 @@
 """The picture of a study's questions: which panels it has, what it draws, and what its title says of runs of
 known truth."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from stppo.stats import fewest_worlds
 from stppo.study.arms import Group
 from stppo.study.questions import effects, questions_figure
 from tests.test_study_claims import make, spread
@@ -45,20 +42,6 @@ def test_title_states_the_effects_and_the_data_are_those_drawn():
     assert plot.data["mean"].tolist() == pytest.approx(sorted(ENDS.values(), reverse=True))
     marks = {line.get_ydata()[0] for line in plot.figure.axes[0].lines if line.get_marker() == "o"}
     assert marks == {0, 1, 2, 3}
-
-
-def test_effects_are_judged_together():
-    """Of ten factorials twenty effects are looked at: their intervals are wider, and need more worlds."""
-    metrics = runs(**ENDS)
-    one = effects(metrics, {"factorial": FACTORIAL})
-    many = {str(i): dataclasses.replace(FACTORIAL, name=str(i)) for i in range(10)}
-    found = effects(metrics, many)
-    assert (found["low"][:2] < one["low"]).all() and (found["high"][:2] > one["high"]).all()
-    assert "is of 97.5 %, so that those of all 2 hold" in questions_figure(metrics, {"f": FACTORIAL}).caption
-    caption = questions_figure(metrics, many).caption
-    assert "is of 99.75 %" in caption and f"from fewer than {fewest_worlds(0.9975)} worlds" in caption
-    nine = make({arm: spread(end, n=9, seed=i, sd=0.02) for i, (arm, end) in enumerate(ENDS.items())})
-    assert effects(nine, many)["low"].isna().all() and effects(nine, {"f": FACTORIAL})["low"].notna().all()
 
 
 def test_a_factor_of_three_levels_is_told_by_the_mean_of_each():

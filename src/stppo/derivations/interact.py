@@ -88,19 +88,13 @@ def _widget(name: str, option: Any, start: Mapping[str, Any]) -> Any:
 
     try:
         widget = interactive.widget_from_abbrev(option)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"explore: {name}={option!r} is no widget abbreviation: {error}") from error
-    if widget is None:
+        widget.value = start.get(name, widget.value)
+    except Exception as error:  # of several kinds: no abbreviation, or a value that it does not offer
         raise ValueError(
-            f"explore: {name}={option!r} is no widget abbreviation: use (low, high, step) or a list"
-        )
-    if name in start:
-        try:
-            widget.value = start[name]
-        except Exception as error:  # TraitError or, from a menu, another kind
-            raise ValueError(f"explore: start {name}={start[name]!r} does not suit {option!r}") from error
-        if widget.value != start[name]:  # a slider silently moves it into its range
-            raise ValueError(f"explore: start {name}={start[name]!r} is not offered by {option!r}")
+            f"explore: {name}={option!r}, start {start.get(name)!r}: {error}; use (low, high, step) or a list"
+        ) from error
+    if name in start and widget.value != start[name]:  # a slider silently moves it into its range
+        raise ValueError(f"explore: start {name}={start[name]!r} is not offered by {option!r}")
     widget.description = widget.description or name.replace("_", " ")
     if hasattr(widget, "continuous_update"):
         widget.continuous_update = False  # else slow drawings queue up behind a moving slider

@@ -54,9 +54,6 @@ def ascend(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
     check_has_limit(objective)
-    for name, size in {"rollout_size": rollout_size, "minibatch_size": minibatch_size}.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise ValueError(f"{name}={size!r}: must be an integer of at least 1")
     if minibatch_size is not None and rollout_size is None:
         raise ValueError(
             f"minibatch_size={minibatch_size}: needs rollout_size; without it there are no samples"

@@ -197,7 +197,6 @@ class SurrogateGradient:
         A divisor mixes the trajectories of a batch, so all N^batch_size batches are gone through; ValueError
         beyond BATCH_LIMIT of them. Estimators without one need no enumeration.
         """
-        _check_batch_size(batch_size)
         if not self._mixes:
             return self.mean, self.covariance / batch_size
         n = len(self.probabilities)
@@ -219,7 +218,6 @@ class SurrogateGradient:
 
     def minibatches(self, batch_size: int, n: int, generator: torch.Generator) -> BatchGradients:
         """`n` batches of `batch_size` trajectories drawn from the behaviour policy."""
-        _check_batch_size(batch_size)
         index = torch.multinomial(self.probabilities, n * batch_size, replacement=True, generator=generator)
         step = self._chunk(batch_size)
         parts = [self.batches(rows) for rows in index.view(n, batch_size).split(step)]
@@ -363,11 +361,6 @@ def _check_estimator(objective: Objective, known: tuple[str, ...]) -> None:
         )
     if isinstance(stabilizer, SampleWeight):
         raise ValueError(f"{type(stabilizer).__name__}: the oracle weighs no samples")
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r}: must be an integer of at least 1")
 
 
 # --- Lemma 4.2 -----------------------------------------------------------------------------------

@@ -131,24 +131,10 @@ class Rings:
     false: int
     iterations: int
 
-    def __add__(self, other: Rings) -> Rings:
-        return Rings(self.leads + other.leads, self.false + other.false, self.iterations + other.iterations)
-
     @property
     def announced(self) -> int:
         """Crashes before whose fall it rang."""
         return sum(0 < lead < NEVER for lead in self.leads)
-
-    @property
-    def at_the_fall(self) -> int:
-        """Crashes at which it first rang in the very iteration of the fall."""
-        return sum(lead == 0 for lead in self.leads)
-
-    @property
-    def lead(self) -> float:
-        """Median over the crashes that were announced; NaN without any."""
-        found = [lead for lead in self.leads if 0 < lead < NEVER]
-        return float(np.median(found)) if found else math.nan
 
     @property
     def rate(self) -> float:
@@ -247,42 +233,32 @@ def judged(runs: Sequence[Watched]) -> pd.DataFrame:
     for tuning, testing in (halves, halves[::-1]):
         fitted = {name: tuned(tuning, name) for name in signals}
         for name, (direction, threshold, _) in fitted.items():
-            found, word = rings(testing, name, direction, threshold), "rises" if direction > 0 else "falls"
-            results[name].append((found, _crashes(testing, name, direction, threshold, found), word))
+            found = rings(testing, name, direction, threshold)
+            fell = [run for run in testing if name in run.distances and not math.isnan(run.fall)]
+            shares = by_chance(testing, name, direction, threshold)
+            each = {"world": [run.world for run in fell], "lead": found.leads, "by_chance": shares}
+            results[name].append((found, pd.DataFrame(each), "rises" if direction > 0 else "falls"))
         best = max(signals, key=lambda name: fitted[name][2].announced)
         results["best"].append((*results[best][-1][:2], NAMES[best]))
     rows = []
     for name, parts in results.items():
-        total = sum((part for part, *_ in parts[1:]), parts[0][0])
         crashes = pd.concat([part for _, part, _ in parts])
+        crashes["announced"] = (crashes["lead"] > 0) & (crashes["lead"] < NEVER)
+        false, iterations = (sum(getattr(of, what) for of, *_ in parts) for what in ("false", "iterations"))
         rows.append(
             {
                 "signal": name,
                 "name": NAMES.get(name, "chosen on the other half"),
-                "crashes": len(total.leads),
-                "announced": total.announced,
-                "at_the_fall": total.at_the_fall,
+                "crashes": len(crashes),
+                "announced": int(crashes["announced"].sum()),
+                "at_the_fall": int((crashes["lead"] == 0).sum()),
                 **_more_than_chance(crashes, joint_level(len(signals))),
-                "lead": total.lead,
-                "false_alarms": total.rate,
+                "lead": crashes.loc[crashes["announced"], "lead"].median(),
+                "false_alarms": 100 * false / iterations if iterations else math.nan,
                 "chosen": " or ".join(dict.fromkeys(word for *_, word in parts)),
             }
         )
     return pd.DataFrame(rows)
-
-
-def _crashes(
-    runs: Sequence[Watched], signal: str, direction: int, threshold: float, found: Rings
-) -> pd.DataFrame:
-    """A row a crash: world, whether it was announced, and by what share of the runs beside it."""
-    fell = [run for run in runs if signal in run.distances and not math.isnan(run.fall)]
-    return pd.DataFrame(
-        {
-            "world": [run.world for run in fell],
-            "announced": [0 < lead < NEVER for lead in found.leads],
-            "by_chance": by_chance(runs, signal, direction, threshold),
-        }
-    )
 
 
 def _more_than_chance(crashes: pd.DataFrame, level: float) -> dict[str, float]:
