@@ -19,7 +19,7 @@ NAMES = [row.name for row in algorithms()]
 
 @pytest.fixture(scope="module")
 def table():
-    return factor_table(n_ratios=41)
+    return factor_table(ratios=np.geomspace(1 / 4, 4, 41))
 
 
 def test_every_algorithm_has_a_factor_and_belongs_to_one_group(table):
@@ -80,4 +80,4 @@ def test_pictures_are_drawn(table):
     panels = [ax for ax in factors_figure(table).figure.axes if ax.get_visible()]
     assert len(same_factor(table)) == len(panels)
     assert [ax.get_xlabel() for ax in panels[-4:]] == ["ratio"] * 4, "a column without an axis below it"
-    assert method_figure("sapo", table).data["algorithm"].unique().tolist() == ["sapo"]
+    assert method_figure("sapo", table, steps_table()).data["algorithm"].unique().tolist() == ["sapo"]

@@ -22,7 +22,7 @@ from stppo.objectives import (
 from stppo.objectives.rivals import GradientClip, KeepLikelihood, SampleSizeStep, Unweighted
 from stppo.oracle import (
     UNCLIPPED,
-    batch_gradient,
+    BatchGradient,
     expected_surrogate,
     gradient_quality,
     limiting_advantages,
@@ -87,11 +87,11 @@ def test_a_batchs_gradient_is_the_oracles(objective):
     oracle = tiny_oracle()
     theta, rows = moved(oracle), torch.tensor([3, 7, 7, 20])
     advantages = limiting_advantages(oracle, objective.credit)
-    ours = batch_gradient(oracle, objective, theta, advantages, rows)
+    ours = BatchGradient(oracle, objective, theta, advantages)(rows)
     theirs = surrogate_gradient(oracle, objective, theta, advantages).batches(rows[None]).gradients[0]
     close(ours, theirs)
     free = replace(objective, stabilizer=NoStabilizer())
-    assert (batch_gradient(oracle, free, theta, advantages, rows) - ours).norm() > 1e-4 or free == objective
+    assert (BatchGradient(oracle, free, theta, advantages)(rows) - ours).norm() > 1e-4 or free == objective
 
 
 @pytest.mark.parametrize("name", ["m2po", "bapo", "vcpo"])
@@ -102,7 +102,7 @@ def test_sampled_moments_are_those_of_all_batches(name):
     advantages = limiting_advantages(oracle, objective.credit)
     mean, square = 0.0, 0.0
     for i, j in itertools.combinations_with_replacement(range(len(p)), 2):
-        gradient = batch_gradient(oracle, objective, theta, advantages, torch.tensor([i, j]))
+        gradient = BatchGradient(oracle, objective, theta, advantages)(torch.tensor([i, j]))
         weight = p[i] * p[j] * (1 if i == j else 2)
         mean, square = mean + weight * gradient, square + weight * gradient @ gradient
     noise = math.sqrt(square - mean @ mean) / mean.norm()

@@ -13,25 +13,21 @@ from tests.oracle_cases import KINDS, close, moved, numerical_gradient, small_or
 def test_values_are_conditional_expectations_of_the_return(kind):
     # The recursion goes backwards through the histories; here all trajectories through one are averaged.
     oracle = small_oracle(kind)
-    for theta in (None, moved(oracle)):
-        p = oracle.trajectory_probabilities(oracle.behaviour if theta is None else theta)
-        weight = p[oracle.layout.rows]
-        reward = oracle.tree.rewards[oracle.layout.rows]
+    weight, reward = (x[oracle.layout.rows] for x in (oracle.probabilities, oracle.tree.rewards))
 
-        def mean_by(index, size, weight=weight, reward=reward):
-            zeros = torch.zeros(size, dtype=torch.float64)
-            return zeros.index_add(0, index, weight * reward) / zeros.index_add(0, index, weight)
+    def mean_by(index, size):
+        zeros = torch.zeros(size, dtype=torch.float64)
+        return zeros.index_add(0, index, weight * reward) / zeros.index_add(0, index, weight)
 
-        close(oracle.values(theta), mean_by(oracle.histories, oracle.tree.n_histories))
-        close(oracle.action_values(theta).reshape(-1), mean_by(oracle.tree.edges, oracle.tree.n_edges))
+    close(oracle.values(), mean_by(oracle.histories, oracle.tree.n_histories))
+    close(oracle.action_values().reshape(-1), mean_by(oracle.tree.edges, oracle.tree.n_edges))
 
 
 def test_turn_advantage_is_the_sum_of_its_tokens_advantages():
     # Within a turn the environment does not move, so Q(h_t, y_t) = V(h_{t+1}) and the sum telescopes.
     oracle = small_oracle()
     layout = oracle.layout
-    for theta in (None, moved(oracle)):
-        close(oracle.turn_advantages(theta), layout.turn_sum(oracle.token_advantages(theta))[layout.turns])
+    close(oracle.turn_advantages(), layout.turn_sum(oracle.token_advantages())[layout.turns])
 
 
 @pytest.mark.parametrize("kind", KINDS)

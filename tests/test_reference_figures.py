@@ -12,6 +12,7 @@ from stppo.figures import figures
 from stppo.figures.style import words_of
 from stppo.record.runs import load_metrics
 from stppo.study import figures as study
+from stppo.study.benchmark import leaderboard
 from stppo.study.benchmark_figures import pictures
 from stppo.study.questions import questions_figure
 from stppo.study.starving import BY_HOPS, picture
@@ -53,7 +54,8 @@ def test_pictures_are_those_of_the_code(name):
 
 
 def test_pictures_of_the_benchmark_are_those_of_the_code():
-    plots = {plot.name: plot for plot in pictures(load_metrics(REFERENCE / "benchmark/metrics"))}
+    metrics = load_metrics(REFERENCE / "benchmark/metrics")
+    plots = {plot.name: plot for plot in pictures(metrics, leaderboard(metrics))}
     files = committed("benchmark")
     assert [file.stem for file in files] == sorted(plots)
     for file in files:

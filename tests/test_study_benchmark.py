@@ -202,7 +202,7 @@ def test_a_run_that_differs_is_named_on_the_same_processor_alone():
 
 # ---- pictures -------------------------------------------------------------------------------------
 def drawn(metrics):
-    return {plot.name: plot for plot in pictures(metrics)}
+    return {plot.name: plot for plot in pictures(metrics, benchmark.leaderboard(metrics))}
 
 
 def test_every_method_is_in_every_picture_also_one_without_all_points():

@@ -318,9 +318,9 @@ def bench(
     metrics = collect_runs([*kept, *made], out / "metrics")
     if len(made_with := torches(metrics.runs)) > 1:
         typer.echo(f"not alike: runs made with torch {', '.join(made_with)}", err=True)
-    for plot in pictures(metrics):
+    for plot in pictures(metrics, table := benchmark.leaderboard(metrics)):
         typer.echo(f"{plot.title}\n{plot.save(out)[1]}")
-    for _, row in (table := benchmark.leaderboard(metrics))[table["method"] == method].iterrows():
+    for _, row in table[table["method"] == method].iterrows():
         ends = f"{row['best_of_1']:.2f}"
         if math.isfinite(low := row["best_of_1_low"]):  # NaN from one world
             ends += f" [{low:.2f}, {row['best_of_1_high']:.2f}]"

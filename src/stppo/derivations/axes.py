@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -42,6 +42,7 @@ AXES = (
     "loss aggregation",
 )
 
+PANELS = ("token_ppo", "turn_ppo", "s_ppo", "st_ppo")
 # The worked example of figure 1, made up: one trajectory of three turns, a line each, its tokens' ratios
 # pi / pi_old and the sign of the turn's advantage. E stands for an environment token.
 E = None
@@ -74,9 +75,9 @@ def axes_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("algorithm")
 
 
-def objectives_figure(panels: Sequence[str] = ("token_ppo", "turn_ppo", "s_ppo", "st_ppo")) -> Plot:
-    """Figure 1 (`objectives`): a worked example under up to four algorithms, above the axes of the paper's
-    algorithms and your own; the related methods (`algorithms.RIVALS`) stand in `axes_table` alone.
+def objectives_figure() -> Plot:
+    """Figure 1 (`objectives`): a worked example under the algorithms of `PANELS`, above the axes of the
+    paper's algorithms and your own; the related methods (`algorithms.RIVALS`) stand in `axes_table` alone.
 
     The example is made up; its ratios, clipped terms, gradients and divisors are computed by
     `stppo.objectives` from the algorithms' configs. The plot's data is the axes table, its further table
@@ -84,7 +85,7 @@ def objectives_figure(panels: Sequence[str] = ("token_ppo", "turn_ppo", "s_ppo",
     """
     shown = [row.name for row in registry.algorithms() if row.name not in registry.RIVALS]
     return schematic.objectives_figure(
-        axes_table(shown), {name: worked_example(name) for name in panels}, AXES
+        axes_table(shown), {name: worked_example(name) for name in PANELS}, AXES
     )
 
 

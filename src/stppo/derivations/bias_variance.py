@@ -58,13 +58,9 @@ def bias_variance_table(
     return pd.DataFrame(rows)
 
 
-def bias_variance_figure(table: pd.DataFrame | None = None) -> Plot:
-    """`bias_variance`: bias, noise and efficiency of every algorithm, on fresh data and off-policy, a row
-    each.
-
-    table: of `bias_variance_table`, default made anew.
-    """
-    table = bias_variance_table() if table is None else table
+def bias_variance_figure(table: pd.DataFrame) -> Plot:
+    """`bias_variance`: bias, noise and efficiency of every algorithm of a `bias_variance_table`, on fresh
+    data and off-policy, a row each."""
     wide = table.pivot(index="algorithm", columns="data", values=list(PANELS))
     wide = wide.sort_values(("efficiency", STALE), ascending=False, kind="stable")
     looks = [registry.look(name) for name in wide.index]

@@ -34,23 +34,24 @@ CAPTION = (
 
 
 def factor_table(
-    algorithms: Iterable[str] | None = None, n_ratios: int = POINTS, ratios: Iterable[float] | None = None
+    algorithms: Iterable[str] | None = None, ratios: Iterable[float] | None = None
 ) -> pd.DataFrame:
     """What an algorithm multiplies A grad log pi with, by the token's ratio pi / pi_old.
 
     One row per algorithm (default: all with a file), sign of the advantage and ratio, in figures' order.
     Columns: algorithm, label, sign (1 or -1), ratio, factor (of |A| = 1, penalty included, before any
     divisor). Computed from the algorithm's config, on trajectories of one token (see CAPTION), where turn and
-    sequence ratios are the token's. ratios: those to look at, each with either sign; default `n_ratios`,
-    spread evenly on a logarithmic axis. Raises ConfigError for an unknown algorithm.
+    sequence ratios are the token's. ratios: those to look at, each with either sign; default `POINTS`, spread
+    evenly on a logarithmic axis. Raises ConfigError for an unknown algorithm.
     """
-    spread = torch.logspace(-1, 1, n_ratios, base=WIDEST, dtype=torch.float64)
+    spread = torch.logspace(-1, 1, POINTS, base=WIDEST, dtype=torch.float64)
     given = spread if ratios is None else torch.tensor(list(ratios), dtype=torch.float64)
     ratios = given.repeat(2)
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(len(given))
     layout = Layout.of(torch.ones(len(ratios), 1, dtype=torch.bool))
     frames = []
-    for name in _names(algorithms):
+    names = [row.name for row in registry.algorithms()]
+    for name in names if algorithms is None else registry.in_order(algorithms):
         composed = algorithm_section(name)
         objective = build(composed["objective"], "algorithm.objective")
         log_ratio = ratios.log().requires_grad_()
@@ -93,9 +94,8 @@ def same_factor(table: pd.DataFrame) -> list[list[str]]:
     return [names for _, names in groups]
 
 
-def factors_figure(table: pd.DataFrame | None = None) -> Plot:
+def factors_figure(table: pd.DataFrame) -> Plot:
     """`factors`: a panel for each shape that the factor takes, with the names of those that have it."""
-    table = factor_table() if table is None else table
     groups = same_factor(table)
     columns = 4
     rows = -(-len(groups) // columns)
@@ -120,11 +120,11 @@ def factors_figure(table: pd.DataFrame | None = None) -> Plot:
     return Plot("factors", fig, table, f"{CAPTION} Dotted: token PPO.", title=title)
 
 
-def steps_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
-    """`axes.worked_example` of every algorithm (or those given) at agent tokens, below one another: columns
+def steps_table() -> pd.DataFrame:
+    """`axes.worked_example` of every algorithm at agent tokens, below one another: columns
     algorithm, label, position, turn, token_ratio, advantage, step."""
     frames = []
-    for name in _names(algorithms):
+    for name in (row.name for row in registry.algorithms()):
         example = worked_example(name)
         example = example[example["turn"] >= 0]
         chosen = example[["position", "turn", "token_ratio", "advantage", "step"]]
@@ -132,9 +132,8 @@ def steps_table(algorithms: Iterable[str] | None = None) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def steps_figure(table: pd.DataFrame | None = None) -> Plot:
+def steps_figure(table: pd.DataFrame) -> Plot:
     """`steps`: every algorithm's step on each token of figure 1's trajectory, one row an algorithm."""
-    table = steps_table() if table is None else table
     wide = table.pivot(index="algorithm", columns="position", values="step").loc[table["algorithm"].unique()]
     first = table[table["algorithm"] == table["algorithm"].iloc[0]]
     with style():
@@ -165,14 +164,9 @@ def steps_figure(table: pd.DataFrame | None = None) -> Plot:
     return Plot("steps", fig, table, caption, title=title)
 
 
-def method_figure(name: str, factors: pd.DataFrame | None = None, steps: pd.DataFrame | None = None) -> Plot:
+def method_figure(name: str, factors: pd.DataFrame, steps: pd.DataFrame) -> Plot:
     """One algorithm: its factor by ratio, and its step on each token of figure 1's trajectory beside token
-    PPO's.
-
-    factors, steps: tables that hold it and token PPO; made where they are not given.
-    """
-    factors = factor_table([BASELINE, name]) if factors is None else factors
-    steps = steps_table([BASELINE, name]) if steps is None else steps
+    PPO's. factors, steps: tables that hold it and token PPO."""
     its = registry.look(name)
     with style():
         fig = Figure(
@@ -192,12 +186,6 @@ def method_figure(name: str, factors: pd.DataFrame | None = None, steps: pd.Data
         right.set(xlabel="token ratio", ylabel="step on log π × |y|")
         right.legend(fontsize=7.5)
     return Plot(f"method_{name}", fig, mine.reset_index(drop=True), f"{its.label}. Left: {CAPTION}")
-
-
-def _names(algorithms: Iterable[str] | None) -> list[str]:
-    return (
-        [row.name for row in registry.algorithms()] if algorithms is None else registry.in_order(algorithms)
-    )
 
 
 def _factor(ax: Axes, table: pd.DataFrame, name: str) -> None:

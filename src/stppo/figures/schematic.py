@@ -35,28 +35,26 @@ ROW, PANEL = 0.36, 2.95  # heights in inches
 
 
 def objectives_figure(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame], axes: Sequence[str]) -> Plot:
-    """Worked examples in two columns, above the matrix of all algorithms; either may be of any number,
-    examples of none.
+    """Worked examples in two columns, above the matrix of all algorithms.
 
     table: index algorithm, columns `label` and the `axes`, as text. examples: by algorithm, one row per token
     with turn, token_ratio, advantage, low, high, ratio, clipped, gradient, divisor and step.
     """
     rows = -(-len(examples) // 2)
-    heights = [PANEL * rows + 0.7] * bool(rows) + [ROW * (len(table) + 1.6)]
+    heights = [PANEL * rows + 0.7, ROW * (len(table) + 1.6)]
     title = _examples_title(table, examples)
     with style():
         fig = Figure(figsize=(10.0, sum(heights)), layout="constrained")
         fig.get_layout_engine().set(h_pad=0.05, w_pad=0.05)
-        parts = np.atleast_1d(fig.subfigures(len(heights), 1, height_ratios=heights))
-        if examples:
-            parts[0].suptitle(title, x=0.012, ha="left")
-            panels = np.atleast_2d(parts[0].subfigures(rows, 2, wspace=0.03, hspace=0.03)).flat
-            limits = _limits(examples)
-            for panel, (algorithm, example) in zip(panels, examples.items(), strict=False):
-                _panel(panel, table.loc[algorithm], example, look(algorithm).color, limits)
-            _legend(parts[0])
-        parts[-1].suptitle(_matrix_title(table, axes), x=0.012, ha="left")
-        _matrix(parts[-1].subplots(), table, axes)
+        above, below = fig.subfigures(2, 1, height_ratios=heights)
+        above.suptitle(title, x=0.012, ha="left")
+        panels = np.atleast_2d(above.subfigures(rows, 2, wspace=0.03, hspace=0.03)).flat
+        limits = _limits(examples)
+        for panel, (algorithm, example) in zip(panels, examples.items(), strict=False):
+            _panel(panel, table.loc[algorithm], example, look(algorithm).color, limits)
+        _legend(above)
+        below.suptitle(_matrix_title(table, axes), x=0.012, ha="left")
+        _matrix(below.subplots(), table, axes)
     caption = (
         "Schematic, from the algorithms' configs. Above: a made-up trajectory, its token ratios and the "
         "signs of its advantages (+, −) the same in all panels; ratios, clipped terms, gradients by "
@@ -64,8 +62,6 @@ def objectives_figure(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame],
         "log-probabilities of this one trajectory. Below: every algorithm's choice on each axis; shaded "
         "where it differs from token PPO."
     )
-    if not examples:
-        return Plot("objectives", fig, table.reset_index(), caption, title=_matrix_title(table, axes))
     stacked = pd.concat(dict(examples), names=["algorithm"])
     tables = {"example": stacked.reset_index(level=0).reset_index(drop=True)}
     return Plot("objectives", fig, table.reset_index(), caption, tables, title)
@@ -85,8 +81,6 @@ def _examples_title(table: pd.DataFrame, examples: Mapping[str, pd.DataFrame]) -
 
 def _matrix_title(table: pd.DataFrame, axes: Sequence[str]) -> str:
     """In how many choices the algorithms differ from token PPO."""
-    if BASELINE not in table.index or len(table) < 2:
-        return "Every algorithm is a choice on each of these axes"
     others = table.drop(index=BASELINE)
     counts = (others[list(axes)] != table.loc[BASELINE, list(axes)]).sum(axis=1)
     low, high = counts.min(), counts.max()
@@ -240,7 +234,7 @@ def _matrix(ax: Axes, table: pd.DataFrame, axes: Sequence[str]) -> None:
         ax.add_patch(Rectangle((0.02, i + 0.32), 0.12, 0.36, color=look(algorithm).color))
         ax.text(0.2, i + 0.5, row["label"], va="center", fontweight="bold", fontsize=9, color=INK)
         for name, left, right in zip(columns, edges, edges[1:], strict=False):
-            changed = BASELINE in table.index and row[name] != table.loc[BASELINE, name]
+            changed = row[name] != table.loc[BASELINE, name]
             if changed:
                 ax.add_patch(
                     Rectangle((left, i + 0.05), right - left - 0.03, 0.9, color=CHANGED, linewidth=0)

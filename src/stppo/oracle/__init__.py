@@ -1,7 +1,7 @@
 """An exact oracle: a multi-turn token MDP small enough to enumerate, everything in float64."""
 
 from stppo.oracle.ascent import ascend
-from stppo.oracle.comparison import Quality, batch_gradient, gradient_quality, limiting_advantages
+from stppo.oracle.comparison import BatchGradient, Quality, gradient_quality, limiting_advantages
 from stppo.oracle.estimators import (
     UNCLIPPED,
     Decomposition,
@@ -16,6 +16,7 @@ from stppo.oracle.policies import NeuralSoftmax, Policy, TabularSoftmax
 
 __all__ = [
     "UNCLIPPED",
+    "BatchGradient",
     "Decomposition",
     "NeuralSoftmax",
     "Oracle",
@@ -26,7 +27,6 @@ __all__ = [
     "TokenMDP",
     "Tree",
     "ascend",
-    "batch_gradient",
     "decompose",
     "expected_surrogate",
     "gradient_quality",

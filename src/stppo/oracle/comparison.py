@@ -108,16 +108,9 @@ def limiting_advantages(oracle: Oracle, rule: CreditRule) -> Tensor:
     return advantages
 
 
-def batch_gradient(
-    oracle: Oracle, objective: Objective, theta: Tensor, advantages: Tensor, rows: Tensor
-) -> Tensor:
-    """(P,) ascent direction of a batch of trajectories, by their rows in the tree (B,): the objective on that
-    batch, as training would see it, with the divisor of the stabiliser. advantages (M,)."""
-    return _Batches(oracle, objective, theta, advantages).gradient(rows)
-
-
-class _Batches:
-    """`batch_gradient` of many batches: what they share is computed once."""
+class BatchGradient:
+    """The ascent direction of a batch of trajectories: the objective on that batch, as training would see it,
+    at theta (P,) with advantages (M,) and the stabiliser's divisor. What batches share is computed once."""
 
     def __init__(self, oracle: Oracle, objective: Objective, theta: Tensor, advantages: Tensor) -> None:
         layout, tree = oracle.layout, oracle.tree
@@ -128,7 +121,8 @@ class _Batches:
         self.advantages = layout.scatter(advantages)
         self.entropy = layout.scatter(oracle.token_entropy(theta))
 
-    def gradient(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
+        """(P,), of the batch whose rows in the tree are given (B,)."""
         batch, objective = self.oracle.trajectories.select(rows), self.objective
         layout, width = batch.layout, batch.tokens.shape[1]
         logprobs, advantages, entropy, edges = (
@@ -175,8 +169,8 @@ def _sampled(
         oracle.probabilities, n_batches * batch_size, replacement=True, generator=generator
     ).view(shape)
     if looks_at_batch:
-        batches = _Batches(oracle, objective, theta, advantages)
-        gradients = torch.stack([batches.gradient(rows) for rows in drawn])
+        batch = BatchGradient(oracle, objective, theta, advantages)
+        gradients = torch.stack([batch(rows) for rows in drawn])
     else:
         gradients = surrogate_gradient(oracle, objective, theta, advantages).batches(drawn).gradients
     beside = control.batches(drawn).gradients

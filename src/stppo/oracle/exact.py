@@ -125,25 +125,25 @@ class Oracle:
         return children
 
     # --- values and advantages -----------------------------------------------------------------
-    def action_values(self, theta: Tensor | None = None) -> Tensor:
-        """(H, A) Q of every choice under pi_theta (default: the behaviour policy), by backward recursion."""
-        return self._solve(theta)[1]
+    def action_values(self) -> Tensor:
+        """(H, A) Q of every choice under the behaviour policy, by backward recursion."""
+        return self._solved[1]
 
-    def values(self, theta: Tensor | None = None) -> Tensor:
-        """(H,) V of every history under pi_theta (default: the behaviour policy)."""
-        return self._solve(theta)[0]
+    def values(self) -> Tensor:
+        """(H,) V of every history under the behaviour policy."""
+        return self._solved[0]
 
-    def token_advantages(self, theta: Tensor | None = None) -> Tensor:
+    def token_advantages(self) -> Tensor:
         """(M,) A_t = Q(h_t, y_t) - V(h_t)."""
-        values, action_values = self._solve(theta)
+        values, action_values = self._solved
         return action_values.reshape(-1)[self.tree.edges] - values[self.histories]
 
-    def turn_advantages(self, theta: Tensor | None = None) -> Tensor:
+    def turn_advantages(self) -> Tensor:
         """(M,) A^k = Q(turn k) - V(state before it), the same for all tokens of a turn.
 
         A turn is one choice here: Q(turn k) is the expected return once its last token is written.
         """
-        values, action_values = self._solve(theta)
+        values, action_values = self._solved
         starts = self.layout.turn_starts
         ends = starts + self.layout.turn_lengths - 1
         advantages = action_values.reshape(-1)[self.tree.edges[ends]] - values[self.histories[starts]]
@@ -195,9 +195,9 @@ class Oracle:
         centred = advantages - (weight * advantages).sum()
         return centred / (weight * centred.square()).sum().sqrt()
 
-    def _solve(self, theta: Tensor | None) -> tuple[Tensor, Tensor]:
-        tree = self.tree
-        log_probs = self.behaviour_log_probs if theta is None else self.policy.log_probs(theta.detach())
+    @cached_property
+    def _solved(self) -> tuple[Tensor, Tensor]:
+        tree, log_probs = self.tree, self.behaviour_log_probs
         action_values = torch.zeros(tree.n_edges, dtype=torch.float64)
         action_values[tree.last_edges] = tree.rewards
         values = torch.zeros(tree.n_histories, dtype=torch.float64)

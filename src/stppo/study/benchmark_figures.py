@@ -24,7 +24,6 @@ from stppo.study.benchmark import (
     best_point,
     difference,
     intensity,
-    leaderboard,
     points,
 )
 
@@ -53,10 +52,9 @@ COLORS |= {"sentence ratio": "#999999", "no clip": "#009E73"}  # of `tidy.family
 OTHER = "#CC79A7"
 
 
-def pictures(metrics: Metrics, board: pd.DataFrame | None = None) -> list[Plot]:
+def pictures(metrics: Metrics, board: pd.DataFrame) -> list[Plot]:
     """All of them, in the order in which they are shown, those that need several methods or a confirmation
-    where these were run. board: of `leaderboard`, by default made here."""
-    board = leaderboard(metrics) if board is None else board
+    where these were run. board: of `leaderboard`."""
     runs = metrics.all
     drawn = (draw(runs.of([REGIME]), board) for draw in (leaderboard_figure, failures_figure))
     more = (

@@ -110,8 +110,7 @@ def arm_of(metrics: Metrics, regime: str, arm: str) -> dict[str, Any]:
     runs = metrics.arm(regime, arm)
     finals = by_world(runs, "final")
     ends = _estimate(mean(finals))
-    counts = runs["outcome"].value_counts()
-    number = lambda labels: int(sum(counts.get(label, 0) for label in labels))  # noqa: E731
+    number = lambda labels: int(runs["outcome"].isin(labels).sum())  # noqa: E731
     # kept within [0, 1], which a mean's interval need not be
     found = {
         "worlds": len(finals),
@@ -239,7 +238,8 @@ def bench(folder: Path) -> dict[str, Any]:
         "lowest_start": metrics.summary["start"].min(),
         "highest_start": metrics.summary["start"].max(),
     }
-    level = _least_correlation(len(table))
+    quantile = t.ppf(0.975, len(table) - 2)
+    level = float(quantile / math.sqrt(len(table) - 2 + quantile**2))  # a rank correlation that is clear
     found["correlation_at_5_percent"] = level
     for column in ("learning_rate", "epochs", "staleness", "minibatches", "reuse"):
         with_it = finals.corrwith(table[column], method="spearman")
@@ -284,8 +284,7 @@ def bench(folder: Path) -> dict[str, Any]:
     least, highest = set(told.nsmallest(n, "push")["method"]), set(told.nlargest(n, "final")["method"])
     found["push"] = {"quarter": n, "both": len(least & highest), "by_chance": n * n / len(told)}
     found["push"]["correlation"] = told["final"].corr(told["push"], method="spearman")
-    knob = spearmanr(finals["topr"], table["knob"]).statistic
-    found["topr"]["knob"] = knob
+    found["topr"]["knob"] = spearmanr(finals["topr"], table["knob"]).statistic
     return found
 
 
@@ -355,12 +354,6 @@ def _left(trial: Metrics) -> dict[str, Any]:
     return found
 
 
-def _least_correlation(n: int) -> float:
-    """The rank correlation of n points that is clear at the 5 % level."""
-    quantile = t.ppf(0.975, n - 2)
-    return float(quantile / math.sqrt(n - 2 + quantile**2))
-
-
 def mechanism(folder: Path) -> dict[str, Any]:
     """The turn's ratio taken apart, in three worlds."""
     metrics = load_metrics(folder / "metrics")
@@ -390,14 +383,10 @@ def oracle(folder: Path) -> dict[str, Any]:
         found.setdefault(key(f"{baseline} {aggregation}"), {})[turns] = ends
     rows = pd.read_csv(folder / "algorithms.csv").set_index(["algorithm", "data"])
     for name in rows.index.unique("algorithm"):
-        fresh, old = rows.loc[(name, "fresh")], rows.loc[(name, "off-policy")]
-        ends = {
-            "fresh": fresh["bias"],
-            "old": old["bias"],
-            "scale": fresh["scale"],
-            "old_scale": old["scale"],
-        }
-        found[key(name)] = ends
+        (fresh, old), (scale, old_scale) = (
+            rows.loc[name].loc[["fresh", "off-policy"], ["bias", "scale"]].T.to_numpy()
+        )
+        found[key(name)] = {"fresh": fresh, "old": old, "scale": scale, "old_scale": old_scale}
     return found
 
 
@@ -420,7 +409,7 @@ def search(folder: Path) -> dict[str, Any]:
         found[f"steps_{steps * 1e4:.0f}e_4"] = {
             "final": part["final"].mean(),
             "each": ages.tolist(),
-            "outcomes": _outcomes(part),
+            "outcomes": [int((part["outcome"] == name).sum()) for name in ("learned", *FELL, *LOST)],
         }
     found |= {f"age_{n:.0f}": part["final"].mean() for n, part in short.groupby("age")}
     largest = short[short["steps"] == short["steps"].max()]
@@ -442,10 +431,6 @@ def search(folder: Path) -> dict[str, Any]:
             "lost": int((runs["outcome"] == "lost its start").sum()),
         }
     return found | {"alarms": _alarms(folder)}
-
-
-def _outcomes(runs: pd.DataFrame) -> list[int]:
-    return [int((runs["outcome"] == name).sum()) for name in ("learned", *FELL, *LOST)]
 
 
 def mild(folder: Path) -> dict[str, Any]:
@@ -550,8 +535,8 @@ def speed(folder: Path) -> dict[str, Any]:
             "agent_tokens": row["agent_tokens_per_second"],
             "cpu_seconds": row["cpu_seconds"],
         }
-    for name in ("torch_32", "torch_64"):
-        found[name]["against_vllm"] = found[name]["tokens"] / found[name.replace("torch", "vllm")]["tokens"]
+    for n in (32, 64):
+        found[f"torch_{n}"]["against_vllm"] = found[f"torch_{n}"]["tokens"] / found[f"vllm_{n}"]["tokens"]
     tables = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))["tables"]
     took = {row["forward and backward"]: row["milliseconds"].split()[0] for row in tables["A minibatch"]}
     return found | {"passes": float(took["auto"]), "products_alone": float(took["floor"])}
