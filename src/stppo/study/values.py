@@ -383,10 +383,9 @@ def oracle(folder: Path) -> dict[str, Any]:
         found.setdefault(key(f"{baseline} {aggregation}"), {})[turns] = ends
     rows = pd.read_csv(folder / "algorithms.csv").set_index(["algorithm", "data"])
     for name in rows.index.unique("algorithm"):
-        (fresh, old), (scale, old_scale) = (
-            rows.loc[name].loc[["fresh", "off-policy"], ["bias", "scale"]].T.to_numpy()
-        )
-        found[key(name)] = {"fresh": fresh, "old": old, "scale": scale, "old_scale": old_scale}
+        fresh, old = rows.loc[(name, "fresh")], rows.loc[(name, "off-policy")]
+        found[key(name)] = {"fresh": fresh["bias"], "old": old["bias"]}
+        found[key(name)] |= {"scale": fresh["scale"], "old_scale": old["scale"]}
     return found
 
 
