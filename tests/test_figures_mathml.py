@@ -113,9 +113,3 @@ def test_tables_are_aligned_and_lined_as_in_latex():
 def test_a_sign_after_a_relation_or_bracket_is_unary(latex, unary):
     (sign,) = (node for node in tree(latex).iter() if node.text == "\u2212")
     assert (sign.get("form") == "prefix") == unary
-
-
-def test_latex_that_a_cell_printed_is_converted_too():
-    content = {"text/latex": r"$\displaystyle \theta^2$", "text/plain": "theta**2"}
-    shown = page(outputs=[nbformat.v4.new_output("display_data", content)])
-    assert "<msup><mi>θ</mi><mn>2</mn></msup>" in shown and "theta**2" not in shown

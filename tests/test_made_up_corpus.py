@@ -46,13 +46,6 @@ def test_ranks_are_drawn_by_their_law_and_the_vocabulary_grows_by_heaps(corpus):
     assert np.log10(large / small) == pytest.approx(1 / law.tail, abs=0.01)
 
 
-def test_every_rank_is_a_word_of_its_own(corpus):
-    ranks = np.concatenate([np.arange(1, 5000), 2 ** np.arange(20, 52)])
-    spelled = [row.tobytes().replace(b"\0", b"").decode() for row in corpus.spelled(ranks)]
-    assert len(set(spelled)) == len(set(ranks.tolist()))
-    assert all(words(text) == [text.strip()] for text in spelled)
-
-
 def test_what_is_written(corpus, sample, tmp_path):
     made = corpus.write_corpus(sample, tmp_path / "a.jsonl", 20_500)
     documents = read_corpus(tmp_path / "a.jsonl")

@@ -209,24 +209,6 @@ def test_lemma_4_2_on_the_larger_tree(kind, clip_on):
     assert decompose(oracle, its, moved(oracle), wrong_critic(oracle)).residual < 1e-14
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_lemma_4_1(kind):
-    # E[1/|y| sum_k w^k (sum_{t in k} A_t) / |y^k| grad log pi(y^k)], geometric ratio, no clip.
-    oracle = small_oracle(kind)
-    its = objective(Ratio("turn"), UNCLIPPED)
-    theta, advantages = moved(oracle), oracle.token_advantages()
-    layout = oracle.layout
-    scores = oracle.policy.jacobian(theta)[oracle.tree.edges]
-    turn_scores = (
-        torch.zeros(len(layout.turn_lengths), scores.shape[1]).double().index_add(0, layout.turns, scores)
-    )
-    w = (layout.turn_sum(oracle.log_ratio(theta)) / layout.turn_lengths).exp()
-    rows = layout.turn_rows
-    weight = oracle.probabilities[rows] / layout.row_lengths[rows]
-    expected = (weight * w * layout.turn_sum(advantages) / layout.turn_lengths) @ turn_scores
-    close(surrogate_gradient(oracle, its, theta, advantages).mean, expected)
-
-
 def test_product_of_the_whole_trajectory_with_its_return_is_the_true_gradient():
     oracle = small_oracle()
     theta = moved(oracle, 1.0)

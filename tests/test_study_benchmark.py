@@ -224,38 +224,6 @@ def test_an_ingredient_is_shown_where_both_methods_are_whole():
     assert "benchmark_ingredients" not in drawn(runs({BASELINE: 0.4}, numbers=range(12)))
 
 
-def test_the_title_counts_ingredients_by_intervals_that_hold_at_once():
-    """A difference that is clear of 0 alone, but not with five looked at together, is not counted."""
-    base = np.full(40, 0.4)
-    noise = np.random.default_rng(4).normal(size=20)
-    noise = (noise - noise.mean()) / noise.std(ddof=1)
-    slight = base + np.tile(0.02 * (2.3 + 20**0.5 * noise), 2)  # 2.3 standard errors above 0
-    levels = {
-        "s_ppo": slight,
-        "turn_ppo": base + 0.3,
-        "st_ppo": base + 0.3,
-        "kl_stop": base,
-        "weight_one": base,
-    }
-    plot = drawn(runs({BASELINE: base, **levels}))["benchmark_ingredients"]
-    row = plot.data.set_index("with").loc["s_ppo"]
-    assert row["mean_low"] > 0 > row["joint_low"] and len(plot.data) == 5
-    assert plot.title.startswith("1 of 5 ingredients")
-
-
-def test_the_confirmation_shows_where_a_setting_was_chosen_and_what_it_reached_elsewhere():
-    levels = [0.3] * 40
-    levels[17] = 0.9
-    chosen, fresh = runs({BASELINE: levels}), []
-    for world in benchmark.FRESH_WORLDS:
-        record, *tables = simulate(BASELINE, world, benchmark.CONFIRMATION, dynamics=Dynamics(0.7))
-        fresh.append((record | {"world_seed": world}, *tables))
-    data = drawn(both(chosen, gather(fresh)))["benchmark_confirmation"].data
-    assert list(data["world"]) == list(benchmark.FRESH_WORLDS)
-    assert data["chosen"].min() == pytest.approx(0.9, abs=0.05)
-    assert data["final"].mean() == pytest.approx(0.7, abs=0.05)
-
-
 PUSHES = {"turn_ppo": 0.1, BASELINE: 0.5, "grpo": 0.3, "reinforce": 0.6}
 
 

@@ -9,8 +9,6 @@ import pytest
 
 from stppo.study import alarms
 from stppo.study.alarms import NEVER, Watched, by_chance, distance, fall_of, judged, rings, tuned
-from stppo.study.early_warning import early_warning
-from tests.synthetic_runs import Dynamics, gather, simulate
 
 
 def quiet(seed: int, n: int = 80) -> np.ndarray:
@@ -109,13 +107,3 @@ def test_what_is_chosen_in_one_half_is_judged_in_the_other():
 
 def test_few_crashes_say_nothing():
     assert judged([run(world, 40, entropy=(36, 50.0)) for world in range(7)]).empty
-
-
-def test_the_figure_reads_recorded_runs():
-    falls, stays = Dynamics(0.7, onset=24, recovers=True), Dynamics(0.7)
-    runs = [simulate("token_ppo", w, dynamics=falls) for w in range(10)]
-    runs += [simulate("st_ppo", w, dynamics=stays) for w in range(10)]
-    plot = early_warning(gather(runs))
-    table = plot.data.set_index("signal")
-    assert (table["crashes"] == 10).all()
-    assert f"announces {table.loc['best', 'announced']} of 10 crashes" in plot.title

@@ -99,16 +99,3 @@ def test_only_the_first_iterations_are_read():
     short = gather([simulate(name, 0, iterations=EARLY) for name in DYNAMICS])
     assert beginnings_of(short.main).empty, "the beginning is no beginning where it is half of the run"
     assert beginnings(short) is None
-
-
-def test_the_figure_shows_the_strongest_signal_run_by_run():
-    levels = np.linspace(0.3, 0.9, FEWEST)
-    runs = [
-        simulate(f"token_ppo_{i}", world, dynamics=Dynamics(level, clip=0.5 - 0.4 * level))
-        for i, level in enumerate(levels)
-        for world in range(2)
-    ]
-    plot = beginnings(gather(runs))
-    found = plot.tables["correlations"].set_index("signal")["correlation"]
-    assert found["clip_fraction"] == pytest.approx(-1, abs=0.3)
-    assert (plot.data["metric"] == found.abs().idxmax()).all() and len(plot.data) == 2 * FEWEST
