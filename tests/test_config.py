@@ -484,3 +484,13 @@ def test_a_preset_that_says_what_an_iteration_costs_is_planned_by_that():
     per_iteration = config["pipeline"]["core_seconds_per_iteration"]
     assert token.hours == per_iteration * config["training"]["iterations"] / 3600
     assert 0.2 < token.hours < 1
+
+
+@pytest.mark.parametrize(("written", "read"), [("010", 8), ("1:30", 90), ("[1, 017]", 15)])
+def test_a_number_in_another_base_is_refused(tmp_path, monkeypatch, written, read):
+    file = tmp_path / "world" / "mine.yaml"
+    file.parent.mkdir()
+    monkeypatch.setenv("STPPO_CONFIG_DIR", str(tmp_path))
+    file.write_text(f"defaults: [synthetic]\nn_hops: '010'\nseed: {written} # of mine\n")
+    with pytest.raises(ConfigError, match=rf"mine.yaml, line 3: .* is {read} in YAML"):
+        compose(["world=mine"])

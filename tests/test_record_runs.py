@@ -328,3 +328,25 @@ def test_a_row_refuses_what_is_no_column():
         with pytest.raises(KeyError, match="updat is no column"):
             write()
     assert row == {"update": 1, "iteration": 1}
+
+
+def test_a_mixture_of_two_collections_is_refused(run, tmp_path, monkeypatch):
+    out, swap, moved = tmp_path / "out", os.replace, []
+    collect([run], out)
+
+    def killed(source, target):
+        if Path(target).parent == out:
+            moved.append(target)
+            if len(moved) == 3:
+                raise KeyboardInterrupt
+        swap(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    other = make_run(tmp_path / "two", "gspo", iterations=6)
+    with pytest.raises(KeyboardInterrupt):
+        collect([run, other], out)
+    with pytest.raises(ValueError, match="is of other runs than runs.json; make both with: "):
+        load_metrics(out)
+    monkeypatch.undo()
+    collect([run, other], out)
+    assert len(load_metrics(out).runs) == 2 and len(list(out.iterdir())) == 4

@@ -389,3 +389,18 @@ def test_tiny_model_command(bench, tmp_path, stppo):
     assert_one_line_error(stppo("tiny-model", tmp_path / "file", *corpus), "a file is in the way")
     assert stppo("tiny-model", tmp_path / "m", *corpus)[0] == 0
     assert (tmp_path / "m" / "tokenizer.json").is_file()
+
+
+def test_results_and_runs_of_another_torch_are_said(bench, overrides, tmp_path, caplog):
+    overrides = [*overrides, "world.benchmark=[bamboogle]"]
+    run(bench, overrides, tmp_path)
+    assert "torch" not in caplog.text
+    result = tmp_path / "bamboogle/greedy/result.json"
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"versions": {"torch": "1.2.3"}}))
+    its_run = tmp_path / "run"
+    shutil.copytree(bench / "model", its_run / "policy")
+    (its_run / "run.json").write_text('{"versions": {"torch": "4.5.6"}}')
+    evaluate_checkpoint(its_run, compose(overrides), tmp_path, progress=False)
+    for version, place in (("1.2.3", result), ("4.5.6", its_run)):
+        (line,) = [line for line in caplog.messages if f"made with torch {version}" in line]
+        assert str(place) in line

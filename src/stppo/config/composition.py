@@ -40,6 +40,8 @@ def compose(overrides: list[str] | None = None) -> Config:
     unknown group option, key or malformed override, and for a YAML file that cannot be read."""
     overrides, own = list(overrides or []), config_files.own_config_dir()
     _refuse_bare(overrides)
+    if own is not None:
+        _refuse_other_bases(own)
     for override in overrides:
         group, _, value = override.partition("=")
         if _is_group(group) and value and value not in options(group):
@@ -82,6 +84,23 @@ def _refuse_bare(overrides: list[str]) -> None:
             of = [group for group in config_files.groups() if override in options(group)]
             example = f"{override}=VALUE" if "." in override else f"{of[0] if of else 'algorithm'}={override}"
             raise ConfigError(f"{override}: an override has the form key=value, e.g. {example}")
+
+
+_OTHER_BASE = re.compile(
+    r"(?::\s+|[,\[{]\s*|^\s*-\s+)([-+]?(?:0[0-7]*[1-7][0-7]*|[1-9]\d*(?::[0-5]?\d)+))\s*(?:[,\]}#]|$)"
+)
+
+
+def _refuse_other_bases(own: Path) -> None:
+    """Raise ConfigError for a number in one's own files that YAML 1.1 reads in base 8 (010 is 8) or 60 (1:30
+    is 90)."""
+    for file in (file for group in config_files.groups() for file in sorted((own / group).glob("*.yaml"))):
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            if found := _OTHER_BASE.search(line):
+                meant = yaml.safe_load(found[1])
+                raise ConfigError(
+                    f"{file}, line {number}: {found[1]} is {meant} in YAML; write what you mean, or quotes"
+                )
 
 
 def _refuse_foreign_name(config: Config, overrides: list[str], own: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from stppo.record.outcomes import AFTER, Outcome, judge, with_zeros
 from stppo.record.tidy import KEYS, Runs, main_regime, stopped_at, tidy
 from stppo.stats import area_under_curve, final_mean
 
+_OF = b"stppo_runs"  # of a table: of which runs it is
 CROWD = 12  # algorithms beyond which a picture shows those with a file of their own alone
 INTEGERS = ("seed", "iteration", "n_questions")
 _MEASURED, _EVALUATED = ("gradient_norm", "clip_fraction"), ("temperature", "success")  # read of every run
@@ -95,12 +97,28 @@ def per_iteration(updates: pd.DataFrame) -> pd.DataFrame:
     return means.join(peaks.add_suffix("_max")).reset_index()
 
 
-def _write_table(frame: pd.DataFrame, path: Path) -> None:
-    """Compact and reproducible: float32, dictionary strings, zstd, no index."""
+def _write_table(frame: pd.DataFrame, path: Path, of: str) -> None:
+    """Compact and reproducible: float32, dictionary strings, zstd, no index. of: what `_which_runs` says."""
     frame = frame.astype({c: "float32" for c in frame.select_dtypes("float").columns})
     frame = frame.astype({c: "int64" for c in INTEGERS if c in frame})
-    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata()
+    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata({_OF: of})
     pq.write_table(table, path, compression="zstd", compression_level=9)
+
+
+def _which_runs(runs: list[dict[str, Any]]) -> str:
+    """What tells runs from others of the same names: hash of their keys, updates and seconds."""
+    told = [[run[name] for name in (*KEYS, "updates", "wall_seconds")] for run in runs]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def _refuse_mixture(metrics_dir: Path, runs: list[dict[str, Any]], remedy: str) -> None:
+    """ValueError where a table was collected from other runs than its neighbours; old ones do not say."""
+    for name in (schema.ITERATIONS_FILE, schema.COLLECTED_EVALUATIONS_FILE):
+        said = (pq.read_schema(metrics_dir / name).metadata or {}).get(_OF)
+        if said not in (None, _which_runs(runs).encode()):
+            raise ValueError(
+                f"{metrics_dir / name} is of other runs than {schema.RUNS_FILE}; make both with: {remedy}"
+            )
 
 
 def _keyed(frame: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
@@ -121,8 +139,9 @@ def collect(sources: Sequence[str | Path], out_dir: str | Path) -> Metrics:
         staged = Path(scratch)
         text = json.dumps(metrics.runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         (staged / schema.RUNS_FILE).write_text(text, encoding="utf-8")
-        _write_table(metrics.iterations, staged / schema.ITERATIONS_FILE)
-        _write_table(metrics.evaluations, staged / schema.COLLECTED_EVALUATIONS_FILE)
+        of = _which_runs(metrics.runs)
+        _write_table(metrics.iterations, staged / schema.ITERATIONS_FILE, of)
+        _write_table(metrics.evaluations, staged / schema.COLLECTED_EVALUATIONS_FILE, of)
         metrics = load_metrics(staged)  # the summary is that of the rounded numbers, whoever computes it
         summary = metrics.summary.to_csv(index=False, float_format="%.5g", lineterminator="\n")
         (staged / schema.SUMMARY_FILE).write_text(summary, encoding="utf-8")
@@ -254,13 +273,15 @@ def load_metrics(metrics_dir: str | Path) -> Metrics:
     for number, record in enumerate(runs, start=1):
         schema.check_record(record, f"{file}, run {number}", remedy)
     rows = [*KEYS, "iteration"]
-    return Metrics(
+    found = Metrics(
         runs=runs,
         iterations=_read_parquet(metrics_dir / schema.ITERATIONS_FILE, [*rows, *_MEASURED], remedy),
         evaluations=_read_parquet(
             metrics_dir / schema.COLLECTED_EVALUATIONS_FILE, [*rows, *_EVALUATED], remedy
         ),
     )
+    _refuse_mixture(metrics_dir, runs, remedy)
+    return found
 
 
 @dataclass(frozen=True)

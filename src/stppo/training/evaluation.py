@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from stppo.config.files import Config
 from stppo.config.identity import data_section, fingerprint, world_section
 from stppo.config.loading import load
-from stppo.config.provenance import environment, versions
+from stppo.config.provenance import environment, other_torch, versions
 from stppo.files import parse_json, read_yaml, write_atomically, write_json
 from stppo.policy.compiled import choose_kernels
 from stppo.policy.compute import place, resolve_device
@@ -110,6 +110,7 @@ def evaluate_checkpoint(
         identity = {**shared, "questions": _hash(map(repr, chosen)), "decoding": decoding}
         identity |= {"seed": seed} if decoding == "sampled" else {}
         parts.append((out / benchmark / decoding, benchmark, decoding, fingerprint(identity)))
+    _say_other_torch(Path(checkpoint) / RUN_FILE)
     with FolderLock(out):
         rows = {part: row for part, *_, made_for in parts if (row := _finished(part, made_for))}
         about = {
@@ -249,6 +250,16 @@ def _config_of(checkpoint: str | Path) -> Config:
     return found
 
 
+def _say_other_torch(record: Path) -> None:
+    """A line of the log where the checkpoint is a run's that another torch made."""
+    try:
+        said = other_torch(parse_json(record.read_bytes()))
+    except (OSError, ValueError, TypeError, AttributeError):  # no run, or a record that nothing here rests on
+        return
+    if said:
+        log.warning("%s: %s", record.parent, said)
+
+
 def _unseen(asked: list[Question], trained_on: Config, world: Config) -> list[Question]:
     """Without what training has met: other benchmarks may ask for the passages of one divided by gold title,
     and a file has no split that is kept for testing.
@@ -318,7 +329,7 @@ def _finished(part: Path, made_for: str) -> dict[str, Any] | None:
         return None
     try:
         result = parse_json(file.read_bytes())
-        row, of = result["row"], result["made_for"]
+        row, of, said = result["row"], result["made_for"], other_torch(result)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged; delete it to play this part again") from error
     if of != made_for:
@@ -327,6 +338,8 @@ def _finished(part: Path, made_for: str) -> dict[str, Any] | None:
             "folder with --out"
         )
     log.info("%s is done already", part)
+    if said:
+        log.warning("%s: %s; delete it to play this part again", file, said)
     return row
 
 
