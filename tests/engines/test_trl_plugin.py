@@ -6,8 +6,6 @@ import importlib
 import math
 import random
 import sys
-from itertools import groupby
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,23 +194,12 @@ TRL_OPTIONS = {
     "bnpo": dict(loss_type="bnpo"),
     "dr_grpo": dict(loss_type="dr_grpo"),
     "dapo": dict(loss_type="dapo", epsilon_high=0.28),
-    "cispo": dict(loss_type="cispo", epsilon_high=2.0),
-    "sapo": dict(loss_type="sapo"),
-    "delta": dict(loss_type="grpo", delta=1.5),
-    "reference KL": dict(loss_type="grpo", beta=0.1),
-    "plain reference KL": dict(loss_type="grpo", beta=0.1, use_bias_correction_kl=False),
+    "reference KL": dict(loss_type="grpo", use_bias_correction_kl=False),
     "entropy mask": dict(loss_type="grpo", top_entropy_quantile=0.5),
     "entropy bonus": dict(loss_type="grpo", entropy_coef=0.1),
     "off-policy mask": dict(loss_type="grpo", off_policy_mask_threshold=0.01),
     "vLLM correction": dict(loss_type="grpo", use_vllm=True),
 }
-
-
-def without_reference_model(changes):
-    """(options without beta, beta) to set on the trainer: a reference model would have to be loaded, and its
-    log-probs are given here."""
-    changes = dict(changes)
-    return changes, changes.pop("beta", 0.0)
 
 
 @pytest.mark.parametrize("name", TRL_OPTIONS)
@@ -223,12 +210,12 @@ def test_one_token_turns_are_trls_token_level_and_single_turns_its_sequence_leve
     turn_trainer, trl_trainer, level, lengths, name, monkeypatch
 ):
     """Every option of TRL that touches the loss goes through our ratio and comes out as TRL's own."""
-    changes, beta = without_reference_model(TRL_OPTIONS[name])
     logprobs, inputs = batch_of(lengths)
     results = []
     for make, given in ((turn_trainer, {}), (trl_trainer, {"importance_sampling_level": level})):
-        trainer = make(**changes, **given)
-        trainer.beta = beta
+        trainer = make(**TRL_OPTIONS[name], **given)
+        # A reference model would have to be loaded; its log-probs are given here.
+        trainer.beta = 0.1 if name == "reference KL" else 0.0
         results.append((trainer, loss_and_gradient(trainer, logprobs, inputs, monkeypatch)))
     (ours, mine), (theirs, other) = results
     assert other[1].abs().sum() > 0
@@ -308,8 +295,7 @@ def test_loss_gradient_clip_fraction_and_bias_norm_are_our_objectives(
     clipped = surrogate.diagnostics["clip_fraction"]
     assert 0 < clipped < 1
     metrics = trainer._metrics["train"]
-    if level != "sequence" or how != "geometric":
-        assert metrics["clip_ratio/region_mean"] == [pytest.approx(clipped, abs=1e-6)]
+    assert metrics["clip_ratio/region_mean"] == [pytest.approx(clipped, abs=1e-6)]
     assert metrics["clip_ratio/out_of_range_token"] == [
         pytest.approx(surrogate.diagnostics["out_of_range_fraction_token"], abs=1e-6)
     ]
@@ -332,9 +318,7 @@ def test_turn_metrics_count_turns(turn_trainer, monkeypatch):
     assert metrics["importance_ratio/max"] == pytest.approx(math.exp(0.5))
 
 
-@pytest.mark.parametrize("formula", ["inside", "outside"])
-@pytest.mark.parametrize("kl", ["policy_to_behaviour", "behaviour_to_policy"])
-def test_ctn_penalty_is_ours(turn_trainer, formula, kl, monkeypatch):
+def test_ctn_penalty_is_ours(turn_trainer, monkeypatch):
     logprobs, inputs = batch_of()
     trainer = turn_trainer(
         ratio_aggregation="arithmetic",
@@ -343,11 +327,9 @@ def test_ctn_penalty_is_ours(turn_trainer, formula, kl, monkeypatch):
         epsilon_high=0.3,
         stabilizer="ctn_kl",
         ctn_coefficient=0.7,
-        ctn_formula=formula,
-        ctn_kl=kl,
     )
     mine = loss_and_gradient(trainer, logprobs, inputs, monkeypatch)
-    rule = objective_of("turn", "arithmetic", "turn_mean", CtnKL(0.7, formula, kl))
+    rule = objective_of("turn", "arithmetic", "turn_mean", CtnKL(0.7))
     loss, gradient, surrogate, _ = ours_on(rule, logprobs, inputs)
     assert_same(mine, (loss, gradient))
     assert surrogate.diagnostics["ctn_penalty"] > 1e-3
@@ -541,28 +523,20 @@ BIAS = dict(stabilizer="clipping_bias_norm")
         ("ratio_aggregation", dict(ratio_aggregation="median")),
         ("stabilizer", dict(stabilizer="norm")),
         ("stabilizer", dict(stabilizer=None)),
-        ("bias_norm_c0", dict(bias_norm_c0="0.1")),
-        ("bias_norm_c0", dict(bias_norm_c0=0)),
+        ("bias_norm_c0", BIAS | dict(bias_norm_c0="0.1")),
+        ("bias_norm_c0", BIAS | dict(bias_norm_c0=0)),
         ("bias_norm_c0", BIAS),
-        ("bias_norm_form", dict(bias_norm_form="min")),
-        ("bias_norm_estimator", dict(bias_norm_estimator="fisher")),
-        ("bias_norm_estimator", BIAS | dict(bias_norm_c0=0.1, bias_norm_estimator="logit")),
         ("bias_norm_estimator", BIAS | dict(bias_norm_c0=0.1, bias_norm_estimator="last_block")),
         (
             "gradient_checkpointing_kwargs",
             BIAS | dict(bias_norm_estimator="exact", gradient_checkpointing_kwargs={"use_reentrant": True}),
         ),
-        ("ctn_coefficient", dict(ctn_coefficient=-1.0)),
-        ("ctn_formula", dict(ctn_formula="both")),
-        ("ctn_kl", dict(ctn_kl="k3")),
+        ("ctn_coefficient", dict(stabilizer="ctn_kl", ctn_coefficient=-1.0)),
         ("epsilon", dict(epsilon=-0.2)),
         ("epsilon_high", dict(epsilon_high="wide")),
-        ("loss_type", dict(loss_type="vespo")),
-        ("loss_type", dict(loss_type="luspo")),
-        ("loss_type", dict(loss_type="sapo", stabilizer="ctn_kl")),
-        # No clip: every weight would be held at epsilon_high itself.
-        ("epsilon_high", dict(loss_type="cispo", importance_sampling_level="token")),
-        ("epsilon_high", dict(loss_type="cispo", importance_sampling_level="token", epsilon_high=0.28)),
+        ("loss_type", dict(loss_type="cispo")),
+        ("delta", dict(delta=3.0)),
+        ("use_bias_correction_kl", dict(beta=0.1, use_bias_correction_kl=True)),
         ("old_logprobs", dict(old_logprobs="vllm")),
         ("vllm_importance_sampling_correction", dict(old_logprobs="rollout", use_vllm=True)),
     ],
@@ -744,33 +718,6 @@ def test_an_episode_without_room_ends_unrewarded(world, warm, tmp_path):
     assert max(lengths) <= 16
     _, _, free = rolled_out(world, warm, tmp_path)
     assert max(len(ids) for ids in free["completion_ids"]) > 16, "the limit would not have been felt"
-
-
-def test_observations_keep_the_protocols_limit(world, warm, tmp_path):
-    def longest(environment):
-        own = SimpleNamespace(environment=environment, questions=world.questions, tokenizer=world.tokenizer)
-        _, _, output = rolled_out(own, warm, tmp_path)
-        return max(len(list(run)) for mask in output["env_mask"] for agent, run in groupby(mask) if not agent)
-
-    protocol = dataclasses.replace(world.environment.protocol, max_observation_tokens=6)
-    assert longest(dataclasses.replace(world.environment, protocol=protocol)) == 6
-    assert longest(world.environment) > 6, "the limit would not have been felt"
-
-
-def test_an_end_token_ends_a_turn(world, warm, tmp_path):
-    """A policy that only ever emits the end token: turns of one token, corrected until the budget is used up."""
-    model = policy(world)
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    head = model.lm_head.register_forward_hook(
-        lambda module, inputs, logits: logits.index_fill(
-            -1, torch.tensor([world.tokenizer.eos_token_id]), 1e4
-        )
-    )
-    _, _, output = rolled_out(world, model, tmp_path, n=2)
-    head.remove()
-    correction = len(world.tokenizer(world.environment.protocol.correction)["input_ids"])
-    assert output["env_mask"] == [[1, *[0] * correction, 1, *[0] * correction, 1]] * 2
 
 
 @pytest.mark.parametrize(

@@ -29,33 +29,21 @@ and trains on one of our worlds with
 | so_grpo, reading A | turn | geometric | clipping_bias_norm | grpo |
 | so_grpo, reading B | turn | arithmetic | ctn_kl | turn_mean |
 
-Related methods that TRL lacks go by name: objective="topr", "minirl", "m2po", "bapo", "bapo_ratio",
-"grpo_guard", "llds", "icepop", "dppo" or "reinforce" puts the terms of `configs/algorithm/NAME.yaml` where
-TRL has min(w A, clip(w) A). What TRL has an option for is TRL's: `loss_type` says how terms are averaged
-(grpo, bnpo, dr_grpo, dapo or turn_mean), `epsilon` and `epsilon_high` are the clip's range where the method
-has PPO's clip, advantages are TRL's groups'. Constants that TRL has no option for are `knobs`, as in the
-YAML: knobs={"clip": {"most": 2.0}}. Rules that look at the whole batch (m2po, bapo, bapo_ratio, grpo_guard)
-see one micro-batch, and llds' penalty is a mean over it: raise `per_device_train_batch_size` for them. What
-else is not here, and why: `stppo.plugins.methods.why_not`, or docs/howto/trl.md.
+Related methods that TRL lacks go by name (`stppo.plugins.methods.OFFERED`): objective="topr" takes the rules
+of `configs/algorithm/topr.yaml`, knobs={"clip": {"most": 2.0}} their constants, but for what TRL has an
+option for: averages (`loss_type`), PPO's clip range (`epsilon`, `epsilon_high`) and advantages. Rules that
+look at the whole batch see one micro-batch, and a penalty is a mean over it: raise
+`per_device_train_batch_size` for them. See docs/howto/trl.md.
 
 Ratios differ from 1 only where a batch of completions serves more than one optimiser step, which TRL's
 defaults do not do: set num_iterations=2 or more, or steps_per_generation above gradient_accumulation_steps.
 Otherwise all rows of the table with one loss_type are the same algorithm; the log warns of it.
 
-How it works. TRL's loss reads the old log-probs only as part of the log-ratio, and its own log-probs for all
-else (KL to the reference, CISPO). So the trainer replaces the old ones by `log pi - log w`, w the ratio of
-`stppo.objectives.Ratio`: clip, two-sided clip, loss normalisation, entropy mask and bonus, off-policy mask,
-vLLM correction and metrics remain TRL's code. Turns are the runs of ones in `completion_mask * tool_mask`.
-The KL that TRL adds for beta > 0 is weighted by w where `use_bias_correction_kl` is on, as TRL does with its
-sequence ratio.
-
-With `objective`, TRL gets each token's term as its advantage, with its graph, beside a ratio that is always
-1: what it averages, masks, weighs (by entropy, the off-policy mask, the vLLM correction) and adds to is then
-our term, whatever its form. The ratio by which TRL would weigh its KL is gone, so beta > 0 needs
-use_bias_correction_kl=False.
-
-The clipping bias needs no second formula either: C is the gradient of TRL's loss with the clip minus that of
-TRL's loss without it, on the same log-probs, whatever the normalisation.
+How it works. TRL gets each token's term of our objective as its advantage, with its graph, beside a ratio
+that is always 1: what it averages, masks, weighs (by entropy, the off-policy mask, the vLLM correction) and
+adds to is then our term, whatever its form. Turns are the runs of ones in `completion_mask * tool_mask`. The
+clipping bias C is the gradient of TRL's loss on these terms minus that on the unrestricted ones, whatever the
+normalisation. The ratio by which TRL would weigh its KL is gone, so use_bias_correction_kl is False here.
 
 Not offered: a critic, and with it PPO's credit, since TRL has none; credit of turns, since a completion has
 one reward, to which `search_reward` adds what turns were paid; the logit-space norm; the divisor under
@@ -72,7 +60,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -80,17 +68,17 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from stppo.checks import one_of
 from stppo.objectives import (
+    BatchBaseline,
     Bounds,
     Clip,
     ClippingBiasNorm,
     CtnKL,
-    MinClip,
     NoStabilizer,
     Objective,
     Penalty,
     Ratio,
-    Stabilizer,
     Terms,
     Tokens,
     loss_weights,
@@ -107,35 +95,32 @@ from stppo.plugins.trl_rollout import search_dataset, search_reward, search_roll
 
 __all__ = ["TurnGRPOConfig", "TurnGRPOTrainer", "search_dataset", "search_reward", "search_rollout"]
 
-CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "turn_mean")
-MEANS = (
-    "grpo",
-    "bnpo",
-    "dr_grpo",
-    "dapo",
-    "turn_mean",
-)  # loss types that are a way to average and nothing else
-LEVELS = ("token", "turn", "sequence")
-OLD_LOGPROBS = ("trainer", "rollout")
-_STABILIZERS = ("none", "clipping_bias_norm", "ctn_kl")
+MEANS = ("grpo", "bnpo", "dr_grpo", "dapo", "turn_mean")
+_CHOICES = {
+    # Ratio's fourth level, sentences, needs marks that TRL's batches do not have.
+    "importance_sampling_level": ("token", "turn", "sequence"),
+    "stabilizer": ("none", "clipping_bias_norm", "ctn_kl"),
+    "bias_norm_estimator": ("logprob", "exact"),
+    "old_logprobs": ("trainer", "rollout"),
+}
 
 
 @dataclass
 class TurnGRPOConfig(GRPOConfig):
     """GRPOConfig with turn-level importance ratios and the stabilisers; see the module for the algorithms.
 
-    importance_sampling_level: turn, or TRL's token and sequence.
+    importance_sampling_level: turn (default), token or sequence.
+    loss_type: how terms are averaged: TRL's grpo (default), bnpo, dr_grpo or dapo, or turn_mean: as grpo, but
+        every turn of a completion weighs the same.
     ratio_aggregation: geometric (v1 Eq. 4; TRL's sequence ratio), arithmetic or product over the segment.
-    loss_type: TRL's, or turn_mean: as grpo, but every turn of a completion weighs the same. Default grpo.
     stabilizer: none, clipping_bias_norm (divide the gradient, v1 Eq. 7 and 8) or ctn_kl (a penalty, v2).
-    bias_norm_estimator: logprob, the norm of C in log-prob space, without another backward pass (what it is
-        and how well it tracks ||C|| stands in `stppo.plugins.verl`), or exact, ||C|| itself, with one (single
-        process only).
     bias_norm_c0: from which norm on the divisor acts. It belongs to an estimator, a batch size, a completion
         length and a loss_type. exact: 0.1 if not set. logprob: no default; run with stabilizer="none", which
         logs `stabilizer/clipping_bias_norm_logprob`, and take a fixed share of its median.
-    bias_norm_form: max, one_plus, floor or bare, as in `stppo.objectives.ClippingBiasNorm`.
-    ctn_coefficient, ctn_formula, ctn_kl: as in `stppo.objectives.CtnKL`.
+    bias_norm_estimator: logprob, the norm of C in log-prob space, without another backward pass (what it is
+        and how well it tracks ||C|| stands in `stppo.plugins.verl`), or exact, ||C|| itself, with one (single
+        process only).
+    ctn_coefficient: as in `stppo.objectives.CtnKL`.
     objective: name of a related method (`stppo.plugins.methods.OFFERED`), which has ratio, clip, surrogate
         and penalty of its own; importance_sampling_level is then not read.
     knobs: its constants, {section: {key: value}} as in its YAML.
@@ -144,83 +129,43 @@ class TurnGRPOConfig(GRPOConfig):
         older weights are corrected for by rollout alone.
     disable_dropout: True here. Else old log-probs are scored with dropout on, and ratios differ from 1 before
         any update.
-    epsilon_high: with loss_type="cispo" the cap of the weight itself, above 1.
 
     Raises ValueError naming the option, also for combinations that cannot work.
     """
 
-    importance_sampling_level: str = field(
-        default="turn", metadata={"help": "Segment of the importance ratio: turn, token or sequence."}
-    )
-    loss_type: str = field(default="grpo", metadata={"help": "One of TRL's loss types, or turn_mean."})
-    ratio_aggregation: str = field(
-        default="geometric", metadata={"help": "Over the segment's tokens: geometric, arithmetic or product."}
-    )
-    stabilizer: str = field(
-        default="none", metadata={"help": "none, clipping_bias_norm (a divisor) or ctn_kl (a penalty)."}
-    )
-    bias_norm_c0: float | None = field(
-        default=None, metadata={"help": "Norm of the clipping bias from which on the divisor acts."}
-    )
-    bias_norm_form: str = field(
-        default="max", metadata={"help": "max(1, n/c0), one_plus (1 + n/c0), floor (max(n, c0)) or bare (n)."}
-    )
-    bias_norm_estimator: str = field(
-        default="logprob", metadata={"help": "logprob (cheap) or exact (a second backward pass)."}
-    )
-    ctn_coefficient: float = field(default=1.0, metadata={"help": "Weight of the CTN penalty."})
-    ctn_formula: str = field(default="inside", metadata={"help": "inside or outside the expectation."})
-    ctn_kl: str = field(
-        default="policy_to_behaviour", metadata={"help": "policy_to_behaviour or behaviour_to_policy."}
-    )
-    objective: str | None = field(
-        default=None, metadata={"help": "A related method by name, in place of TRL's clipped term."}
-    )
-    knobs: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Constants of `objective`: {section: {key: value}} as in its YAML."}
-    )
-    old_logprobs: str = field(
-        default="trainer", metadata={"help": "Where old log-probs come from: trainer or rollout."}
-    )
-    disable_dropout: bool = field(
-        default=True, metadata={"help": "No dropout, neither scoring nor training."}
-    )
+    importance_sampling_level: str = "turn"
+    loss_type: str = "grpo"
+    ratio_aggregation: str = "geometric"
+    stabilizer: str = "none"
+    bias_norm_c0: float | None = None
+    bias_norm_estimator: str = "logprob"
+    ctn_coefficient: float = 1.0
+    objective: str | None = None
+    knobs: dict[str, Any] | None = None
+    old_logprobs: str = "trainer"
+    disable_dropout: bool = True
+    use_bias_correction_kl: bool = False
 
     def __post_init__(self):
         self._refuse_what_cannot_work()
-        if self.bias_norm_c0 is None:
-            self.bias_norm_c0 = 0.1
-        self.ratio, self.clip, self.build_stabilizer(), self.build_objective()  # this validates the options
+        self.build_objective()  # this validates the other options
         super().__post_init__()
 
-    @property
-    def ratio(self) -> Ratio:
-        options = {"granularity": "importance_sampling_level", "aggregation": "ratio_aggregation"}
-        return self._build(Ratio, **options)
-
-    @property
-    def clip(self) -> Clip:
+    def build_objective(self) -> Objective:
+        """The loss; its credit is not used, since advantages are TRL's."""
         high = "epsilon" if self.epsilon_high is None else "epsilon_high"
-        return self._build(Clip, epsilon_low="epsilon", epsilon_high=high)
-
-    def build_stabilizer(self) -> Stabilizer:
-        if self.stabilizer not in _STABILIZERS:
-            allowed = ", ".join(_STABILIZERS)
-            raise ValueError(f"TurnGRPOConfig.stabilizer={self.stabilizer!r}: must be one of {allowed}")
-        norm = {"c0": "bias_norm_c0", "form": "bias_norm_form", "estimator": "bias_norm_estimator"}
-        ctn = {"coefficient": "ctn_coefficient", "formula": "ctn_formula", "kl": "ctn_kl"}
-        built = {
-            "none": NoStabilizer(),
-            "clipping_bias_norm": self._build(ClippingBiasNorm, **norm),
-            "ctn_kl": self._build(CtnKL, **ctn),
-        }
-        return built[self.stabilizer]
-
-    def build_objective(self) -> Objective | None:
-        if self.objective is None:
-            return None
-        clip = self.clip.epsilon_low, self.clip.epsilon_high
-        return methods.objective(self.objective, self.knobs, clip, "TurnGRPOConfig.knobs")
+        clip = self._build(Clip, epsilon_low="epsilon", epsilon_high=high)
+        if self.objective is not None:
+            bounds = clip.epsilon_low, clip.epsilon_high
+            return methods.objective(self.objective, self.knobs, bounds, "TurnGRPOConfig.knobs")
+        ratio = self._build(Ratio, granularity="importance_sampling_level", aggregation="ratio_aggregation")
+        stabilizer = NoStabilizer()
+        if self.stabilizer == "ctn_kl":
+            stabilizer = self._build(CtnKL, coefficient="ctn_coefficient")
+        elif self.stabilizer == "clipping_bias_norm":
+            c0 = {} if self.bias_norm_c0 is None else {"c0": "bias_norm_c0"}
+            stabilizer = self._build(ClippingBiasNorm, estimator="bias_norm_estimator", **c0)
+        return Objective(BatchBaseline(), ratio, clip, stabilizer)
 
     def _build(self, kind: type, **options: str) -> Any:
         """An object of ours from options of this config; its errors name the options instead of its
@@ -234,46 +179,30 @@ class TurnGRPOConfig(GRPOConfig):
             raise ValueError(message) from None
 
     def _refuse_what_cannot_work(self) -> None:
-        level, loss = self.importance_sampling_level, self.loss_type
-        if level not in LEVELS:  # Ratio's fourth, sentences, needs marks that TRL's batches do not have
+        for option, allowed in _CHOICES.items():
+            one_of(self, option, allowed)
+        if self.loss_type not in MEANS:
             raise ValueError(
-                f"TurnGRPOConfig.importance_sampling_level={level!r}: must be one of {', '.join(LEVELS)}"
+                f"TurnGRPOConfig.loss_type={self.loss_type!r}: use one of {', '.join(MEANS)}, which say how "
+                "to average; TRL's other loss types are objectives of their own, for its GRPOConfig"
             )
-        if self.old_logprobs not in OLD_LOGPROBS:
+        if self.delta is not None:
+            raise ValueError("TurnGRPOConfig.delta: the objectives here have no second bound; leave it out")
+        if self.beta and self.use_bias_correction_kl:
             raise ValueError(
-                f"TurnGRPOConfig.old_logprobs={self.old_logprobs!r}: must be one of {', '.join(OLD_LOGPROBS)}"
+                "TurnGRPOConfig.use_bias_correction_kl=True weighs the KL by TRL's ratio, which is always 1 "
+                "here: set it to False, or beta=0.0"
             )
         if self.old_logprobs == "rollout" and self.use_vllm and self.vllm_importance_sampling_correction:
             raise ValueError(
                 "TurnGRPOConfig.vllm_importance_sampling_correction=True corrects for the roll-out's "
                 "log-probs beside the ratio, old_logprobs='rollout' in it: set one of them otherwise"
             )
-        if loss == "cispo" and (cap := self.epsilon if self.epsilon_high is None else self.epsilon_high) <= 1:
-            raise ValueError(
-                f"TurnGRPOConfig.loss_type='cispo' holds the weight at epsilon_high itself, here {cap}, so "
-                "every token has about that weight: set epsilon_high to a cap above 1, such as 5.0"
-            )
         if self.objective is not None:
             self._refuse_beside_objective()
         elif self.knobs:
             raise ValueError(
                 f"TurnGRPOConfig.knobs={self.knobs!r}: are those of a method, set objective as well"
-            )
-        if loss == "vespo" and (level != "token" or self.ratio_aggregation != "geometric"):
-            raise ValueError(
-                "TurnGRPOConfig.loss_type='vespo' has a ratio of its own, so "
-                f"importance_sampling_level={level!r} "
-                "would do nothing: use loss_type='grpo', or importance_sampling_level='token'"
-            )
-        if loss == "luspo" and level != "sequence":
-            raise ValueError(
-                f"TurnGRPOConfig.loss_type='luspo' is an objective of whole sequences, "
-                f"importance_sampling_level={level!r} is not: use loss_type='grpo'"
-            )
-        if self.stabilizer != "none" and loss not in CLIPPING_LOSSES:
-            raise ValueError(
-                f"TurnGRPOConfig.stabilizer={self.stabilizer!r} answers to a clip, which loss_type={loss!r} "
-                f"does not have: use stabilizer='none' or one of {', '.join(CLIPPING_LOSSES)}"
             )
         if self.stabilizer != "clipping_bias_norm":
             return
@@ -283,19 +212,8 @@ class TurnGRPOConfig(GRPOConfig):
                 "stabilizer='none', and set a share of the median stabilizer/clipping_bias_norm_logprob, "
                 "say 1/5"
             )
-        if self.bias_norm_estimator == "logit":
-            raise ValueError(
-                "TurnGRPOConfig.bias_norm_estimator='logit' needs the whole distribution of every token, "
-                "which TRL does not keep: use 'logprob' or 'exact'"
-            )
-        if self.bias_norm_estimator == "last_block":
-            raise ValueError(
-                "TurnGRPOConfig.bias_norm_estimator='last_block' is for this project's own trainer: use "
-                "'logprob' or 'exact'"
-            )
-        if self.bias_norm_estimator == "exact" and (self.gradient_checkpointing_kwargs or {}).get(
-            "use_reentrant"
-        ):
+        reentrant = (self.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        if self.bias_norm_estimator == "exact" and reentrant:
             raise ValueError(
                 "TurnGRPOConfig.bias_norm_estimator='exact' does not work with reentrant checkpointing: set "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or use 'logprob'"
@@ -307,38 +225,15 @@ class TurnGRPOConfig(GRPOConfig):
             why, allowed = methods.why_not("trl", name), ", ".join(methods.OFFERED["trl"])
             because = f"not offered, since {why}" if why else f"must be one of {allowed}"
             raise ValueError(f"TurnGRPOConfig.objective={name!r}: {because}")
-        if self.loss_type not in MEANS:
-            raise ValueError(
-                f"TurnGRPOConfig.loss_type={self.loss_type!r} is an objective too, beside "
-                f"objective={name!r}: use one of "
-                f"{', '.join(MEANS)}, which say how to average, or objective=None"
-            )
-        clips = methods.clips_as_host(name)
-        own = {
-            "importance_sampling_level": ("turn", "has a ratio of its own"),
-            "ratio_aggregation": ("geometric", "has a ratio of its own"),
-            "stabilizer": ("none", "has a stabiliser of its own or none"),
-            "delta": (None, "has no second bound"),
-            **(
-                {}
-                if clips
-                else {
-                    "epsilon": (0.2, "has bounds of its own"),
-                    "epsilon_high": (None, "has bounds of its own"),
-                }
-            ),
-        }
-        for option, (default, why) in own.items():
+        own = {"importance_sampling_level": "turn", "ratio_aggregation": "geometric", "stabilizer": "none"}
+        if not methods.clips_as_host(name):
+            own |= {"epsilon": 0.2, "epsilon_high": None}
+        for option, default in own.items():
             if (value := getattr(self, option)) != default:
                 raise ValueError(
-                    f"TurnGRPOConfig.{option}={value!r} would do nothing, since objective={name!r} {why}: "
-                    "leave it out"
+                    f"TurnGRPOConfig.{option}={value!r} would do nothing, since objective={name!r} has its "
+                    "own: leave it out"
                 )
-        if self.beta and self.use_bias_correction_kl:
-            raise ValueError(
-                "TurnGRPOConfig.use_bias_correction_kl=True weighs the KL by TRL's ratio, which "
-                f"objective={name!r} replaces: set use_bias_correction_kl=False, or beta=0.0"
-            )
 
 
 @dataclass(eq=False)
@@ -349,11 +244,10 @@ class _Minibatch:
     mask: Tensor  # (B, T) bool, the agent's tokens
     layout: Layout
     scores: tuple[Tensor, Tensor | None, Tensor | None] | None = None
-    tokens: Tokens | None = (
-        None  # without rows that TRL has masked out altogether: they take no part in any mean
-    )
+    # Without rows that TRL has masked out altogether: they take no part in any mean.
+    tokens: Tokens | None = None
     bounds: Bounds | None = None
-    terms: Terms | None = None  # of `objective`
+    terms: Terms | None = None  # None where no row is left
 
 
 class TurnGRPOTrainer(GRPOTrainer):
@@ -396,26 +290,20 @@ class TurnGRPOTrainer(GRPOTrainer):
                 "TurnGRPOConfig.old_logprobs='rollout' needs log-probs of a roll-out: give a rollout_func, "
                 "or set it to 'trainer'"
             )
-        self.ratio, self.clip = self.args.ratio, self.args.clip
         self.objective = self.args.build_objective()
-        self.stabilizer = (
-            self.args.build_stabilizer() if self.objective is None else self.objective.stabilizer
-        )
+        self.stabilizer = self.objective.stabilizer
         self._minibatch: _Minibatch | None = None
         self._turn_mean = self.loss_type == "turn_mean"
         if self._turn_mean:
             self.loss_type = "grpo"
-        # Our ratio goes into TRL's token path; its own two levels are left to TRL.
-        self._own_ratio = self.ratio.granularity == "turn" or self.ratio.aggregation != "geometric"
-        if self._own_ratio or self.objective is not None:
-            self.importance_sampling_level = "token"
+        self.importance_sampling_level = "token"
         if isinstance(self.stabilizer, ClippingBiasNorm):
             self._refuse_unseen_gradients()
         self._bias_estimator = self.stabilizer.estimator or "logprob"
-        self._clips = self.objective is None and self.loss_type in CLIPPING_LOSSES
         self._warn_if_on_policy()
         self._warn_of_lost_steps()
-        if self._clips:
+        self._measures_bias = self.args.objective is None
+        if self._measures_bias:
             self.add_callback(_DivideGradient(self))
         self._reset_bias()
 
@@ -449,13 +337,9 @@ class TurnGRPOTrainer(GRPOTrainer):
             return
         if args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0:
             logging.getLogger(__name__).warning(
-                "num_iterations=%d with steps_per_generation=%d and gradient_accumulation_steps=%d makes "
-                "one step from "
-                "each batch of completions: every ratio is 1, and neither clip nor stabiliser ever acts; set "
-                "num_iterations=2 or more, or steps_per_generation above gradient_accumulation_steps",
-                args.num_iterations,
-                args.steps_per_generation,
-                args.gradient_accumulation_steps,
+                "one step is made from each batch of completions: every ratio is 1, and neither clip nor "
+                "stabiliser ever acts; set num_iterations=2 or more, or steps_per_generation above "
+                "gradient_accumulation_steps"
             )
 
     def _warn_of_lost_steps(self) -> None:
@@ -487,14 +371,11 @@ class TurnGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         mask = _agent_mask(inputs)
-        inputs = dict(inputs)
-        if self._turn_mean and self.objective is None:
-            inputs["advantages"] = _turn_mean_advantages(inputs["advantages"], mask)
-        self._minibatch = _Minibatch(inputs, mask, Layout.of(mask))
+        self._minibatch = _Minibatch(dict(inputs), mask, Layout.of(mask))
         try:
-            loss = super()._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, self._minibatch.inputs)
             self._log_ratios(self._minibatch)
-            if self._clips and self.model.training:
+            if self._measures_bias and self.model.training:
                 self._add_clipping_bias(self._minibatch)
             return loss + self._penalty(self._minibatch)
         finally:
@@ -506,10 +387,12 @@ class TurnGRPOTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(*positional, **named)
         if batch.scores is None:
             batch.scores = super()._get_per_token_logps_and_entropies(*positional, **named)
-            self._put_in_ratio(batch)
+            self._put_in_terms(batch)
         return batch.scores
 
-    def _put_in_ratio(self, batch: _Minibatch) -> None:
+    def _put_in_terms(self, batch: _Minibatch) -> None:
+        """Each token's term in place of its advantage, beside a log-ratio of 0, whose two gradients
+        cancel."""
         logprobs = batch.scores[0]
         old = batch.inputs.get("old_per_token_logps")
         old = logprobs.detach() if old is None else old
@@ -517,31 +400,24 @@ class TurnGRPOTrainer(GRPOTrainer):
         precision = torch.promote_types(logprobs.dtype, torch.float32)
         log_ratio = batch.layout.gather(logprobs.to(precision) - old)
         layout = Layout.of(batch.mask[batch.mask.any(1)])
-        advantages, behaviour = self._advantages(batch), batch.layout.gather(old)
-        if self.objective is not None:
-            batch.tokens = self.objective.tokens(log_ratio, advantages, layout, behaviour)
-            self._put_in_terms(batch, old)
-            return
-        batch.tokens = Tokens(log_ratio, self.ratio(log_ratio, layout), advantages, layout, behaviour)
-        batch.bounds = self.clip(batch.tokens)
-        if self._own_ratio:
-            # A ratio that underflows has no gradient left; without the floor its logarithm's would be NaN.
-            log_weight = batch.tokens.ratio.clamp_min(torch.finfo(precision).tiny).log()
-            batch.inputs.setdefault("sampling_per_token_logps", old)  # what the off-policy mask compares with
-            batch.inputs["old_per_token_logps"] = logprobs - batch.layout.scatter(log_weight)
-
-    def _put_in_terms(self, batch: _Minibatch, old: Tensor) -> None:
-        """Each token's term in place of its advantage, beside a log-ratio of 0, whose two gradients
-        cancel."""
-        tokens = batch.tokens
+        tokens = self.objective.tokens(log_ratio, self._advantages(batch), layout, batch.layout.gather(old))
+        batch.tokens, batch.bounds = tokens, Bounds(tokens.ratio, tokens.ratio)
         if len(tokens.ratio):
             batch.terms, batch.bounds = self.objective.terms(tokens)
-            terms = batch.layout.scatter(batch.terms.terms)
-        else:
-            batch.bounds, terms = Bounds(tokens.ratio, tokens.ratio), batch.layout.scatter(tokens.log_ratio)
-        batch.inputs.setdefault("sampling_per_token_logps", old)
-        batch.inputs["advantages"] = _turn_mean_advantages(terms, batch.mask) if self._turn_mean else terms
-        batch.inputs["old_per_token_logps"] = batch.scores[0]
+        batch.inputs.setdefault("sampling_per_token_logps", old)  # what the off-policy mask compares with
+        batch.inputs["advantages"] = self._weighed(batch, batch.terms.terms if batch.terms else log_ratio)
+        batch.inputs["old_per_token_logps"] = logprobs
+
+    def _weighed(self, batch: _Minibatch, terms: Tensor) -> Tensor:
+        """(N,) terms -> (B, T), weighed so that TRL's mean over tokens is the mean over turns where that is
+        asked for."""
+        terms = batch.layout.scatter(terms)
+        if not self._turn_mean:
+            return terms
+        wanted, given = (
+            loss_weights(batch.mask, kind, terms.dtype) for kind in ("turn_mean", "trajectory_mean")
+        )
+        return terms * (wanted / given).masked_fill(~batch.mask, 0.0)
 
     def _penalty(self, batch: _Minibatch) -> Tensor | float:
         """The stabiliser's, scaled for gradient accumulation as TRL scales its losses."""
@@ -562,7 +438,9 @@ class TurnGRPOTrainer(GRPOTrainer):
 
     def _add_clipping_bias(self, batch: _Minibatch) -> None:
         """Collect this micro-batch's part of C, for `_divide_gradient`."""
-        bias = self._bare_loss(batch) - self._bare_loss(batch, clipped=False)
+        if batch.terms is None:
+            return
+        bias = self._bare_loss(batch, batch.terms.terms) - self._bare_loss(batch, batch.terms.unrestricted)
         if self._bias_estimator == "logprob":
             (gradient,) = torch.autograd.grad(bias, batch.scores[0], retain_graph=True)
             # Micro-batches hold different tokens, so their squares add.
@@ -573,14 +451,14 @@ class TurnGRPOTrainer(GRPOTrainer):
         before = self._bias or [0.0] * len(parameters)
         self._bias = [old + new for old, new in zip(before, gradient, strict=True)]
 
-    def _bare_loss(self, batch: _Minibatch, clipped: bool = True) -> Tensor:
-        """TRL's loss on the same log-probs, without its entropy bonus, auxiliary loss and metrics."""
+    def _bare_loss(self, batch: _Minibatch, terms: Tensor) -> Tensor:
+        """TRL's loss on (N,) terms, without its entropy bonus, auxiliary loss and metrics."""
         bare = {"_entropy_bonus_enabled": False, "aux_loss_enabled": False}
         bare["_metrics"] = {mode: defaultdict(list) for mode in self._metrics}
-        no_clip = {} if clipped else {"epsilon_low": math.inf, "epsilon_high": math.inf}
-        delta = self.args.delta if clipped else None
-        with _set(self, **bare, **no_clip), _set(self.args, delta=delta):
-            return super()._compute_loss(self.model, batch.inputs)
+        with _set(self, **bare):
+            return super()._compute_loss(
+                self.model, batch.inputs | {"advantages": self._weighed(batch, terms)}
+            )
 
     def _divide_gradient(self) -> None:
         if self._bias_estimator == "exact":
@@ -614,18 +492,12 @@ class TurnGRPOTrainer(GRPOTrainer):
         self._log_mean("completions/mean_turns", layout.row_turns.to(ratio.dtype))
         out_of_range = bounds.out_of_range(tokens.log_ratio.detach().exp())
         self._log_mean("clip_ratio/out_of_range_token", out_of_range.float())
-        if self._clips:
-            clipped = MinClip()(tokens, bounds).clipped
-        elif self.objective is not None:
-            clipped = batch.terms.clipped if batch.terms else torch.zeros_like(ratio, dtype=torch.bool)
-        else:
-            return
+        clipped = batch.terms.clipped if batch.terms else torch.zeros_like(ratio, dtype=torch.bool)
         sides = {"low": clipped & (ratio < 1), "high": clipped & (ratio > 1), "region": clipped}
         for name, clipped in sides.items():
             shares = clipped.to(ratio.dtype)
             self._log_mean(f"clip_ratio/turn_{name}_mean", layout.turn_mean(shares))
-            if self.objective is not None:
-                self._replace_trls(name, shares, layout)
+            self._replace_trls(name, shares, layout)
 
     def _replace_trls(self, name: str, shares: Tensor, layout: Layout) -> None:
         """TRL has seen a ratio of 1 at every token, and counted none."""
@@ -722,14 +594,6 @@ def _agent_mask(inputs: dict[str, Any]) -> Tensor:
             "turn; mark what the policy sampled with 1"
         )
     return agent
-
-
-def _turn_mean_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) advantages that make TRL's mean over tokens the mean over turns; their signs, hence clips,
-    stay."""
-    advantages = advantages if advantages.dim() > 1 else advantages[:, None]
-    wanted, given = (loss_weights(mask, kind, advantages.dtype) for kind in ("turn_mean", "trajectory_mean"))
-    return advantages * (wanted / given).masked_fill(~mask, 0.0)
 
 
 @contextmanager
