@@ -70,19 +70,18 @@ RUNS = {
         *OURS,
         f"{LOSS}.loss_mode=so_ppo",
         f"+{LOSS}.reading=B",
-        f"+{LOSS}.turn_mean=false",
         f"{ACTOR}.fsdp_config.fsdp_size=1",
     ],
 }
 
 
-def objective(ratio, stabilizer) -> Objective:
-    return Objective(TokenGAE(), ratio, Clip(0.2, 0.28), stabilizer, "trajectory_mean")
+def objective(ratio, stabilizer, mean="trajectory_mean") -> Objective:
+    return Objective(TokenGAE(), ratio, Clip(0.2, 0.28), stabilizer, mean)
 
 
 OBJECTIVES = {
     "st_ppo, sharded": objective(Ratio("turn"), ClippingBiasNorm(c0=C0, estimator="logprob")),
-    "so_ppo, replicated": objective(Ratio("turn", "arithmetic"), CtnKL()),
+    "so_ppo, replicated": objective(Ratio("turn", "arithmetic"), CtnKL(), "turn_mean"),
 }
 
 

@@ -128,14 +128,15 @@ def assert_equal(a, b, tolerance=1e-12):
 # ---- the losses are ours ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("loss", "reading"), LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "reading", "mode"),
+    [(*which, mode) for which in LOSSES for mode in MODES if (which[1], mode) != ("B", "token-mean")],
+)
 def test_loss_and_gradient_are_our_objectives(loss, reading, mode):
     ratio, stabilizer = LOSSES[loss, reading]
     batch = a_batch()
-    options = {"reading": reading, "c0": 0.01, "turn_mean": False}
-    got = plugged(loss, batch, actor(mode, options, loss))
-    expected = ours(batch, ratio, stabilizer, MODES[mode])
+    got = plugged(loss, batch, actor(mode, {"reading": reading, "c0": 0.01}, loss))
+    expected = ours(batch, ratio, stabilizer, "turn_mean" if reading == "B" else MODES[mode])
     assert_equal(got, expected)
     metrics, (diagnostics, norm, divisor) = got[2], expected[2:]
     assert 0.05 < metrics["actor/pg_clipfrac"] < 0.9
@@ -148,36 +149,6 @@ def test_loss_and_gradient_are_our_objectives(loss, reading, mode):
     assert (divisor > 1.5) == (stabilizer == "norm")
     assert metrics["actor/ctn_penalty"] == pytest.approx(diagnostics["ctn_penalty"], rel=1e-12)
     assert (metrics["actor/ctn_penalty"] > 0.01) == (stabilizer == "ctn")
-
-
-def test_reading_b_weighs_turns_alike():
-    batch = a_batch()
-    got = plugged("so_ppo", batch, actor("seq-mean-token-mean", {"reading": "B"}, "so_ppo"))
-    assert_equal(got, ours(batch, Ratio("turn", "arithmetic"), "ctn", "turn_mean"))
-
-
-def test_the_norm_is_of_the_weighted_terms():
-    batch, options = a_batch(), {"turn_mean": True, "c0": 0.01}
-    got = plugged("st_ppo", batch, actor("seq-mean-token-mean", options))
-    expected = ours(batch, Ratio("turn"), "norm", "turn_mean")
-    assert_equal(got, expected)
-    assert got[2]["actor/clipping_bias_norm_logprob"] == pytest.approx(expected[3], rel=1e-12)
-    by_token = plugged("st_ppo", batch, actor("seq-mean-token-mean", {"c0": 0.01}))[2]
-    assert by_token["actor/clipping_bias_norm_logprob"] != pytest.approx(expected[3], rel=0.01)
-
-
-def test_the_penalty_multiplies_means_where_asked():
-    batch, options = a_batch(), {"reading": "B", "ctn_formula": "outside", "turn_mean": False}
-    got = plugged("so_grpo", batch, actor("seq-mean-token-mean", options, "so_grpo"))
-    spec = Objective(
-        TokenGAE(), Ratio("turn", "arithmetic"), Clip(0.2, 0.28), CtnKL(formula="outside"), "trajectory_mean"
-    )
-    expected = spec(
-        torch.nn.functional.pad(batch["log_prob"], (1, 0)),
-        trajectories(batch),
-        torch.nn.functional.pad(batch["advantages"], (1, 0)),
-    )
-    torch.testing.assert_close(got[0], expected.loss, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +172,6 @@ def test_importance_weights_of_the_rollout_multiply_the_terms_as_in_verl():
     object.__setattr__(vanilla, "clip_ratio_c", 1e9)
     got = plugged("s_ppo", batch, actor(options={"c0": 1e9}, loss="s_ppo"), rollout_is_weights=weights)
     assert_equal(got, plugged("vanilla", batch, vanilla, rollout_is_weights=weights))
-
-
-def test_plain_policy_loss_config_gives_the_defaults():
-    batch = a_batch()
-    assert_equal(plugged("st_ppo", batch, actor()), plugged("st_ppo", batch, actor(options={})), 0)
 
 
 def test_null_one_sided_clip_ranges_fall_back_to_clip_ratio():
@@ -294,9 +260,8 @@ def test_a_micro_batch_without_agent_tokens_has_loss_zero_and_the_same_metrics(l
 def test_single_token_holes_are_refused_where_turns_matter():
     batch = a_batch()
     batch["response_mask"][3, 8] = False  # the second turn of row 3 was 7..9
-    with pytest.raises(ValueError, match="rollout_rs=token_.*min_observation_tokens=1"):
+    with pytest.raises(ValueError, match="rollout_rs=token_.*use a seq_"):
         plugged("st_ppo", batch, actor(options={}))
-    plugged("st_ppo", batch, actor(options={"min_observation_tokens": 1}))
     plugged("s_ppo", batch, actor(options={}, loss="s_ppo"))  # no turns, no harm
 
 
@@ -304,16 +269,6 @@ def test_rows_are_no_neighbours():
     batch = a_batch()
     batch["response_mask"][:] = True  # the last token of a row and the first of the next
     plugged("st_ppo", batch, actor(options={}))
-
-
-def test_wide_holes_show_in_the_importance_weights():
-    batch = a_batch()
-    weights = batch["response_mask"].double()
-    batch["response_mask"][0, :] = False  # a whole row: sequence-level rejection, which is fine
-    plugged("st_ppo", batch, actor(options={}), rollout_is_weights=weights)
-    batch["response_mask"][4, 8:10] = False
-    with pytest.raises(ValueError, match="non-zero on tokens off response_mask.*rollout_rs=token_"):
-        plugged("st_ppo", batch, actor(options={}), rollout_is_weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -376,16 +331,8 @@ def test_unequal_micro_batches_recover_the_norm_in_the_root_mean_square():
         ({"c0": 0}, "c0=0"),
         ({"c0": "0.1"}, "c0='0.1'"),
         ({"c0": float("nan")}, "c0=nan"),
-        ({"form": "min"}, "form='min'"),
         ({"reading": "C"}, "reading='C'"),
         ({"reading": "B"}, "reading='B'"),
-        ({"ctn_coefficient": -1}, "ctn_coefficient=-1"),
-        ({"ctn_formula": "both"}, "ctn_formula='both'"),
-        ({"ctn_kl": "k3"}, "ctn_kl='k3'"),
-        ({"turn_mean": "yes"}, "turn_mean='yes'"),
-        ({"turn_mean": 1}, "turn_mean=1"),
-        ({"min_observation_tokens": 0}, "min_observation_tokens=0"),
-        ({"min_observation_tokens": 2.0}, "min_observation_tokens=2.0"),
         ({"loss_mode": "stppo"}, "loss_mode='stppo'"),
         (
             {"rollout_correction": {"rollout_rs": "seq_mean_k1, token_k2"}},
@@ -720,31 +667,3 @@ def test_every_override_of_the_readme_composes(tiny_model):
 
 
 # ---- a Ray worker -------------------------------------------------------------------------------
-
-
-def test_a_scale_that_moves_with_the_cut_is_warned_of_once(caplog):
-    """Turn-PPO at two cuts: the gradients differ with a null loss_scale_factor, and agree with one."""
-    from stppo.plugins import verl
-
-    verl._warn_of_moving_scale.cache_clear()
-    batch, mode, n_rows = a_batch(), "seq-mean-token-sum-norm", 8
-
-    def gradient(size, **info):
-        config = actor(mode, {}, "turn_ppo", global_batch_size=n_rows, dp_size=1, **info)
-        parts = []
-        for rows in torch.arange(n_rows).split(size):
-            longest = (
-                int(batch["response_mask"][rows].nonzero()[:, 1].max()) + 1
-            )  # as verl trims a micro-batch
-            cut = {name: tensor[rows, :longest] for name, tensor in batch.items()}
-            part = plugged("turn_ppo", cut, config)[1]
-            parts.append(torch.nn.functional.pad(part, (0, 24 - longest)))
-        return torch.cat(parts)
-
-    assert not torch.allclose(gradient(1), gradient(n_rows), rtol=0.2)
-    (record,) = caplog.records
-    assert record.levelname == "WARNING" and "set loss_scale_factor" in record.message
-    verl._warn_of_moving_scale.cache_clear()
-    caplog.clear()
-    torch.testing.assert_close(gradient(1, loss_scale_factor=24), gradient(n_rows, loss_scale_factor=24))
-    assert not caplog.records

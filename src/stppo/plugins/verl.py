@@ -26,27 +26,20 @@ registers. (verl's driver must know it too: by the entry point or VERL_USE_EXTER
 reaches the workers.) `loss_agg_mode=seq-mean-token-mean` is v1's 1/|y|; with it, reading B has 1/n over turns
 (`turn_mean`).
 
-Related methods topr, minirl, m2po, bapo, bapo_ratio, vespo, grpo_guard, llds, agilerl_turn, sequence_mask and
-    so_ppo_ctn_c (reading C): what verl lacks of `configs/algorithm`, each built from its YAML. What verl has
-    an option for is verl's here too: clip range (TOPR and BAPO have bounds of their own, and read none), loss
-    aggregation, advantages. So a launch command keeps its meaning when `loss_mode` changes, micro-batches and
-    ranks add up as for verl's own losses, and *the method as its YAML has it* is those options as
-    docs/howto/verl.md has them. `turn_mean` is the YAML's, null, for agilerl_turn. Constants that verl has no
-    option for are `knobs`, as in the YAML: +actor_rollout_ref.actor.policy_loss.knobs.clip.most=2. Rules that
-    look at the whole batch (`sees_batch`: m2po, bapo, bapo_ratio, grpo_guard, so_ppo_ctn_c) see the
-    micro-batch that verl hands over: raise `ppo_micro_batch_size_per_gpu` for them. A penalty (llds) is a
-    mean over the minibatch's tokens, in any mode. Why the other methods are not here:
-    `stppo.plugins.methods.why_not`, or docs/howto/verl.md.
+Related methods (`stppo.plugins.methods.OFFERED`) are what verl lacks of `configs/algorithm`, each built from
+    its YAML but for what verl has an option for: clip range (TOPR and BAPO have bounds of their own), loss
+    aggregation, advantages; docs/howto/verl.md has the options that make a method its YAML's. Other constants
+    are `knobs`, as in the YAML: +actor_rollout_ref.actor.policy_loss.knobs.clip.most=2. Rules that look at
+    the whole batch see the micro-batch that verl hands over: raise `ppo_micro_batch_size_per_gpu` for them. A
+    penalty (llds) is a mean over the minibatch's tokens, in any mode.
 
 Turns A turn is a maximal run of ones in `response_mask`; padding cannot matter. Rows without agent tokens, as
     sequence-level rejection leaves them, are dropped, and a micro-batch of such rows alone has the loss 0.
     Token-level rejection (`algorithm.rollout_correction.rollout_rs=token_*`) punches holes into the mask and
     so splits turns. verl does not tell a loss of it. It is refused where it can be seen: in the option
     itself, which reaches the worker by `policy_loss.rollout_correction: ${algorithm.rollout_correction}`
-    (configs/cluster has this line) and the advantage estimator by verl; in importance weights that are
-    non-zero off the mask, when `rollout_is` is on too; and in observations shorter than
-    `min_observation_tokens`, as one rejected token looks. A run of several rejected tokens, without that line
-    and without `rollout_is`, cannot be told from an observation.
+    (configs/cluster has this line) and the advantage estimator by verl; and in observations of one token, as
+    one rejected token looks.
 
 The divisor
     ||C||, the norm of the clipping bias, would need a second backward pass through the policy; a loss
@@ -55,16 +48,10 @@ The divisor
     if the scores grad log pi_t were orthonormal. It sees how much was clipped and at what advantages, not
     whether trajectories agree on it. Hence it has no limit: in a minibatch of B trajectories it falls like
     1/sqrt(B) where ||C|| levels off (notebook 03), and so **a c0 belongs to this estimator and to one batch
-    size and response length**: with c0 = 0.1, which was meant for ||C||, it hardly ever acts. The first
-    study's runs (main regime, minibatches of 32 trajectories of about 50 tokens) recorded both. Pearson
-    correlation of their iteration means within a run, lowest and highest of 18 runs; median of ||C|| / n;
-    median of ||C||:
-
-        algorithm      correlation     ||C|| / n   ||C||
-        turn_ppo       0.29 to 0.73    37.4        0.56
-        s_ppo          0.52 to 1.00    39.2        0.54
-        st_ppo         -0.13 to 0.70   41.3        0.53
-        so_grpo        0.27 to 0.74    28.4        0.27
+    size and response length**: with c0 = 0.1, which was meant for ||C||, it hardly ever acts. In the first
+    study's runs (main regime, minibatches of 32 trajectories of about 50 tokens) ||C|| was 28 to 41 times n
+    in the median, and the Pearson correlation of their iteration means within a run .3 to .7 for turn_ppo and
+    so_grpo, .5 to 1.0 for s_ppo, -.1 to .7 for st_ppo (18 runs each).
 
     It tracks, loosely. To set c0, run some iterations with turn_ppo, which logs
     `actor/clipping_bias_norm_logprob`, and take a fixed share of its median: c0 = 0.1 was about 1/5 of ||C||
@@ -93,15 +80,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stppo.checks import one_of
+from stppo.checks import in_range, one_of
 from stppo.objectives import (
     ClippingBiasNorm,
-    CtnKL,
     Objective,
     TokenPenalty,
     loss_weights,
@@ -129,26 +115,15 @@ READING_B = ("so_ppo", "so_grpo")
 class TurnPolicyLossConfig(PolicyLossConfig):
     """Options of the losses above; other losses of verl ignore them. ValueError names a bad field.
 
-    reading: A (geometric ratio and divisor) or B (arithmetic ratio and clipping-triggered KL), of so_ppo and
-    so_grpo.
-    c0, form: of `stppo.objectives.ClippingBiasNorm`. ctn_coefficient, ctn_formula, ctn_kl: of `CtnKL`; the
-    formula `outside` multiplies the means of one micro-batch.
-    turn_mean: weigh the turns of a trajectory alike instead of its tokens; null: as the reading has it (B
-    does).
-    min_observation_tokens: fewest environment tokens between two turns; fewer are taken for token-level
-    rejection.
+    reading: A (geometric ratio and divisor) or B (arithmetic ratio and clipping-triggered KL, turns of a
+    trajectory weighed alike), of so_ppo and so_grpo.
+    c0: of `stppo.objectives.ClippingBiasNorm`.
     knobs: constants of a related method, {section: {key: value}} as in its YAML, such as {clip: {most: 2.0}}
     of topr."""
 
     loss_mode: str = "st_ppo"
     reading: str = "A"
     c0: float = 0.1
-    form: str = "max"
-    ctn_coefficient: float = 1.0
-    ctn_formula: str = "inside"
-    ctn_kl: str = "policy_to_behaviour"
-    turn_mean: Optional[bool] = None  # noqa: UP045 (verl's OmegaConf reads the annotation)
-    min_observation_tokens: int = 2
     knobs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -157,29 +132,9 @@ class TurnPolicyLossConfig(PolicyLossConfig):
             raise ValueError(f"TurnPolicyLossConfig.loss_mode={self.loss_mode!r}: not offered, since {why}")
         one_of(self, "loss_mode", tuple(POLICY_LOSS_REGISTRY))
         one_of(self, "reading", ("A", "B"))
-        if not (self.turn_mean is None or isinstance(self.turn_mean, bool)):
-            raise ValueError(
-                f"TurnPolicyLossConfig.turn_mean={self.turn_mean!r}: must be true, false or null"
-            )
-        tokens = self.min_observation_tokens
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-            raise ValueError(
-                f"TurnPolicyLossConfig.min_observation_tokens={tokens!r}: must be a whole number from 1 on"
-            )
-        try:
-            self.divisor()
-            self.penalty()
-        except ValueError as error:
-            message = str(error).replace("ClippingBiasNorm.", "TurnPolicyLossConfig.")
-            raise ValueError(message.replace("CtnKL.", "TurnPolicyLossConfig.ctn_")) from None
+        in_range(self, "c0", 0.0, low_open=True)
         if self.loss_mode in VERL_LOSSES and _reads_turns(objective_of(self.loss_mode, self)):
             refuse_token_rejection(self.rollout_correction)
-
-    def divisor(self) -> ClippingBiasNorm:
-        return ClippingBiasNorm(c0=self.c0, form=self.form, estimator="logprob")
-
-    def penalty(self) -> CtnKL:
-        return CtnKL(coefficient=self.ctn_coefficient, formula=self.ctn_formula, kl=self.ctn_kl)
 
 
 def objective_of(
@@ -190,19 +145,14 @@ def objective_of(
     the loss does not have."""
     if options.reading == "B" and name not in READING_B:
         raise ValueError(f"TurnPolicyLossConfig.reading='B': {name} has reading A alone; B is of {READING_B}")
-    if options.knobs and name in methods.PAPER:
-        raise ValueError(
-            f"TurnPolicyLossConfig.knobs={dict(options.knobs)}: {name} has options of its own, such as c0 "
-            "and ctn_coefficient"
-        )
     algorithm = f"{name}_ctn" if options.reading == "B" else name
     found = methods.objective(algorithm, options.knobs, clip_range, "TurnPolicyLossConfig.knobs")
     if isinstance(found.stabilizer, ClippingBiasNorm):
-        found = replace(found, stabilizer=options.divisor())
-    elif isinstance(found.stabilizer, CtnKL):
-        found = replace(found, stabilizer=options.penalty())
-    if options.turn_mean is not None:
-        found = replace(found, loss_aggregation="turn_mean" if options.turn_mean else "trajectory_mean")
+        if options.knobs:
+            raise ValueError(
+                f"TurnPolicyLossConfig.knobs={dict(options.knobs)}: {name} has c0 in their place"
+            )
+        found = replace(found, stabilizer=ClippingBiasNorm(c0=options.c0, estimator="logprob"))
     return found
 
 
@@ -256,19 +206,14 @@ def policy_loss(
     layout = Layout.of(mask)
     factor = torch.ones_like(layout.rows, dtype=dtype)  # on top of the weights of `loss_agg_mode`
     if rollout_is_weights is not None:
-        off_mask = rollout_is_weights[rows].masked_fill(mask, 0.0)
         factor = factor * layout.gather(rollout_is_weights[rows].detach())
     if _reads_turns(objective):
-        if rollout_is_weights is not None and off_mask.any():
-            raise ValueError(_HOLES.format("rollout_is_weights are non-zero on tokens off response_mask"))
-        _refuse_holes(layout, options.min_observation_tokens)
+        _refuse_holes(layout)
     if objective.loss_aggregation == "turn_mean":
         by_turn, by_token = (loss_weights(mask, to, dtype) for to in ("turn_mean", "trajectory_mean"))
         factor = factor * layout.gather(by_turn) / layout.gather(by_token)
 
     info = dict(config.get("global_batch_info") or {})
-    if loss_agg_mode == "seq-mean-token-sum-norm" and info.get("loss_scale_factor") is None:
-        _warn_of_moving_scale()
     weights = weights_of(lambda terms: agg_loss(terms, mask, loss_agg_mode, **info), mask.to(dtype))
     scale = math.sqrt(_micro_batches(loss_agg_mode, info, n_rows, len(layout.rows)))
     scale /= info.get("dp_size", 1)  # the ranks' gradients are averaged
@@ -298,16 +243,6 @@ def _warn_of_default_c0(name: str) -> None:
         "run with turn_ppo, and set actor_rollout_ref.actor.policy_loss.c0 (with _target_=stppo.plugins.verl."
         "TurnPolicyLossConfig) to a fifth of the median of actor/clipping_bias_norm_logprob",
         name,
-    )
-
-
-@lru_cache
-def _warn_of_moving_scale() -> None:
-    """Once a process."""
-    logging.getLogger(__name__).warning(
-        "loss_agg_mode=seq-mean-token-sum-norm without actor_rollout_ref.actor.loss_scale_factor divides by "
-        "the longest response of each micro-batch, so the gradient depends on the cut: set "
-        "loss_scale_factor, for example to data.max_response_length"
     )
 
 
@@ -353,20 +288,13 @@ def _agent_mask(response_mask: Tensor, log_prob: Tensor, tensors: dict[str, Tens
     return mask
 
 
-_HOLES = (
-    "response_mask: {}, as token-level rejection leaves them "
-    "(algorithm.rollout_correction.rollout_rs=token_*), which splits turns; use a seq_* mode of rollout_rs"
-)
-
-
-def _refuse_holes(layout: Layout, shortest: int) -> None:
+def _refuse_holes(layout: Layout) -> None:
     starts = layout.positions[layout.turn_starts]
     gaps = starts[1:] - (starts + layout.turn_lengths)[:-1]
-    short = (gaps < shortest) & (layout.turn_rows[1:] == layout.turn_rows[:-1])
+    short = (gaps < 2) & (layout.turn_rows[1:] == layout.turn_rows[:-1])
     if short.any():
-        found = f"{int(short.sum())} observations of fewer than {shortest} tokens between turns"
         raise ValueError(
-            _HOLES.format(found)
-            + ", or set actor_rollout_ref.actor.policy_loss.min_observation_tokens=1 if the "
-            "environment does answer so briefly"
+            f"response_mask: {int(short.sum())} observations of one token between turns, as token-level "
+            "rejection leaves them (algorithm.rollout_correction.rollout_rs=token_*), which splits turns; "
+            "use a seq_* mode"
         )
