@@ -388,10 +388,7 @@ def known_by(*overrides):
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        f"world.retriever.{how}"
-        for how in ("url=http://elsewhere:9000/retrieve", "timeout=5", "cached_queries=0")
-    ]
+    [f"world.retriever.{how}" for how in ("url=http://elsewhere:9000/retrieve", "timeout=5", "attempts=2")]
     + [f"rollout.{how}" for how in ("gpu_memory_utilization=0.3", "sleep_level=0", "sync_tolerance=0.3")],
 )
 def test_where_a_retriever_answers_and_memory_of_the_engine_are_no_part_of_a_run(setting):

@@ -10,13 +10,11 @@ import logging
 import math
 import os
 import ssl
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,7 +52,6 @@ class RetrievalClient:
         most, one on average.
     queries_per_request, query_characters: more queries are sent in several requests, longer ones are cut,
         since a server refuses what is too large.
-    cached_queries: answers kept, the longest unused forgotten first.
 
     ValueError names a field that is wrong.
     """
@@ -66,7 +63,6 @@ class RetrievalClient:
     longest_pause: float = 30.0
     queries_per_request: int = 64
     query_characters: int = 2000
-    cached_queries: int = 65_536
 
     def __post_init__(self) -> None:
         try:
@@ -84,7 +80,6 @@ class RetrievalClient:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a number of seconds above 0, got {value!r}")
         whole_number(self, "attempts", "queries_per_request", "query_characters")
-        whole_number(self, "cached_queries", at_least=0)
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[tuple[Document, float]]]:
         """Best `top_k` documents with their scores (NaN where the server gives none) per query, best first.
@@ -95,19 +90,15 @@ class RetrievalClient:
             raise ValueError(f"top_k must be at least 1, got {top_k}")
         # A lone surrogate is no text that JSON could carry.
         sent = [query[: self.query_characters].encode("utf-8", "replace").decode() for query in queries]
-        found = self._cache.find([(query, top_k) for query in sent])
-        missing = [query for query in dict.fromkeys(sent) if (query, top_k) not in found]
-        for start in range(0, len(missing), self.queries_per_request):
-            asked = missing[start : start + self.queries_per_request]
-            new = {
-                (query, top_k): ranking
-                for query, ranking in zip(asked, self._retrieve(asked, top_k), strict=True)
-            }
-            if len(asked) > 1 and not any(new.values()):
+        found: dict[str, Ranking] = {}
+        each_once = list(dict.fromkeys(sent))
+        for start in range(0, len(each_once), self.queries_per_request):
+            asked = each_once[start : start + self.queries_per_request]
+            rankings = self._retrieve(asked, top_k)
+            if len(asked) > 1 and not any(rankings):
                 _warn_of_nothing(self.url)
-            self._cache.keep(new)
-            found |= new
-        return [list(found[query, top_k]) for query in sent]
+            found |= zip(asked, rankings, strict=True)
+        return [list(found[query]) for query in sent]
 
     def _retrieve(self, queries: list[str], top_k: int) -> list[Ranking]:
         began = time.monotonic()
@@ -175,10 +166,6 @@ class RetrievalClient:
                     raise OSError(f"the reply is longer than {_MOST_REPLY_BYTES} bytes")
         return reply.status_code, b"".join(parts)
 
-    @cached_property
-    def _cache(self) -> "_Cache":
-        return _Cache(self.cached_queries)
-
 
 @cache
 def _warn_of_nothing(url: str) -> None:
@@ -204,27 +191,6 @@ def _run(coroutine: Coroutine[Any, Any, tuple[int, bytes]]) -> tuple[int, bytes]
 def _certificates() -> ssl.SSLContext:
     """Read once: they take longer than many a search."""
     return httpx.create_ssl_context()
-
-
-class _Cache:
-    """The most recently used answers, by (query, top_k)."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._lock = size, threading.Lock()
-        self._kept: OrderedDict[tuple[str, int], Ranking] = OrderedDict()
-
-    def find(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], Ranking]:
-        with self._lock:
-            found = {key: self._kept[key] for key in keys if key in self._kept}
-            for key in found:
-                self._kept.move_to_end(key)
-            return found
-
-    def keep(self, new: dict[tuple[str, int], Ranking]) -> None:
-        with self._lock:
-            self._kept.update(new)
-            while len(self._kept) > self._size:
-                self._kept.popitem(last=False)
 
 
 def parse_reply(reply: Any, n_queries: int, top_k: int) -> list[Ranking]:
