@@ -164,12 +164,6 @@ def test_what_was_converted_by_another_rule_is_converted_again(file):
     assert fetch(str(file)).new and fetch(str(file)).record == first.record
 
 
-def test_a_question_holds_no_control_token_of_the_file(tmp_path, family):
-    write_gguf(tmp_path / "tiny.gguf", family)
-    encoder = DialogueEncoder(Protocol(), load_tokenizer(fetch(str(tmp_path / "tiny.gguf")).folder))
-    assert encoder.tokenizer.convert_tokens_to_ids(RARE) not in encoder.prompt(f"{RARE}?")
-
-
 @pytest.mark.parametrize("way", ["folder", "hub"])
 def test_a_folder_is_checked_and_copied(tmp_path, family, way, monkeypatch):
     make_tiny_model(tmp_path / "made", ["who wrote the odyssey"], 300)
@@ -229,14 +223,6 @@ def test_a_folder_of_another_architecture_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma"}))
     with pytest.raises(ValueError, match="architecture gemma"):
         fetch(str(tmp_path))
-
-
-def test_a_folder_whose_config_fits_no_model_says_why(tmp_path):
-    shape = {"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["full_attention"] * 2}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    with pytest.raises(FileNotFoundError, match=r"holds no model \(.*num_hidden_layers.*\(2\)\)") as error:
-        fetch(str(tmp_path))
-    one_line(error)
 
 
 def test_a_model_without_chat_template_is_taken_on_request(tmp_path):

@@ -1,8 +1,6 @@
 import json
 import random
 import warnings
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import bm25s
 import numpy as np
@@ -106,17 +104,6 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
     assert ids(retriever.search(["Paris"], 1)) == [["2"]]
 
 
-def build_and_search(folder):
-    return ids(BM25Retriever(DOCUMENTS, folder).search(["capital of Norway"], 4))
-
-
-def test_processes_share_a_cache(tmp_path):
-    with ProcessPoolExecutor(3, get_context("spawn")) as pool:
-        results = list(pool.map(build_and_search, [tmp_path] * 6))
-    assert results == [build_and_search(tmp_path)] * 6
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_corpus_contents_split_into_title_and_text(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     contents = ['"Oslo"\nA city.\nIn Norway.', "Bergen\nA town.", '""Heroes""\nAn album.']
@@ -217,32 +204,6 @@ def test_the_best_are_those_of_the_full_scores(zipfian, k, few, monkeypatch):
         expected, values = by_full_scores(zipfian, terms, k)
         assert documents.tolist() == [int(i) for i in expected]
         assert scores.tobytes() == values.tobytes()
-
-
-def test_the_long_postings_of_a_common_word_are_not_added_up(monkeypatch):
-    """A rare word decides: the common one, which all 30,000 documents hold, is only looked up for its holders."""
-
-    monkeypatch.setattr(bm25_search, "FEW_DOCUMENTS", 0)
-
-    class Counting(np.ndarray):
-        read = 0
-
-        def __getitem__(self, key):
-            found = super().__getitem__(key)
-            if isinstance(key, np.ndarray):
-                Counting.read += len(key)
-            return found
-
-    texts = [["the", str(i % 10_000)] for i in range(30_000)]
-    index = index_of(texts)
-    postings = Postings.of(index)
-    watched = Postings(
-        postings.data.view(Counting), postings.indices, postings.indptr, postings.maxima, postings.n_documents
-    )
-    terms = [index.vocab_dict["the"], index.vocab_dict["123"]]
-    documents, _ = best_documents(watched, terms, 3)
-    assert documents.tolist() == [123, 10_123, 20_123]
-    assert 0 < Counting.read < 100
 
 
 def test_a_document_with_two_weaker_words_passes_one_with_the_strongest(monkeypatch):

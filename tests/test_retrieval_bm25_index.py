@@ -17,7 +17,6 @@ from stppo.retrieval.bm25 import BM25Retriever
 from stppo.retrieval.bm25_index import Vocabulary, build_bm25, open_bm25
 from stppo.retrieval.documents import Document, read_corpus
 from stppo.retrieval.index_retriever import IndexRetriever
-from tests.sample_data import DATA, real_data
 
 
 def write_corpus(path, documents):
@@ -290,12 +289,3 @@ def test_config_opens_its_files_with_the_first_search_alone(own_index, documents
 def test_a_wrong_field_is_named(fields, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         IndexRetriever(**fields)
-
-
-@real_data
-def test_the_real_corpus_gives_bm25s_arrays(tmp_path):
-    build_bm25(DATA / "corpus.jsonl", tmp_path / "i", words_per_block=200_000, postings_per_range=50_000)
-    found, expected = open_bm25(tmp_path / "i"), BM25Retriever(read_corpus(DATA / "corpus.jsonl"))
-    assert found._postings.data.tobytes() == expected._postings.data.tobytes()
-    assert found._postings.indices.tobytes() == expected._postings.indices.tobytes()
-    assert [found.documents[i] for i in (0, 3500, 6998)] == [expected.documents[i] for i in (0, 3500, 6998)]

@@ -168,22 +168,6 @@ def test_counts_are_logged_and_records_without_parts_are_named(tmp_path, caplog)
         read_records("2wiki_single_hop", file)
 
 
-def test_a_paragraph_without_text_is_named_though_no_question_as_a_whole_needs_it(tmp_path):
-    file = tmp_path / "records.jsonl"
-    paragraphs = [p | {"is_supporting": False, "paragraph_text": 3} for p in MUSIQUE["paragraphs"]]
-    file.write_text(json.dumps(MUSIQUE | {"paragraphs": paragraphs}))
-    with pytest.raises(
-        ValueError, match="record 1: question m1: .*a paragraph needs a title that is text, and"
-    ):
-        read_records("musique_single_hop", file)
-    context = [[title, "one string"] for title, _ in TWO_WIKI["context"]]
-    file.write_text(json.dumps(TWO_WIKI | {"context": context, "supporting_facts": []}))
-    with pytest.raises(
-        ValueError, match="record 1: question w1: .*a paragraph needs a title that is text, and"
-    ):
-        read_records("2wiki_single_hop", file)
-
-
 # ---- the corpus that comes with the records ----
 
 
