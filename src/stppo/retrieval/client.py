@@ -176,13 +176,7 @@ def _warn_of_nothing(url: str) -> None:
 
 
 def _run(coroutine: Coroutine[Any, Any, tuple[int, bytes]]) -> tuple[int, bytes]:
-    """Its result, also where this thread has a loop of events already, as in a notebook."""
-    try:
-        runs = asyncio.get_running_loop() is not None
-    except RuntimeError:
-        runs = False
-    if not runs:
-        return asyncio.run(coroutine)
+    """Its result, in a thread of its own: this one may have a loop of events already, as in a notebook."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, coroutine).result()
 
