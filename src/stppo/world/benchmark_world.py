@@ -35,10 +35,8 @@ class BenchmarkWorld:
 
     benchmark: what "test" asks: one of `BENCHMARKS`, of `single_hop.SINGLE_HOP`, or a list of them;
     `Question.source` tells them apart.
-    train: what "train" and "validation" ask: a name, a list (all questions of each), or {name: share} with
-    shares that sum to 1 (as many questions as these proportions allow). Besides `BENCHMARKS` there is
-    nq_hotpotqa, Search-R1's mix
-    in one file. None: the world is for evaluation alone.
+    train: what "train" and "validation" ask: a name or a list (all questions of each). Besides `BENCHMARKS`
+    there is nq_hotpotqa, Search-R1's mix in one file. None: the world is for evaluation alone.
     records: where they are, for all or per benchmark ({name: place}); see `datasets.locate`. None takes the
     hub's. What is derived from a benchmark's records takes that benchmark's place where it has none of its
     own.
@@ -71,7 +69,7 @@ class BenchmarkWorld:
     `read_corpus`."""
 
     benchmark: str | Sequence[str] = "hotpotqa"
-    train: str | Sequence[str] | Mapping[str, float] | None = None
+    train: str | Sequence[str] | None = None
     records: Place | Mapping[str, Place] = None
     held_out: float = 0.1
     test_share: float | None = None
@@ -106,7 +104,7 @@ class BenchmarkWorld:
         whole_number(self, "top_k")
         for field in ("benchmark", "train"):
             value = getattr(self, field)
-            if not isinstance(value, str | Sequence | Mapping) and (value, field) != (None, "train"):
+            if not isinstance(value, str | Sequence) and (value, field) != (None, "train"):
                 raise ValueError(f"{field} must be a name or a list of names, got {value!r}")
         if not self._tested:
             raise ValueError("benchmark is empty: name what to evaluate on")
@@ -117,10 +115,6 @@ class BenchmarkWorld:
         ):
             if unknown := [name for name in names if name not in allowed]:
                 raise ValueError(f"{field} must be of {', '.join(allowed)}, got {unknown[0]!r}")
-        shares = self._shares.values()
-        numbers = all(isinstance(share, int | float) for share in shares)
-        if shares and (not numbers or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6):
-            raise ValueError(f"train: shares must be positive and sum to 1, got {dict(self._shares)}")
         if not isinstance(self.held_out, int | float) or not 0 < self.held_out < 0.5:
             raise ValueError(f"held_out must be above 0 and below 0.5, got {self.held_out!r}")
         share = self._test_share
@@ -151,10 +145,6 @@ class BenchmarkWorld:
     @property
     def _trained(self) -> list[str]:
         return [self.train] if isinstance(self.train, str) else list(self.train or ())
-
-    @property
-    def _shares(self) -> Mapping[str, float]:
-        return self.train if isinstance(self.train, Mapping) else {}
 
     @property
     def _test_share(self) -> float:
@@ -329,7 +319,7 @@ class BenchmarkWorld:
         mixed = {}
         for split, pools in divided.items():
             rng = random.Random(f"{split} {self.seed}")
-            mixed[split] = tuple(_mixed(pools, self._shares, rng))
+            mixed[split] = tuple(_mixed(pools.values(), rng))
             if not mixed[split]:
                 raise ValueError(
                     f"no {split} question is left of {', '.join(pools)}: give more records, or others to "
@@ -355,17 +345,7 @@ def _position(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
 
 
-def _mixed(
-    pools: Mapping[str, list[Question]], shares: Mapping[str, float], rng: random.Random
-) -> list[Question]:
-    """All questions shuffled; under shares, as many of each pool as the proportions allow."""
-    chosen = [rng.sample(pool, len(pool)) for pool in pools.values()]
-    if shares:
-        total = min(len(pool) / shares[name] for name, pool in pools.items())
-        chosen = [
-            questions[: round(total * share)]
-            for questions, share in zip(chosen, shares.values(), strict=True)
-        ]
-    questions = [question for part in chosen for question in part]
+def _mixed(pools: Iterable[list[Question]], rng: random.Random) -> list[Question]:
+    questions = [question for pool in pools for question in rng.sample(pool, len(pool))]
     rng.shuffle(questions)
     return questions

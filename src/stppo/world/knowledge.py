@@ -115,16 +115,8 @@ class SyntheticWorld:
             object.__setattr__(self, "hop_shares", tuple(float(share) for share in self.hop_shares))
         except (TypeError, ValueError):
             raise ValueError(f"hop_shares must be a list of numbers, got {self.hop_shares!r}") from None
-        counts = (
-            "n_entities",
-            "n_relations",
-            "facts_per_document",
-            "n_name_parts",
-            "n_train",
-            "n_validation",
-            "n_test",
-        )
-        whole_number(self, *counts, "turn_budget")
+        whole_number(self, *(f"n_{name}" for name in ("entities", "relations", "name_parts", *SPLITS)))
+        whole_number(self, "facts_per_document", "turn_budget")
         whole_number(self, "seed", *(["facts_seed"] if self.facts_seed is not None else []), at_least=0)
         probability(self, "neighbour_share", "held_out", "think_probability", "misjudged")
         most = min(self.n_entities, len(string.ascii_uppercase))

@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Any, NamedTuple
 
@@ -28,16 +27,17 @@ def question_from(record: Record, benchmark: str, number: int) -> Question:
     number: of the record, from 1; it names records without an id. `benchmark` is one of `SCHEMAS`;
     "nq_hotpotqa" records say themselves which they come from (`data_source`). Unanswerable, NoGoldAnswer or
     another ValueError says what is wrong, with the record's id where it has one."""
-    schema = next((s for s in SCHEMAS[benchmark] if all(field in record for field in s.fields)), None)
-    if schema is None:
-        wanted = " or ".join("{" + ", ".join(s.fields) + "}" for s in SCHEMAS[benchmark])
+    schemas = SCHEMAS[benchmark]
+    read = next((read for fields, read in schemas if all(field in record for field in fields)), None)
+    if read is None:
+        wanted = " or ".join("{" + ", ".join(fields) + "}" for fields, _ in schemas)
         raise ValueError(f"not a {benchmark} record: it has the fields {', '.join(record)}; wanted {wanted}")
     names = (record.get(field) for field in ("_id", "id", "question_id", "QuestionId"))
     name = next((str(value) for value in names if value is not None), f"{benchmark}-{number}")
     try:
         if not all(_flag(of.get("answerable"), True) for of in (record, _metadata(record))):
             raise Unanswerable(f"question {name}: marked as unanswerable")
-        text, answers, paragraphs, options = schema.read(record)
+        text, answers, paragraphs, options = read(record)
         if not isinstance(text, str | None):
             raise TypeError(f"its question is a {type(text).__name__}, not a text")
         text = (text or "").strip()
@@ -251,29 +251,23 @@ def _medqa(record: Record) -> _Parts:
     )
 
 
-@dataclass(frozen=True)
-class Schema:
-    """How records with these fields are read."""
-
-    fields: tuple[str, ...]
-    read: Callable[[Record], _Parts]
-
-
-_FLASHRAG = Schema(("question", "golden_answers"), _flashrag)
-_HOTPOTQA = Schema(("question", "answer", "context", "supporting_facts"), _hotpotqa)
-SCHEMAS: dict[str, tuple[Schema, ...]] = {
-    "nq": (_FLASHRAG, Schema(("question", "answer"), _nq)),
+# Of each benchmark the fields by which a schema is recognised, and what reads it.
+_Schema = tuple[tuple[str, ...], Callable[[Record], _Parts]]
+_FLASHRAG: _Schema = ("question", "golden_answers"), _flashrag
+_HOTPOTQA: _Schema = ("question", "answer", "context", "supporting_facts"), _hotpotqa
+SCHEMAS: dict[str, tuple[_Schema, ...]] = {
+    "nq": (_FLASHRAG, (("question", "answer"), _nq)),
     "triviaqa": (
         _FLASHRAG,
-        Schema(("question", "answer", "question_source"), _triviaqa),
-        Schema(("Question", "Answer", "QuestionSource"), _triviaqa),
+        (("question", "answer", "question_source"), _triviaqa),
+        (("Question", "Answer", "QuestionSource"), _triviaqa),
     ),
-    "popqa": (_FLASHRAG, Schema(("question", "possible_answers"), _popqa)),
+    "popqa": (_FLASHRAG, (("question", "possible_answers"), _popqa)),
     "hotpotqa": (_FLASHRAG, _HOTPOTQA),
     "2wikimultihopqa": (_FLASHRAG, _HOTPOTQA),
-    "musique": (_FLASHRAG, Schema(("question", "answer", "answer_aliases", "paragraphs"), _musique)),
-    "bamboogle": (_FLASHRAG, Schema(("Question", "Answer"), _bamboogle)),
-    "medqa": (Schema(("question", "options", "answer_idx"), _medqa),),
-    "nq_hotpotqa": (Schema((*_FLASHRAG.fields, "data_source"), _flashrag),),
+    "musique": (_FLASHRAG, (("question", "answer", "answer_aliases", "paragraphs"), _musique)),
+    "bamboogle": (_FLASHRAG, (("Question", "Answer"), _bamboogle)),
+    "medqa": ((("question", "options", "answer_idx"), _medqa),),
+    "nq_hotpotqa": ((("question", "golden_answers", "data_source"), _flashrag),),
 }
 BENCHMARKS = tuple(name for name in SCHEMAS if name != "nq_hotpotqa")
