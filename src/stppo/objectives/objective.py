@@ -91,9 +91,9 @@ class Objective:
         behaviour = _single(layout.gather(batch.behaviour_logprobs))
         log_ratio = _single(layout.gather(logprobs)) - behaviour
         weights, entropy = (None if x is None else layout.gather(x.detach()) for x in (weights, entropy))
-        known = {"behaviour_logprobs": behaviour, "entropy": entropy}
         if proximal is not None:
-            known["proximal"] = _single(layout.gather(proximal.detach())) - behaviour
+            proximal = _single(layout.gather(proximal.detach())) - behaviour
+        known = {"behaviour_logprobs": behaviour, "entropy": entropy, "proximal": proximal}
         return self.evaluate(log_ratio, layout.gather(advantages), layout, weights, **known)
 
     def loss(
@@ -140,11 +140,11 @@ class Objective:
         behaviour = _single(layout.gather(old_logprobs))
         log_ratio = _single(layout.gather(logprobs)) - behaviour
         entropy = None if entropy is None else layout.gather(entropy.detach())
-        proximal = None
-        if proximal_logprobs is not None:
-            proximal = _single(layout.gather(proximal_logprobs.detach())) - behaviour
-        known = (behaviour, entropy, None, proximal)
-        return self.evaluate(log_ratio, layout.gather(advantages), layout, None, *known)
+        proximal = proximal_logprobs
+        if proximal is not None:
+            proximal = _single(layout.gather(proximal.detach())) - behaviour
+        known = {"behaviour_logprobs": behaviour, "entropy": entropy, "proximal": proximal}
+        return self.evaluate(log_ratio, layout.gather(advantages), layout, **known)
 
     def evaluate(
         self,

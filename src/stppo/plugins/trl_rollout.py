@@ -128,34 +128,31 @@ def _refuse_windows(policy: PreTrainedModel) -> None:
 
 
 def _refuse_other_sampling(trainer: GRPOTrainer, environment: SearchEnvironment) -> None:
-    wanted = {
-        "top_p": (1.0, None),
-        "top_k": (0, None),
-        "min_p": (0.0, None),
-        "repetition_penalty": (1.0, None),
+    args, turn = trainer.args, environment.protocol.max_turn_tokens
+    other = "samples from another distribution than the loss scores"
+    refused = {  # option -> (whether it is refused, why, what to set instead)
+        "top_p": (trainer.top_p not in (1.0, None), other, 1.0),
+        "top_k": (trainer.top_k not in (0, None), other, 0),
+        "min_p": (trainer.min_p not in (0.0, None), other, 0.0),
+        "repetition_penalty": (trainer.repetition_penalty not in (1.0, None), other, 1.0),
+        "generation_kwargs": (bool(args.generation_kwargs), "is not read by these roll-outs", None),
+        "use_vllm": (
+            trainer.use_vllm,
+            "is another engine: these roll-outs take transformers",
+            False,
+        ),
+        "mask_truncated_completions": (
+            trainer.mask_truncated_completions,
+            "would mask every episode, as they end with a closing tag instead of the end token",
+            False,
+        ),
+        "max_completion_length": (trainer.max_completion_length < turn, "is less than one turn", turn),
     }
-    for name, allowed in wanted.items():
-        if getattr(trainer, name) not in allowed:
-            raise ValueError(
-                f"search_rollout: {name}={getattr(trainer, name)!r} samples from another distribution than "
-                f"the loss scores: set {name}={allowed[0]}"
-            )
-    if trainer.args.generation_kwargs:
-        raise ValueError("search_rollout: samples without generation_kwargs: set generation_kwargs=None")
-    if trainer.use_vllm:
-        raise ValueError("search_rollout: generates with transformers, not with vLLM: set use_vllm=False")
+    for name, (wrong, why, instead) in refused.items():
+        if wrong:
+            raise ValueError(f"search_rollout: {name}={getattr(args, name)!r} {why}: set {name}={instead}")
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError(
             "search_rollout: processes play different numbers of turns, which sharded weights do not allow: "
             "run with DDP or in one process"
-        )
-    if trainer.mask_truncated_completions:
-        raise ValueError(
-            "search_rollout: mask_truncated_completions=True would mask every episode, as they end with a "
-            "closing tag instead of the end token: set it to False"
-        )
-    if environment.protocol.max_turn_tokens > trainer.max_completion_length:
-        raise ValueError(
-            f"search_rollout: max_completion_length={trainer.max_completion_length} is less than one turn "
-            f"(max_turn_tokens={environment.protocol.max_turn_tokens}): raise it"
         )

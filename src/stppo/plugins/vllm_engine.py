@@ -9,6 +9,7 @@ import copy
 import logging
 import math
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,7 +28,6 @@ from stppo.files import content_hash, write_folder
 from stppo.plugins.vllm_weights import WeightSync
 from stppo.policy.compute import float32_in_full, is_out_of_memory
 from stppo.policy.weights import named_weights, without_adapters
-from stppo.rollout.generators import generators_kept
 from stppo.rollout.mismatch import trainer_logprobs
 from stppo.rollout.rollout import EngineOutOfMemory, VLLMRolloutConfig
 from stppo.trajectories import Trajectories
@@ -131,7 +132,7 @@ class Engine:
             write_folder(folder, lambda part: shutil.copytree(scratch, part, dirs_exist_ok=True))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors reach only an engine in this process
         try:
-            with generators_kept(), _llvmlite_hidden():  # vLLM seeds them
+            with _generators_kept(), _llvmlite_hidden():  # vLLM seeds them
                 self.llm = LLM(model=str(folder), **options)
         except (ValueError, RuntimeError, AssertionError, OSError) as error:
             self._clean_up()
@@ -316,6 +317,20 @@ def ordinary_ids(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     training."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     return torch.tensor([i for i in range(len(tokenizer)) if i not in special] or range(len(tokenizer)))
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Afterwards the global generators of Python, NumPy and PyTorch, a GPU's too, stand where they stood
+    before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

@@ -37,17 +37,6 @@ class VLLMRollout(Sampler):
         self.score_tokens = score_tokens
         self.engine = Engine(policy, tokenizer, config)
 
-    @classmethod
-    def start(
-        cls,
-        environment: SearchEnvironment,
-        tokenizer: PreTrainedTokenizerBase,
-        config: VLLMRolloutConfig,
-        policy: PreTrainedModel,
-        score_tokens: int | None,
-    ) -> "VLLMRollout":
-        return cls(environment, tokenizer, config, policy, score_tokens)
-
     def close(self) -> None:
         self.engine.close()
 

@@ -26,4 +26,4 @@ def make_rollout(
     shape = without_adapters(policy).config
     check_positions(getattr(shape, "max_position_embeddings", None), config.max_tokens)
     module, _, name = ENGINES[config.engine].rpartition(".")
-    return getattr(import_module(module), name).start(environment, tokenizer, config, policy, score_tokens)
+    return getattr(import_module(module), name)(environment, tokenizer, config, policy, score_tokens)

@@ -162,22 +162,13 @@ class Sampler(ABC):
         environment: SearchEnvironment,
         tokenizer: PreTrainedTokenizerBase,
         config: RolloutConfig | VLLMRolloutConfig,
+        policy: PreTrainedModel | None = None,
+        score_tokens: int | None = None,
     ) -> None:
+        """policy, score_tokens: for an engine with weights of its own; see `engines.make_rollout`."""
         self.environment, self.tokenizer, self.config = environment, tokenizer, config
         self.encoder = DialogueEncoder(environment.protocol, tokenizer)
         self.turn_end = TurnEnd(self.encoder)
-
-    @classmethod
-    def start(
-        cls,
-        environment: SearchEnvironment,
-        tokenizer: PreTrainedTokenizerBase,
-        config: RolloutConfig | VLLMRolloutConfig,
-        policy: PreTrainedModel,
-        score_tokens: int | None,
-    ) -> "Sampler":
-        """A sampler for this policy; see `engines.make_rollout`."""
-        return cls(environment, tokenizer, config)
 
     def limits(self, prompts: Tensor) -> Tensor:
         """Most tokens (n,) of trajectories whose prompts have so many (n,)."""
