@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from stppo.retrieval.documents import Document
-from stppo.retrieval.index_retriever import IndexRetriever
 
 pytest.importorskip("faiss", reason="the extra `retrieval` is not installed")
 from stppo.retrieval.dense import Encoder, build_dense, open_dense
@@ -88,12 +87,6 @@ def test_vectors_are_normalised_means_with_the_right_prefix(model):
     assert passage == pytest.approx(alone(model, f'"{DOCUMENTS[5].title}"\n{DOCUMENTS[5].text}'), abs=1e-5)
 
 
-def test_long_texts_are_cut(model):
-    long = " ".join(WORDS * 3)
-    (found,) = encoder(model, max_tokens=10).queries([long])
-    assert found == pytest.approx(alone(model, f"query: {long}", 10), abs=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_the_best_documents_are_those_of_brute_force(model, corpus, tmp_path, kind):
     made = build_dense(corpus, tmp_path / "i", encoder(model), kind)
@@ -106,17 +99,6 @@ def test_the_best_documents_are_those_of_brute_force(model, corpus, tmp_path, ki
     )
     assert results[0][0][0] == DOCUMENTS[best[0][0]]
     assert [path.name for path in tmp_path.iterdir()] == ["i"]
-
-
-def test_more_than_there_is_gives_all_and_no_query_gives_nothing(model, corpus, tmp_path):
-    build_dense(corpus, tmp_path / "i", encoder(model))
-    retriever = IndexRetriever(tmp_path / "i", device="cpu")
-    assert retriever.manifest["kind"] == "flat"
-    (ranking,) = retriever.search(["w1"], 500)
-    assert sorted(d.id for d, _ in ranking) == sorted(d.id for d in DOCUMENTS)
-    assert retriever.search([], 3) == []
-    with pytest.raises(ValueError, match="top_k must be at least 1"):
-        retriever.search(["w1"], 0)
 
 
 def test_an_interrupted_build_goes_on_where_it_was(model, corpus, tmp_path, monkeypatch):
@@ -147,16 +129,6 @@ def test_an_interrupted_build_goes_on_where_it_was(model, corpus, tmp_path, monk
     best, _ = brute_force(model, QUERIES, 5)
     results = open_dense(tmp_path / "i", device="cpu").search(QUERIES, 5)
     assert [[d.id for d, _ in ranking] for ranking in results] == [[f"d{i}" for i in row] for row in best]
-
-
-@pytest.mark.parametrize("request_", ['{"model": "other"}', '{"mod'])
-def test_partial_vectors_of_another_request_are_not_used(model, corpus, tmp_path, request_):
-    partial = tmp_path / "i.partial"
-    partial.mkdir()
-    (partial / "request.json").write_text(request_)
-    (partial / "vectors.f32").write_bytes(b"\0" * 32 * 4 * 150)
-    build_dense(corpus, tmp_path / "i", encoder(model))
-    assert open_dense(tmp_path / "i", device="cpu").search(["w1"], 1)[0][0][1] > 0
 
 
 def test_what_cannot_be_is_named(model, corpus, tmp_path):
@@ -258,19 +230,4 @@ def test_an_index_is_bound_to_its_encoders_weights(model, corpus, tmp_path):
     weights["embeddings.word_embeddings.weight"] += 1
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="own is not what it was made with; index it again"):
-        open_dense(tmp_path / "i", device="cpu")
-
-
-def test_an_index_of_another_model_is_named(model, corpus, tmp_path):
-    build_dense(corpus, tmp_path / "i", encoder(model))
-    other = tmp_path / "other"
-    BertTokenizerFast.from_pretrained(model).save_pretrained(other)
-    config = BertConfig.from_pretrained(model)
-    config.hidden_size = 16
-    BertModel(config).save_pretrained(other)
-    manifest = json.loads((tmp_path / "i" / "manifest.json").read_text())
-    manifest["encoder"]["model"] = str(other)
-    del manifest["encoder_version"]
-    (tmp_path / "i" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="150 vectors of size 32, but .*other gives size 16"):
         open_dense(tmp_path / "i", device="cpu")

@@ -135,12 +135,6 @@ def test_evaluation_is_at_temperature_one_and_compares_nothing():
     assert at_temperature_one(RolloutConfig(temperature=0.7, batch_size=3)) == RolloutConfig(batch_size=3)
 
 
-def test_each_engine_has_its_settings(tiny):
-    assert isinstance(load(tiny()).settings.rollout, RolloutConfig)
-    got = load(tiny("rollout=vllm", "rollout.dtype=bfloat16")).settings.rollout
-    assert got == VLLMRolloutConfig(max_tokens=192, dtype="bfloat16")
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -2,10 +2,8 @@
 
 import copy
 import dataclasses
-import importlib
 import math
 import random
-import sys
 
 import pytest
 import torch
@@ -303,21 +301,6 @@ def test_loss_gradient_clip_fraction_and_bias_norm_are_our_objectives(
     assert math.sqrt(trainer._bias_square) == pytest.approx(norm, abs=EXACT, rel=1e-10)
 
 
-def test_turn_metrics_count_turns(turn_trainer, monkeypatch):
-    """Turns of 1 and 3 tokens; the short one is clipped: half of the turns, a quarter of the tokens."""
-    logprobs, inputs = batch_of([[1, 3]] * 2, advantages=torch.ones(2).double())
-    logprobs = inputs["old_per_token_logps"].clone()
-    logprobs[:, 0] += 0.5
-    trainer = turn_trainer()
-    loss_and_gradient(trainer, logprobs, inputs, monkeypatch)
-    metrics = {key: values[-1] for key, values in trainer._metrics["train"].items()}
-    assert metrics["clip_ratio/region_mean"] == metrics["clip_ratio/high_mean"] == 0.25
-    assert metrics["clip_ratio/turn_region_mean"] == metrics["clip_ratio/turn_high_mean"] == 0.5
-    assert metrics["clip_ratio/turn_low_mean"] == 0
-    assert metrics["completions/mean_turns"] == 2
-    assert metrics["importance_ratio/max"] == pytest.approx(math.exp(0.5))
-
-
 def test_ctn_penalty_is_ours(turn_trainer, monkeypatch):
     logprobs, inputs = batch_of()
     trainer = turn_trainer(
@@ -342,29 +325,6 @@ def test_ctn_penalty_is_ours(turn_trainer, monkeypatch):
     assert_same([part * 2 for part in loss_and_gradient(halved, logprobs, inputs, monkeypatch)], whole)
 
 
-@pytest.mark.parametrize("stabilizer", ["none", "clipping_bias_norm", "ctn_kl"])
-def test_padding_and_row_order_change_nothing(turn_trainer, stabilizer, monkeypatch):
-    logprobs, inputs = batch_of()
-    trainer = turn_trainer(stabilizer=stabilizer)
-    plain = loss_and_gradient(trainer, logprobs, inputs, monkeypatch)
-    square, trainer._bias_square = trainer._bias_square, 0.0
-    order, width = torch.tensor([3, 0, 5, 1, 4, 2]), logprobs.shape[1]
-
-    def widen(value):
-        if value.dim() < 2 or value.shape[1] != width:
-            return value[order] if value.dim() else value
-        filler = 1 if value is inputs["tool_mask"] else 0
-        return torch.nn.functional.pad(value, (0, 4), value=filler)[order]
-
-    # Nonsense where no token is: the observation's positions, and what follows the completion.
-    spoilt = logprobs + 50.0 * (1 - inputs["completion_mask"] * inputs["tool_mask"])
-    moved = {name: widen(value) for name, value in inputs.items()}
-    loss, gradient = loss_and_gradient(trainer, widen(spoilt), moved, monkeypatch)
-    assert_same((loss, gradient[:, :width]), (plain[0], plain[1][order]))
-    assert gradient[:, width:].abs().sum() == 0
-    assert trainer._bias_square == pytest.approx(square, rel=1e-10)
-
-
 def test_ratios_that_underflow_leave_no_nan(turn_trainer, monkeypatch):
     """A turn of a few hundred tokens has a product of 0 in any precision."""
     logprobs, inputs = batch_of([[400, 2], [3]], spread=0.1)
@@ -376,21 +336,6 @@ def test_ratios_that_underflow_leave_no_nan(turn_trainer, monkeypatch):
         loss, gradient = loss_and_gradient(trainer, logprobs, inputs, monkeypatch)
         assert loss.isfinite() and gradient.isfinite().all() and math.isfinite(trainer._bias_square)
         assert gradient[0, :400].abs().max() == 0 and gradient[1].abs().max() > 0
-
-
-def test_bfloat16_log_probs_keep_ratios_near_one_apart(turn_trainer, monkeypatch):
-    logprobs, inputs = batch_of([[4, 2], [3, 1]])
-    inputs["old_per_token_logps"] = inputs["old_per_token_logps"].bfloat16()
-    logprobs = inputs["old_per_token_logps"] * 1.01
-    trainer = turn_trainer()
-    loss_and_gradient(trainer, logprobs, inputs, monkeypatch)
-    exact = Ratio("turn")(
-        (layout := as_trajectories(inputs).layout).gather(
-            torch.nn.functional.pad(logprobs.float() - inputs["old_per_token_logps"].float(), (1, 0))
-        ),
-        layout,
-    )
-    assert trainer._metrics["train"]["importance_ratio/min"] == [pytest.approx(exact.min().item(), abs=1e-6)]
 
 
 # The divisor
@@ -434,20 +379,6 @@ def test_the_exact_norm_is_that_of_the_parameter_gradient(world, tmp_path):
         torch.testing.assert_close(parameter.grad * metrics["stabilizer/divisor"], gradient)
     trainer._divide_gradient()
     assert trainer._metrics["train"]["stabilizer/divisor"][-1] == 1.0, "the next update starts from nothing"
-
-
-def test_squares_of_micro_batches_add(turn_trainer, monkeypatch):
-    """A batch whole and the same batch in two halves, each weighted by a half."""
-    logprobs, inputs = batch_of()
-    trainer = turn_trainer(stabilizer="clipping_bias_norm")
-    loss_and_gradient(trainer, logprobs, inputs, monkeypatch)
-    whole, trainer._bias_square = trainer._bias_square, 0.0
-    trainer.current_gradient_accumulation_steps = 2
-    for rows in (slice(0, 3), slice(3, 6)):
-        part = {name: value[rows] if value.dim() else value for name, value in inputs.items()}
-        loss_and_gradient(trainer, logprobs[rows], part, monkeypatch)
-    assert whole > 0
-    assert trainer._bias_square == pytest.approx(whole, rel=1e-10)
 
 
 @pytest.mark.parametrize("estimator", ["logprob", "exact"])
@@ -546,15 +477,6 @@ def test_bad_options_are_named_in_one_line(tmp_path, field, changes):
         TurnGRPOConfig(**options(tmp_path, **changes))
     text = str(error.value)
     assert field in text and text.startswith("TurnGRPOConfig.") and "\n" not in text
-
-
-@pytest.mark.parametrize("found", ["1.15.2", "1.17.0"])
-def test_another_trl_is_refused_with_the_range(monkeypatch, found):
-    monkeypatch.setattr("stppo.plugins.version", lambda name: found)
-    for module in ("stppo.plugins.trl", "stppo.plugins.trl_rollout"):
-        monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(ImportError, match=rf"trl {found} is not supported, trl>=1.16,<1.17 is needed"):
-        importlib.import_module("stppo.plugins.trl")
 
 
 @pytest.mark.parametrize(
@@ -725,7 +647,7 @@ def test_an_episode_without_room_ends_unrewarded(world, warm, tmp_path):
     [
         (dict(top_p=0.9), "top_p=0.9 samples from another distribution"),
         (dict(top_k=20), "top_k=20 samples from another distribution"),
-        (dict(generation_kwargs={"min_new_tokens": 3}), "samples without generation_kwargs"),
+        (dict(generation_kwargs={"min_new_tokens": 3}), "generation_kwargs={.*} is not read"),
         (dict(mask_truncated_completions=True), "mask_truncated_completions=True would mask every episode"),
         (dict(max_completion_length=7), "max_completion_length=7 is less than one turn"),
     ],
@@ -740,12 +662,6 @@ def test_a_rollout_refuses_a_model_with_a_window(world, warm, tmp_path):
     model.config.layer_types = ["sliding_attention"] * len(model.config.layer_types or [0])
     with pytest.raises(ValueError, match="attends to a window alone in some layers"):
         rolled_out(world, model, tmp_path, n=4)
-
-
-def test_a_rollout_refuses_foreign_prompts(world, warm, tmp_path):
-    _, trainer, _ = rolled_out(world, warm, tmp_path, n=4)
-    with pytest.raises(ValueError, match="is no prompt of the world's train questions"):
-        search_rollout(world)(["who ?"], trainer)
 
 
 # Learning

@@ -91,10 +91,6 @@ def test_passages_come_back_as_text_without_live_tags(server, tmp_path):
     assert (reward, metrics) == (0.0, {})
 
 
-def test_passages_are_cut_to_so_many_words(server, tmp_path):
-    assert ask(tool(tmp_path, url=server.url, max_words=2), query="q")[0].text == "Doc 1(Title:"
-
-
 @pytest.mark.parametrize("parameters", [{}, {"query": ""}, {"query": 3}])
 def test_a_call_without_a_query_is_answered_and_asks_nobody(server, tmp_path, parameters):
     assert "needs a query" in ask(tool(tmp_path, url=server.url), **parameters)[0].text

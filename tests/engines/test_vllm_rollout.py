@@ -109,14 +109,6 @@ def test_engine_logprobs_are_the_trainers(policy, rollout):
     assert difference(policy, batch) < 1e-4
 
 
-def test_engine_logprobs_are_those_at_the_sampling_temperature(sampler, policy, world):
-    warm = copy.copy(sampler)
-    warm.config = replace(sampler.config, temperature=0.5)
-    batch = warm.collect(policy, world.questions("train"), generator()).trajectories
-    assert difference(policy, batch, temperature=0.5) < 1e-4
-    assert difference(policy, batch) > 0.1
-
-
 def test_trajectories_are_what_the_environment_said_and_the_policy_sampled(world, rollout):
     batch = rollout.trajectories
     assert batch.group_ids.tolist() == list(range(N)) and set(batch.policy_updates.tolist()) == {7}
@@ -130,20 +122,6 @@ def test_trajectories_are_what_the_environment_said_and_the_policy_sampled(world
         for k, turn in enumerate(episode.turns):
             own = ids[batch.turn_ids[row, :length] == k]
             assert world.tokenizer.decode(own, skip_special_tokens=True) == turn.text
-
-
-def test_each_reward_stands_on_the_last_token_of_its_turn(sampler, policy, world, rollout):
-    paying = copy.copy(sampler)
-    paying.environment = replace(world, turn_rewards={"found": 0.2, "format": 0.04}).environment
-    played = paying.collect(policy, world.questions("train"), generator())
-    batch = played.trajectories
-    assert torch.equal(batch.tokens, rollout.trajectories.tokens)
-    expected = torch.zeros_like(batch.rewards)
-    for row, episode in enumerate(played.episodes):
-        for turn, paid in enumerate(paying.environment.rewards(episode)):
-            expected[row, (batch.turn_ids[row] == turn).nonzero()[-1]] = paid
-    torch.testing.assert_close(batch.rewards, expected)
-    assert (batch.turn_rewards > 0).sum() > N
 
 
 def test_turns_end_where_pytorch_ends_them(sampler, world, rollout):
@@ -178,12 +156,6 @@ def test_a_generator_gives_the_same_samples_and_another_gives_others(sampler, po
     assert agent_tokens(again) != agent_tokens(other)
 
 
-def test_a_group_is_sampled_independently(sampler, policy, world):
-    batch = sampler.collect(policy, world.questions("train")[:1] * 8, generator(), [0] * 8).trajectories
-    assert len({tuple(tokens) for tokens in agent_tokens(batch)}) > 4
-    assert set(batch.group_ids.tolist()) == {0}
-
-
 def test_sampling_frequencies_are_pytorchs(sampler, policy, world):
     """First tokens of many samples of one question against the policy's own probabilities: chi-squared."""
     n, question = 2000, world.questions("train")[0]
@@ -199,14 +171,6 @@ def test_sampling_frequencies_are_pytorchs(sampler, policy, world):
     wanted = torch.cat([expected[common], expected[~common].sum()[None].clamp(min=1)])
     chi2, freedom = float(((observed - wanted) ** 2 / wanted).sum()), len(wanted) - 1
     assert chi2 < freedom + 5 * (2 * freedom) ** 0.5
-
-
-def test_prompts_of_more_tokens_than_one_step_takes(sampler):
-    """Seeded requests whose prompts would be cut in two end in an error on a CPU."""
-    prompts = torch.randint(5, 100, (90, 100), generator=generator()).tolist()
-    params = [sampler.engine.sampling(1.0, seed, 2) for seed in range(len(prompts))]
-    answers = sampler.engine.generate(prompts, params)
-    assert [len(answer.tokens) for answer in answers] == [2] * len(prompts)
 
 
 def test_earlier_turns_come_from_the_prefix_cache(sampler, policy, world, rollout):
@@ -265,41 +229,6 @@ def test_forced_tokens_continue_a_trajectory(sampler, policy, world, rollout):
         assert torch.equal(again.trajectories.tokens, batch.tokens)
 
 
-def test_limits_are_pytorchs(sampler, policy, world):
-    small = copy.copy(sampler)
-    small.config = replace(sampler.config, max_tokens=45)
-    played = small.collect(policy, world.questions("train"), generator())
-    assert played.trajectories.lengths.max() <= 45
-    stopped = [episode for episode in played.episodes if not episode.done]
-    assert stopped and all(episode.reward == 0 for episode in stopped)
-    small.config = replace(sampler.config, max_tokens=16)
-    with pytest.raises(ValueError, match="rollout.max_tokens=16"):
-        small.collect(policy, world.questions("train"), generator())
-
-
-def test_a_failing_retriever_leaves_the_engine_usable(sampler, policy, world, rollout):
-    class Down:
-        def search(self, queries, top_k):
-            raise ConnectionError("retrieval server is gone")
-
-    broken = copy.copy(sampler)
-    broken.environment = replace(world.environment, retriever=Down())
-    with pytest.raises(ConnectionError, match="is gone"):
-        broken.collect(policy, world.questions("train"), generator())
-    again = sampler.collect(policy, world.questions("train"), generator()).trajectories
-    assert torch.equal(again.tokens, rollout.trajectories.tokens)
-
-
-def test_probes_are_made_of_ordinary_tokens(sampler, world, monkeypatch):
-    asked = []
-    generate = sampler.engine.generate
-    monkeypatch.setattr(
-        sampler.engine, "generate", lambda prompts, params: asked.extend(prompts) or generate(prompts, params)
-    )
-    sampler.engine.sync(moved(build_policy(SHAPE, world.tokenizer), 0.5))
-    assert len(asked) == 4 and not set(sum(asked, [])) & set(world.tokenizer.all_special_ids)
-
-
 def test_memory_that_runs_out_in_the_engine_is_told_from_the_trainers(sampler, policy, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -329,14 +258,6 @@ def test_an_interrupted_request_leaves_the_engine_usable(sampler, policy, world,
     assert not sampler.engine.llm.llm_engine.has_unfinished_requests()
     again = sampler.collect(policy, world.questions("train"), generator()).trajectories
     assert torch.equal(again.tokens, rollout.trajectories.tokens)
-
-
-def test_a_policy_that_is_not_finite_stops_the_roll_out(sampler, policy, world):
-    broken = copy.deepcopy(policy)
-    with torch.no_grad():
-        broken.lm_head.weight[0] = float("nan")
-    with pytest.raises(FloatingPointError, match="non-finite"):
-        sampler.collect(broken, world.questions("train"), generator())
 
 
 def test_weights_left_out_of_a_hand_over_are_noticed(sampler, policy, world, monkeypatch):
