@@ -122,7 +122,7 @@ def test_the_clip_range_and_the_mean_are_verls(name):
     assert_same(plugged(name, config, *case), evaluated(yaml_objective(name, **changed), *case))
 
 
-@pytest.mark.parametrize("name", [*NAMES, *methods.PAPER])
+@pytest.mark.parametrize("name", [*NAMES, "turn_ppo", "s_ppo", "st_ppo"])
 def test_padding_and_rows_without_agent_tokens_do_not_matter(name):
     mask, old, new, advantages = random_case(6)
     expected = plugged(name, actor(name), mask, old, new, advantages)
