@@ -15,7 +15,6 @@ from stppo.config.loading import build, load
 from stppo.figures.trajectory_view import show_trajectories
 from stppo.objectives import GroupCentred, GroupNormalised, LeaveOneOut
 from stppo.objectives.rivals import LeaveOneOutKept
-from stppo.objectives.rivals_2026 import EqualStates
 from stppo.policy.policy import load_policy
 from stppo.retrieval.bm25 import BM25Retriever
 from stppo.retrieval.documents import Document
@@ -410,22 +409,3 @@ def test_loop_leaves_out_a_trajectory_whose_every_turn_has_no_advantage(returns)
         one = Trajectories(**batch.state_dict() | {"rewards": rewards, "group_ids": torch.zeros(2).long()})
         credit = LeaveOneOutKept(group_size=2, returns=returns)(one)
         assert (credit.kept is not None and bool(credit.kept.all())) == kept
-
-
-def test_gigpo_counts_turns_in_both_of_its_parts(batch):
-    """Every turn in a state of its own but the first: there the returns of the question's trajectories meet."""
-    tokens = torch.arange(batch.tokens.numel()).view(batch.tokens.shape)
-    batch = Trajectories(**batch.state_dict() | {"tokens": tokens})
-    starts = [batch.agent_mask[row].tolist().index(True) for row in range(len(batch))]
-    tokens[torch.arange(len(batch)), : min(starts)] = 0
-    found = by_turn(batch, EqualStates(group_size=4, gamma=0.5)(batch))
-    paid = paid_of(batch)
-    whole = by_turn(batch, GroupNormalised(group_size=4)(batch))
-    for row, turns in enumerate(found):
-        members = [other for other in range(len(paid)) if GROUPS[other] == GROUPS[row]]
-        first = {o: sum(0.5**k * reward for k, reward in enumerate(paid[o])) for o in members}
-        mean = sum(first.values()) / 4
-        spread = math.sqrt(sum((one - mean) ** 2 for one in first.values()) / 3)
-        expected = [(first[row] - mean) / (spread + 1e-6)] + [0.0] * (len(turns) - 1)
-        expected = [a + b for a, b in zip(whole[row], expected, strict=True)]
-        assert turns == pytest.approx(expected, rel=1e-9)

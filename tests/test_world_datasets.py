@@ -6,7 +6,6 @@ import logging
 import datasets
 import pytest
 from datasets import Dataset, DatasetDict
-from datasets.exceptions import DatasetNotFoundError
 
 from stppo.world.datasets import Reading, Records, locate, read_records
 from stppo.world.records import BENCHMARKS
@@ -316,19 +315,3 @@ def test_without_network_one_line_says_how_to_get_the_set(monkeypatch, place, na
     assert "\n" not in str(error.value)
     with pytest.raises(FileNotFoundError, match=advice("framolfese/2WikiMultihopQA", "2wikimultihopqa")):
         read_records("2wiki_single_hop")
-
-
-@pytest.mark.parametrize(
-    "raised", [DatasetNotFoundError("Dataset 'a/b' is a gated dataset on the Hub.\nVisit."), OSError("reset")]
-)
-def test_a_gated_set_and_a_lost_connection_say_so(monkeypatch, raised):
-    def fail(*args, **kwargs):
-        raise raised
-
-    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["default"])
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: ["test"])
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    problem = str(raised).splitlines()[0]
-    with pytest.raises(FileNotFoundError, match=f"^a/b: .*{problem}.*{advice('a/b', 'medqa')}") as error:
-        read_records("medqa", "a/b")
-    assert "\n" not in str(error.value)

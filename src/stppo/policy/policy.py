@@ -51,12 +51,11 @@ LOGITS_AT_ONCE = 2**27  # 0.5 GiB in float32
 
 @dataclass(config=ConfigDict(extra="forbid"), frozen=True)
 class LoraSettings:
-    """Low-rank adapters. target_modules: names of linear layers, or "all-linear" (all but the output layer).
-    Without dropout: log-probs of two passes would differ by more than the policy changed."""
+    """Low-rank adapters on every linear layer but the output layer. Without dropout: log-probs of two passes
+    would differ by more than the policy changed."""
 
     rank: int = Field(16, gt=0)
     alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
-    target_modules: str | list[str] = "all-linear"
 
 
 @dataclass(config=ConfigDict(extra="forbid"), frozen=True)
