@@ -74,8 +74,16 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-8])
 
 
-@pytest.mark.parametrize("file", ["data.csc.index.npy", "vocab.index.json", "params.index.json"])
-@pytest.mark.parametrize("damage", [truncate, lambda path: path.unlink()])
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "file", ["data.csc.index.npy", "vocab.index.json", "params.index.json", "manifest.json"]
+)
+@pytest.mark.parametrize("damage", [truncate, flip, lambda path: path.unlink()])
 def test_a_damaged_cache_is_rebuilt(tmp_path, file, damage):
     expected = BM25Retriever(DOCUMENTS, tmp_path).search(["Norway"], 4)
     (folder,) = tmp_path.iterdir()

@@ -29,7 +29,7 @@ DOCUMENTS = [
 def served(retriever, limits=None, **options):
     """The base URL of a real server in a thread."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(server_config(create_app(retriever, limits, **options)))
+    server = uvicorn.Server(server_config(create_app(retriever, limits, **options), limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:
@@ -250,6 +250,23 @@ def raw(base, text):
     connection = socket.create_connection(("127.0.0.1", int(base.rsplit(":", 1)[1])), timeout=10)
     connection.sendall(text)
     return connection
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /retrieve HTTP/1.1\r\nHost: x\r\nX-", b"G"])
+def test_a_connection_whose_headers_never_come_is_closed(sent):
+    with served(BM25Retriever(DOCUMENTS), Limits(seconds=1)) as base, raw(base, sent) as slow:
+        assert slow.recv(1000) == b""
+
+
+def test_a_connection_that_asked_once_is_closed_amid_its_next_headers():
+    with (
+        served(BM25Retriever(DOCUMENTS), Limits(seconds=1)) as base,
+        raw(base, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as slow,
+    ):
+        assert b" 200 " in slow.recv(1000)
+        slow.sendall(b"GET /health HTTP/1.1\r\nHo")
+        while slow.recv(1000):  # the rest of the answer, then the end, else a time-out
+            pass
 
 
 def test_a_large_request_takes_turns_and_comes_back_whole():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import bm25s
 
-from stppo.files import write_folder
+from stppo.files import parse_json, write_folder
 from stppo.retrieval.bm25_search import Postings, best_documents
 from stppo.retrieval.documents import Document
 
@@ -20,6 +20,7 @@ logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for DEBUG and wo
 
 _WORD = re.compile(r"\w+")
 _QUERY_CACHE = 65_536  # queries; roll-outs repeat the same few thousand
+_MANIFEST = "manifest.json"
 
 
 def words(text: str) -> list[str]:
@@ -98,12 +99,13 @@ class BM25Retriever:
         if index is not None:
             return index
         index = self._build()
+
+        def save(part: Path) -> None:
+            index.save(part, show_progress=False)
+            (part / _MANIFEST).write_text(json.dumps(_checksums(part)))
+
         try:
-            write_folder(
-                folder,
-                lambda part: index.save(part, show_progress=False),
-                lambda found: _load(found) is not None,
-            )
+            write_folder(folder, save, lambda found: _load(found) is not None)
         except OSError as error:
             warnings.warn(f"BM25 index not cached in {folder}: {error}", stacklevel=2)
         return index
@@ -116,11 +118,22 @@ class BM25Retriever:
 
 
 def _load(folder: Path) -> bm25s.BM25 | None:
-    """The index in `folder`, or None where it is absent or damaged."""
-    if not folder.is_dir():
-        return None
+    """The index in `folder`, or None where it is absent or not what `_cached` wrote."""
     try:
+        manifest = parse_json((folder / _MANIFEST).read_bytes())
+        if manifest != _checksums(folder):
+            raise ValueError("checksum mismatch")
         return bm25s.BM25.load(folder)
-    except (ValueError, OSError, LookupError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, OSError) as error:
         warnings.warn(f"BM25 index in {folder} is damaged ({error}); rebuilding it", stacklevel=2)
         return None
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.name != _MANIFEST
+    }

@@ -17,6 +17,7 @@ try:
     import uvicorn
     from fastapi import Depends, FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ImportError(f"the retrieval server needs FastAPI and uvicorn: {install('retrieval')}") from error
 
@@ -33,7 +34,8 @@ class Limits:
     batch_queries: searched at once, from as many requests as wait; a larger request takes several turns, and
     stops with the turn in which its time is over or its client has gone. waiting_queries: over all requests,
     before new ones are sent away; where none waits, a request of any size may. seconds: for a request, from
-    its arrival (HTTP 408 for a body that does not come, 503 for a search)."""
+    its arrival (HTTP 408 for a body that does not come, 503 for a search); a connection whose request does
+    not come is closed."""
 
     queries: int = 4096
     query_characters: int = 8192
@@ -220,9 +222,37 @@ def _reply(rankings: Rankings, scored: bool) -> JSONResponse:
     return JSONResponse({"result": [[_wire(*pair, scored) for pair in ranking] for ranking in rankings]})
 
 
-def server_config(app: FastAPI) -> uvicorn.Config:
-    """How uvicorn serves."""
-    return uvicorn.Config(app, ws="none", log_level="warning", timeout_graceful_shutdown=5)
+def server_config(app: FastAPI, limits: Limits | None = None) -> uvicorn.Config:
+    """How uvicorn serves: within `limits.seconds` a connection must bring a whole request."""
+    seconds = (limits or Limits()).seconds
+
+    class Protocol(_Impatient):
+        patience = seconds
+
+    return uvicorn.Config(app, http=Protocol, ws="none", log_level="warning", timeout_graceful_shutdown=5)
+
+
+class _Impatient(H11Protocol):
+    """Closes a connection whose request line and headers do not come."""
+
+    patience: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._hurry = self.loop.call_later(self.patience, self._close_idle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._hurry.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._hurry.cancel()
+        self._hurry = self.loop.call_later(self.patience, self._close_idle)
+        super().on_response_complete()
+
+    def _close_idle(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
 
 
 def serve(app: FastAPI, host: str, port: int) -> None:
