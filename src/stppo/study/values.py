@@ -78,6 +78,7 @@ BENCHMARK_PAIRS = (
     *(("kl_stop", "token_ppo"), ("weight_one", "token_ppo"), ("turn_ppo", "weight_one")),
     *(("topr", "reinforce"), ("topr", "st_ppo"), ("successes_only", "topr"), ("st_ppo", "turn_ppo")),
     *(("s_ppo", "token_ppo"), ("grad_clip", "token_ppo"), ("dual_clip", "token_ppo"), ("dapo", "grpo")),
+    *(("ctpo", "grpo"), ("minpro", "grpo"), ("gigpo", "grpo"), ("sampo", "gspo")),
 )
 
 
