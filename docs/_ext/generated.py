@@ -118,7 +118,8 @@ def _algorithms() -> str:
 
 def _rivals() -> str:
     """Related methods: the comment of each YAML, which says what it is and what is uncertain, its knob and source."""
-    from stppo.config.algorithms import NO_KNOB, RIVALS, look, notes
+    from stppo.config.algorithms import RIVALS, look, notes
+    from stppo.config.files import NO_KNOB
 
     lines = ["| `algorithm=` | what it is | its knob | source |", "| --- " * 4 + "|"]
     for name in RIVALS:

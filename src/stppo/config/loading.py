@@ -215,7 +215,8 @@ def _check_target(node: Config, key: str) -> None:
         if rule and not (nested and issubclass(get_class(value["_target_"]), kind)):
             given_class = value["_target_"] if nested else repr(value)
             raise ConfigError(
-                f"{key}.{name} = {given_class}: the _target_ of a {kind.__module__}.{kind.__name__} is needed"
+                f"{key}.{name} = {given_class}: the _target_ of a {kind.__name__} is "
+                f"needed{_how_to_write(kind)}"
             )
 
 
@@ -273,3 +274,14 @@ def class_of(target: str, key: str) -> type:
             raise cause from error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         raise ConfigError(f"{key}._target_ = {target}: no such class ({reason})") from error
+
+
+def _how_to_write(kind: type) -> str:
+    """What to subclass for a rule of one's own, and the method to write; "" for sections that are no
+    rules."""
+    bases = [base for base in (kind, *kind.__subclasses__()) if inspect.isabstract(base)]
+    ways = [
+        f"{base.__module__}.{base.__name__} and write its {', '.join(sorted(base.__abstractmethods__))}"
+        for base in (bases[:1] if kind in bases else bases)
+    ]
+    return f"; for one of your own subclass {', or '.join(ways)}" if ways else ""
