@@ -89,6 +89,26 @@ def test_turn_return_minus_value_is_turn_gae_at_lambda_one(turns, gamma):
     close(direct.returns, gae.returns)
 
 
+@pytest.mark.parametrize("rule", CRITIC)
+@pytest.mark.parametrize("garbage", [1e30, math.inf, math.nan])
+def test_environment_positions_cannot_matter(rule, garbage):
+    batch = mixed_batch()
+    values = normal(batch.rewards, 2)
+    dirty_values = values.masked_fill(~batch.agent_mask, garbage)
+    dirty = Trajectories(
+        **{
+            **batch.state_dict(),
+            "behaviour_logprobs": batch.behaviour_logprobs.masked_fill(~batch.agent_mask, garbage),
+            "tokens": batch.tokens.masked_fill(~batch.agent_mask, 4),
+        }
+    )
+    clean = rule(pooling="turn_mean")(batch, values)
+    got = rule(pooling="turn_mean")(dirty, dirty_values)
+    assert torch.equal(got.advantages, clean.advantages)
+    assert torch.equal(got.returns, clean.returns)
+    assert got.raw_std == clean.raw_std
+
+
 @pytest.mark.parametrize("rule", [TurnGAE, TurnReturnMinusValue])
 def test_turn_credit_reads_the_value_of_the_turns_first_token_alone(rule):
     batch = mixed_batch()
@@ -147,6 +167,50 @@ def test_group_credits_by_hand():
         torch.testing.assert_close(credit.advantages, wanted, rtol=2e-6, atol=0)
         assert credit.returns is None and credit.value_mask is None
         assert credit.raw_std == pytest.approx(wanted[batch.agent_mask].std().item(), rel=1e-5)
+
+
+def test_leave_one_out_is_its_definition():
+    returns = [0.3, 1.0, -2.0, 0.7]
+    credit = LeaveOneOut(group_size=4)(grouped(returns, [0] * 4))
+    for i, value in enumerate(returns):
+        others = [r for j, r in enumerate(returns) if j != i]
+        assert credit.advantages[i].max() + credit.advantages[i].min() == pytest.approx(
+            value - sum(others) / 3
+        )
+
+
+@pytest.mark.parametrize("rule", GROUP)
+def test_a_group_that_agrees_has_no_advantage(rule):
+    # The mean of eight 0.1s is not 0.1 in floating point.
+    batch = grouped([0.1] * 8 + [0.0] * 4 + [1.0] * 4, [0] * 8 + [1] * 8)
+    credit = rule(group_size=8)(batch)
+    assert (credit.advantages[:8] == 0).all()
+    assert (credit.advantages[8:][batch.agent_mask[8:]] != 0).all()
+
+
+def test_turn_returns_equal_grpo_for_a_terminal_reward_and_count_only_what_follows_otherwise():
+    turns = [[2, 1], [1], [3, 1, 1], [2, 2]]
+    batch = grouped([1.0, 0.0, 0.5, 0.0], [0] * 4, turns)
+    close(
+        GroupNormalised(group_size=4, returns="turn")(batch).advantages,
+        GroupNormalised(group_size=4)(batch).advantages,
+    )
+    rewards = batch.rewards.clone()
+    rewards[0, turns_of(batch, 0)[0][-1]] = 0.25  # returns are now 1.25, 0, 0.5, 0
+    batch = Trajectories(**{**batch.state_dict(), "rewards": rewards})
+    advantages = GroupNormalised(group_size=4, returns="turn", eps=0.0)(batch).advantages
+    whole, rest = (torch.tensor([own, 0.0, 0.5, 0.0], dtype=torch.float64) for own in (1.25, 1.0))
+    first, second = turns_of(batch, 0)
+    close(advantages[0, first], ((1.25 - whole.mean()) / whole.std()).expand(2))
+    close(advantages[0, second], ((1.0 - rest.mean()) / rest.std()).expand(1))
+
+
+def test_turn_returns_of_an_agreeing_group_stay_zero():
+    batch = batch_from_turns([[1, 1], [1, 1]])
+    rewards = batch.agent_mask.double() / 2
+    state = {**batch.state_dict(), "rewards": rewards, "group_ids": torch.zeros(2, dtype=torch.int64)}
+    credit = GroupNormalised(group_size=2, returns="turn")(Trajectories(**state))
+    assert (credit.advantages == 0).all()
 
 
 def test_batch_baseline():

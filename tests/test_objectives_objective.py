@@ -167,6 +167,67 @@ def test_clipping_bias_is_what_clipping_removed(setting, granularity, aggregatio
     close(policy.gradient(-got.ppo_loss), policy.gradient(-free.ppo_loss) - bias)
 
 
+# --- what must not matter ----------------------------------------------------------------------------------
+
+
+def outcome(objective, batch, logprobs, advantages):
+    """Loss, gradient at agent tokens (in row-major order), bias gradient there, diagnostics."""
+    logprobs = logprobs.detach().clone().requires_grad_()
+    got = objective(logprobs, batch, advantages)
+    (gradient,) = torch.autograd.grad(got.loss, logprobs, retain_graph=True)
+    (bias,) = torch.autograd.grad(got.bias_surrogate, logprobs, retain_graph=True)
+    assert (gradient[~batch.agent_mask] == 0).all() and (bias[~batch.agent_mask] == 0).all()
+    return got.loss.item(), gradient[batch.agent_mask], bias[batch.agent_mask], got.diagnostics
+
+
+def assert_same(a, b, order=None):
+    assert a[0] == pytest.approx(b[0], abs=1e-12)
+    for x, y in ((a[1], b[1]), (a[2], b[2])):
+        close(x, y if order is None else y[order])
+    assert a[3] == pytest.approx(b[3], rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("garbage", [5.0, math.inf, math.nan])
+@pytest.mark.parametrize(("granularity", "aggregation"), RATIOS)
+def test_environment_positions_cannot_matter(setting, granularity, aggregation, garbage):
+    _, batch, logprobs, advantages = setting
+    objective = make(granularity, aggregation, stabilizer=CtnKL())
+    off = ~batch.agent_mask
+    dirty = Trajectories(
+        **{
+            **batch.state_dict(),
+            "tokens": batch.tokens.masked_fill(off, 0),
+            "behaviour_logprobs": batch.behaviour_logprobs.masked_fill(off, garbage),
+            "sentence_ends": batch.sentence_ends | off,
+        }
+    )
+    clean = outcome(objective, batch, logprobs, advantages)
+    got = outcome(objective, dirty, logprobs.masked_fill(off, -garbage), advantages.masked_fill(off, garbage))
+    assert got[0] == clean[0] and torch.equal(got[1], clean[1]) and torch.equal(got[2], clean[2])
+    assert got[3] == clean[3]
+
+
+@pytest.mark.parametrize("loss_aggregation", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize(("granularity", "aggregation"), RATIOS)
+def test_padding_and_batch_order_cannot_matter(setting, granularity, aggregation, loss_aggregation):
+    _, batch, logprobs, advantages = setting
+    objective = make(granularity, aggregation, 0.2, loss_aggregation, stabilizer=CtnKL())
+    reference = outcome(objective, batch, logprobs, advantages)
+
+    def pad(x):
+        return torch.nn.functional.pad(x, (0, 4)) if x.ndim == 2 else x
+
+    wide = Trajectories(**{name: pad(value) for name, value in batch.state_dict().items()})
+    assert_same(outcome(objective, wide, pad(logprobs), pad(advantages)), reference)
+
+    order = torch.tensor([4, 0, 5, 2, 1, 3])
+    shuffled = Trajectories(**{name: value[order] for name, value in batch.state_dict().items()})
+    places = torch.zeros(batch.tokens.shape, dtype=torch.int64)
+    places[batch.agent_mask] = torch.arange(int(batch.agent_mask.sum()))
+    moved = places[order][batch.agent_mask[order]]
+    assert_same(outcome(objective, shuffled, logprobs[order], advantages[order]), reference, moved)
+
+
 # --- estimators of the clipping bias -----------------------------------------------------------------------
 
 
@@ -283,6 +344,16 @@ def test_turn_diagnostics_by_hand(worked):
     assert got["turn_fully_clipped_fraction"] == pytest.approx(1 / 3)
     # The unclipped A = -1 spreads its gradient over both tokens of its turn, one of them with A = +1.
     assert got["negative_advantage_gradient_share"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("granularity", "aggregation"), RATIOS)
+def test_negative_share_agrees_with_autograd(setting, granularity, aggregation):
+    _, batch, logprobs, advantages = setting
+    logprobs = logprobs.detach().requires_grad_()
+    got = make(granularity, aggregation)(logprobs, batch, advantages)
+    (c,) = torch.autograd.grad(got.ppo_loss, logprobs)
+    expected = c.abs()[advantages < 0].sum() / c.abs().sum()
+    assert got.diagnostics["negative_advantage_gradient_share"] == pytest.approx(expected.item(), rel=1e-10)
 
 
 def test_p99_is_the_nearest_rank():

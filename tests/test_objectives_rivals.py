@@ -25,7 +25,7 @@ from stppo.objectives.rivals import (
     SampleSizeStep,
     VarianceFiltered,
 )
-from stppo.trajectories import Trajectories
+from stppo.trajectories import Layout, Trajectories
 from tests.objectives_cases import (
     TabularPolicy,
     batch_from_turns,
@@ -462,6 +462,56 @@ def test_gradient_is_its_formulas_by_central_differences(name):
 # --- identities of single methods ------------------------------------------------------------------------------
 
 
+def gradients(*names, spread=1.2, change=None):
+    """Loss gradients by log-probability of several methods on one off-policy batch with the same advantages."""
+    policy, out = TabularPolicy(), []
+    batch = off_policy(mixed_batch(group_size=2), policy, spread=spread)
+    advantages = normal(batch.rewards, 21)[:, :1].expand_as(batch.rewards) * batch.agent_mask
+    for name in names:
+        objective = (change or {}).get(name) or load(name)
+        logprobs = policy.logprobs(batch.tokens).detach().requires_grad_()
+        got = objective(logprobs, batch, advantages, entropy=normal(batch.rewards, 9).abs())
+        out.append(torch.autograd.grad(got.loss, logprobs)[0])
+    return out
+
+
+def with_rule(name, part, **options):
+    section = FILES[name]["objective"]
+    return build(section | {part: section[part] | options}, "algorithm.objective")
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "other", "what"),
+    [
+        ("sspo", ("clip", {"most": 1.0}), ("st_ppo", ("ratio", {"granularity": "sentence"})), "a fixed clip"),
+        ("dual_clip", ("surrogate", {"c": 1e9}), ("token_ppo", None), "PPO"),
+        ("sequence_mask", ("surrogate", {"delta": 1e9}), ("grpo", None), "GRPO"),
+        ("m2po", ("surrogate", {"tau": 1e9}), ("minirl", ("clip", {"epsilon_low": 1e9, "epsilon_high": 1e9})), "no mask"),
+        ("llds", ("stabilizer", {"coefficient": 0.0}), ("grpo", None), "GRPO"),
+        ("so_ppo_ctn_c", ("surrogate", {"threshold": 1.0}), ("turn_ppo", None), "Turn-PPO"),
+        ("gmpo", ("surrogate", {"c": 1e9}), ("gspo", ("clip", {"epsilon_low": 1e9, "epsilon_high": 1e9})), "unclipped GSPO"),
+        ("vespo", ("surrogate", {f"{x}_{y}": 0.0 for x in ("k", "lambda") for y in ("positive", "negative")}),
+         ("reinforce", ("loss_aggregation", None)), "REINFORCE"),
+        ("tis", ("clip", {"epsilon_high": 4.0}), ("cispo", ("loss_aggregation", None)), "CISPO"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_limits_of_a_knob_are_other_methods(name, changed, other, what):
+    left = with_rule(name, changed[0], **changed[1])
+    right, option = other
+    section = FILES[right]["objective"]
+    if option and option[0] == "loss_aggregation":
+        section = section | {"loss_aggregation": left.loss_aggregation}
+    elif option:
+        section = section | {option[0]: section[option[0]] | option[1]}
+    ours, theirs = gradients(name, right, change={name: left, right: build(section, "algorithm.objective")})
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12, msg=lambda text: f"{what}: {text}")
+    if name in ("sspo", "sequence_mask"):  # at their published values the two agree on so small a batch
+        return
+    plain, _ = gradients(name, right)
+    assert (plain - ours).abs().max() > 1e-4, "the published knob does something"
+
+
 @pytest.mark.parametrize(
     ("weight", "decides", "options"),
     [
@@ -609,6 +659,24 @@ def test_gradient_of_a_prefix_ratio_by_its_formula_and_by_differences(aggregatio
         moved[s] = step
         difference = (rule(log_ratio + moved, layout) - rule(log_ratio - moved, layout)) / (2 * step)
         torch.testing.assert_close(difference, expected[:, s], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("aggregation", PREFIX)
+def test_a_prefix_ratio_knows_nothing_of_padding_order_or_other_trajectories(aggregation):
+    turns = [[3, 1, 4], [2], [1, 1], [5, 2]]
+    batch = batch_from_turns(turns)
+    rule, logprobs = PrefixRatio(aggregation), normal(batch.behaviour_logprobs, 8, 0.4)
+    found = batch.layout.scatter(rule(batch.layout.gather(logprobs), batch.layout))
+    wide = batch_from_turns(turns, extra=9).layout
+    padded = torch.nn.functional.pad(logprobs, (0, wide.shape[1] - logprobs.shape[1]), value=math.nan)
+    assert torch.equal(wide.scatter(rule(wide.gather(padded), wide))[:, : found.shape[1]], found)
+    order = torch.tensor([2, 0, 3, 1])
+    moved = Layout.of(batch.agent_mask[order])
+    assert torch.equal(moved.scatter(rule(moved.gather(logprobs[order]), moved)), found[order])
+    broken = logprobs.clone()
+    broken[0][batch.agent_mask[0]] = math.inf
+    others = batch.layout.scatter(rule(batch.layout.gather(broken), batch.layout))
+    assert torch.equal(others[1:], found[1:]) and others[0][batch.agent_mask[0]].isinf().all()
 
 
 def test_a_standardised_ratio_that_overflows_has_a_gradient():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stppo.config.loading import build
-from stppo.objectives import GroupNormalised, loss_weights
+from stppo.objectives import Clip, GroupNormalised, loss_weights
 from stppo.objectives.rivals_2026 import (
     Decoupled,
     EqualStates,
@@ -22,7 +22,7 @@ from stppo.oracle import Oracle, TabularSoftmax, TokenMDP
 from stppo.oracle.comparison import limiting_advantages
 from stppo.trajectories import Trajectories
 from tests.objectives_cases import TabularPolicy, batch_from_turns, mixed_batch, normal, off_policy
-from tests.test_objectives_rivals import FILES, load
+from tests.test_objectives_rivals import FILES, load, with_rule
 
 
 class Case:
@@ -50,6 +50,63 @@ def changed(name, **sections):
     for part, change in sections.items():
         section = section | {part: section[part] | change if isinstance(change, dict) else change}
     return build(section, "algorithm.objective")
+
+
+NOTHING_CLIPS = {"epsilon_low": 1e9, "epsilon_high": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (changed("decoupled_ppo"), load("grpo")),
+        (changed("a3po"), load("grpo")),
+        (with_rule("drpo", "surrogate", delta=1e15), changed("grpo", clip=NOTHING_CLIPS, loss_aggregation="token_mean")),
+        (with_rule("geometric_mask", "surrogate", width=1.0), None),
+        (with_rule("vaco", "surrogate", delta=1e9), changed("minirl", clip=NOTHING_CLIPS)),
+        (with_rule("dro", "stabilizer", coefficient=0.0), changed("rloo", loss_aggregation="token_mean")),
+        (with_rule("prime_rl", "stabilizer", coefficient=0.0), with_rule("dppo", "surrogate", cap=math.inf)),
+        (with_rule("sao", "clip", epsilon_low=0.5, epsilon_high=4.0), changed("icepop", loss_aggregation="token_mean")),
+        (load("gigpo"), changed("grpo", loss_aggregation="token_mean")),
+        (load("sampo"), load("gspo")),
+    ],
+    ids=["decoupled", "a3po", "drpo", "geometric", "vaco", "dro", "prime_rl", "sao", "gigpo", "sampo"],
+)  # fmt: skip
+def test_without_its_own_part_it_is_another_method(left, right):
+    """decoupled, A-3PO: where the proximal policy is the one that sampled. The geometric mask at width 1: trajectories
+    whose geometric ratio passes 2 alone are dropped, none here."""
+    case = Case()
+    right = right or changed("minirl", clip={"epsilon_low": 0.2, "epsilon_high": 0.2})
+    torch.testing.assert_close(case.gradient(left), case.gradient(right), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["minpro", "ctpo"])
+def test_trajectories_of_one_token_have_no_prefix(name):
+    case = Case([[1]] * 6)
+    plain = changed("grpo", loss_aggregation="token_mean")
+    if name == "ctpo":  # its bounds at t = 1, and the one for A < 0 above
+        low, high = math.exp(-0.025), math.exp(0.05)
+        plain = changed(
+            "grpo", loss_aggregation="token_mean", clip={"epsilon_low": 1 - low, "epsilon_high": high - 1}
+        )
+        case.advantages = case.advantages.abs()
+    torch.testing.assert_close(case.gradient(load(name)), case.gradient(plain), rtol=0, atol=1e-14)
+
+
+def test_a_prefix_weighs_by_what_came_before_in_its_trajectory_alone():
+    """By loops: exp(sum) of CTPO, and MinPRO's least ratio; the gradient falls on the token itself."""
+    case = Case(spread=0.3)
+    wide = changed("ctpo", clip={"low": 50.0, "high": 50.0})
+    free = changed("minpro", clip=NOTHING_CLIPS)
+    got, least = case.gradient(wide), case.gradient(free)
+    tokens = int(case.batch.agent_mask.sum())
+    for row, mask in enumerate(case.batch.agent_mask):
+        logs = (case.new - case.old)[row][mask].tolist()
+        a = case.advantages[row][mask].tolist()
+        for t in range(len(logs)):
+            w = math.exp(sum(logs[: t + 1]))
+            assert got[row][mask][t].item() == pytest.approx(-w * a[t] / tokens, rel=1e-9)
+            w = math.exp(logs[t] + min(logs[:t], default=0.0))
+            assert least[row][mask][t].item() == pytest.approx(-w * a[t] / tokens, rel=1e-9)
 
 
 def test_bounds_grow_with_the_root_of_the_place():
@@ -85,7 +142,7 @@ def test_a_rule_that_reads_a_proximal_policy_asks_for_it():
 def test_drpo_is_zero_where_dppos_mask_begins_and_turns_back_beyond():
     """At A = 1, pi_old = .25: pi - pi_old = delta is r = 1 + 4 delta."""
     layout = batch_from_turns([[1]] * 3).layout
-    objective = changed("drpo", surrogate={"delta": 0.2})
+    objective = with_rule("drpo", "surrogate", delta=0.2)
     log_ratio = torch.tensor([1.4, 1.8, 2.6], dtype=torch.float64).log().requires_grad_()
     found = objective.evaluate(
         log_ratio, torch.ones(3), layout, behaviour_logprobs=torch.full((3,), 0.25).double().log()
@@ -171,6 +228,13 @@ def test_turns_that_began_alike_are_compared(seed):
     torch.testing.assert_close(off, whole, rtol=0, atol=0)
 
 
+def test_groups_of_unequal_size_are_one_clear_line():
+    batch = batch_from_turns([[2]] * 6, group_size=4)
+    with pytest.raises(ValueError, match="EqualStates: group 1 has 2 trajectories in this batch") as error:
+        EqualStates(group_size=4)(batch)
+    assert "\n" not in str(error.value)
+
+
 def test_in_a_large_batch_the_credit_is_its_limit():
     """40,000 trajectories of the tree in one group a prompt against `limiting_advantages`."""
     mdp = TokenMDP(n_words=1, max_turn_tokens=2, max_turns=2, n_observations=2, n_prompts=1)
@@ -210,3 +274,8 @@ def test_in_a_large_batch_the_credit_is_its_limit():
 def test_bad_options_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_published_values():
+    assert load("sao").clip == Clip(0.8, 3.0) and load("sao").credit.group_size == 1
+    assert load("ctpo").clip == GrowingClip(0.025, 0.05)

@@ -151,6 +151,20 @@ def test_own_clipping_bias_with_token_ratios_by_hand(sample, form):
     assert surrogate.diagnostics["sample_divisor"] > 1.05
 
 
+@pytest.mark.parametrize("granularity", ["token", "turn", "sequence"])
+@pytest.mark.parametrize("sample", ["sequence", "turn"])
+def test_own_clipping_bias_is_no_stabiliser_where_it_has_nothing_to_do(sample, granularity):
+    plain = weighed(NoStabilizer(), granularity=granularity)[0]
+    for form, c0 in (("norm", 1e9), ("norm", math.inf)):
+        rule = OwnClippingBias(form=form, sample=sample, c0=c0)
+        assert torch.equal(weighed(rule, granularity=granularity)[0], plain)
+    assert not torch.equal(weighed(OwnClippingBias(sample=sample), granularity=granularity)[0], plain)
+    near = weighed(NoStabilizer(), scale=0.01, granularity=granularity)[0]  # nothing is clipped
+    for form in ("norm", "share"):
+        rule = OwnClippingBias(form=form, sample=sample, c0=1e-9)
+        assert torch.equal(weighed(rule, scale=0.01, granularity=granularity)[0], near)
+
+
 @pytest.mark.parametrize("granularity", ["token", "turn"])
 @pytest.mark.parametrize("form", ["norm", "share"])
 def test_own_clipping_bias_is_a_constant_factor_and_weighs_the_bias_alike(form, granularity):

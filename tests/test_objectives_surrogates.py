@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stppo.objectives import (
     Bounds,
@@ -130,12 +132,42 @@ def test_gates_need_a_positive_temperature(field, value):
 # --- bounds that move ------------------------------------------------------------------------------------------
 
 
+class ByShare(ClipRule):
+    """Raises the upper bound until positive advantages have six tenths of the batch's mass: looks at all tokens."""
+
+    sees_batch = True
+
+    def bounds(self, tokens):
+        assert not torch.is_grad_enabled()
+        high = 1.1
+        while high < 3.0:
+            mass = tokens.ratio.clamp(max=high) * tokens.advantages
+            if mass[mass > 0].sum() >= 0.6 * mass.abs().sum():
+                break
+            high += 0.1
+        return Bounds(0.5, high)
+
+
 class ByEntropy(ClipRule):
     """Wider for tokens of high entropy."""
 
     def bounds(self, tokens):
         entropy = tokens.known("entropy")
         return Bounds(1 - 0.2 * entropy, 1 + 0.2 * entropy)
+
+
+def test_bounds_may_move_with_the_batch(setting):
+    _, batch, logprobs, advantages = setting
+    found = set()
+    for shift in (0.0, 0.2, 0.4, 1.0):
+        a = advantages + shift * batch.agent_mask
+        objective = make(MinClip(), clip=ByShare())
+        got = objective(logprobs, batch, a).diagnostics
+        fixed = make(MinClip(), clip=Clip(0.5, got["clip_high"] - 1))(logprobs, batch, a)
+        assert got == pytest.approx(fixed.diagnostics, rel=1e-12)
+        assert got["clip_low"] == 0.5
+        found.add(round(got["clip_high"], 6))
+    assert len(found) > 1
 
 
 def test_bounds_may_differ_by_token(setting):
@@ -202,6 +234,54 @@ def test_rules_that_return_something_else_are_refused(setting):
 
 
 # --- PPO's clip -----------------------------------------------------------------------------------------------
+
+
+def min_clip(clip, ratio, advantages, layout):
+    """PPO's terms and the bounds, from ratios alone."""
+    if clip.clip_on == "turn":
+        advantages = layout.turn_mean(advantages)[layout.turns]
+    tokens = Tokens(ratio.log(), ratio, advantages, layout)
+    bounds = clip(tokens)
+    return MinClip()(tokens, bounds), bounds
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 4), st.floats(-3, 3).filter(lambda a: a == 0 or abs(a) > 1e-3)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.floats(0.01, 0.9),
+    st.floats(0.01, 2),
+)
+@settings(max_examples=100, deadline=None)
+def test_terms_are_the_pessimistic_min(pairs, low, high):
+    layout = batch_from_turns([[len(pairs)]]).layout
+    ratio, advantages = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    got, _ = min_clip(Clip(low, high), ratio, advantages, layout)
+    expected = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    torch.testing.assert_close(got.terms, expected, rtol=1e-14, atol=0)
+    # Clipped is where the min took the bound.
+    assert torch.equal(got.clipped, got.terms != got.unrestricted)
+
+
+def test_clip_on_turn_is_the_min_of_the_turns_summed_term():
+    batch = mixed_batch()
+    layout = batch.layout
+    log_ratio, advantages = normal(layout.rows, 1, 0.6), normal(layout.rows, 2)
+    ratio = Ratio("turn")(log_ratio, layout)
+    got, _ = min_clip(Clip(0.2, 0.2, clip_on="turn"), ratio, advantages, layout)
+    per_token, _ = min_clip(Clip(0.2, 0.2), ratio, advantages, layout)
+    for turn in range(len(layout.turn_lengths)):
+        at = layout.turns == turn
+        w, total = ratio[at][0], advantages[at].sum()
+        expected = torch.minimum(w * total, w.clamp(0.8, 1.2) * total)
+        torch.testing.assert_close(got.terms[at].sum(), expected, rtol=1e-12, atol=1e-14)
+        assert got.clipped[at].all() or not got.clipped[at].any()
+        torch.testing.assert_close(got.unrestricted[at].sum(), w * total, rtol=1e-12, atol=1e-14)
+    # The two differ where signs mix within a turn: the token-wise min is the more pessimistic.
+    mixed = layout.turn_sum(per_token.terms) - layout.turn_sum(got.terms)
+    assert mixed.max() < 1e-12 and mixed.min() < -1e-3
 
 
 @pytest.mark.parametrize("value", [0, -0.2, math.nan, "0.2", None, True])

@@ -16,12 +16,15 @@ from stppo.objectives import (
     Gate,
     Mask,
     NoStabilizer,
+    OwnClippingBias,
     Penalty,
     Ratio,
     estimated_bias_norms,
 )
-from stppo.oracle import UNCLIPPED, decompose, expected_surrogate, surrogate_gradient
+from stppo.objectives.rivals import PrefixRatio
+from stppo.oracle import UNCLIPPED, decompose, estimators, expected_surrogate, surrogate_gradient
 from tests.oracle_cases import (
+    CLIPS,
     KINDS,
     RATIOS,
     STABILIZERS,
@@ -83,6 +86,21 @@ def test_a_batch_has_the_production_losss_gradient(ratio, stabilizer, aggregatio
     assert bias.norm() > 1e-4  # the comparison is not one of zeros
 
 
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("aggregation", ["trajectory_mean", "token_mean", "turn_mean"])
+@pytest.mark.parametrize("ratio", RATIOS, ids=str)
+def test_mean_and_bias_equal_autograd_through_the_expected_surrogate(ratio, aggregation, clip):
+    oracle = small_oracle("neural")
+    its = objective(ratio, CLIPS[clip], aggregation=aggregation)
+    theta, advantages = moved(oracle).requires_grad_(), wrong_critic(oracle)
+    estimator = surrogate_gradient(oracle, its, theta, advantages)
+    expected = expected_surrogate(oracle, its, theta, advantages)
+    close(estimator.mean, torch.autograd.grad(expected.surrogate, theta, retain_graph=True)[0])
+    close(estimator.clipping_bias, torch.autograd.grad(expected.bias, theta)[0])
+    assert estimator.clip_fraction == expected.clip_fraction
+    assert (estimator.clip_fraction > 0.02) == (clip == "clipped")
+
+
 def test_covariance_and_variance_are_those_of_single_trajectories():
     oracle = tiny_oracle()
     estimator = surrogate_gradient(oracle, objective(), moved(oracle), oracle.token_advantages())
@@ -116,6 +134,21 @@ def test_moments_of_batches_of_two_equal_a_loop_over_all_pairs(stabilizer):
     close(got_covariance, second - torch.outer(mean, mean))
 
 
+def test_moments_do_not_depend_on_how_batches_are_cut_into_chunks(monkeypatch):
+    oracle = tiny_oracle()
+    estimator = surrogate_gradient(
+        oracle, objective(stabilizer=STABILIZERS[1]), moved(oracle), wrong_critic(oracle)
+    )
+    whole, draws = estimator.batch_moments(2), estimator.minibatches(8, 50, torch.Generator().manual_seed(0))
+    monkeypatch.setattr(estimators, "CHUNK", 700)
+    for got, expected in zip(estimator.batch_moments(2), whole, strict=True):
+        close(got, expected, 1e-15)
+    for got, expected in zip(
+        estimator.minibatches(8, 50, torch.Generator().manual_seed(0)), draws, strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("stabilizer", STABILIZERS, ids=str)
 def test_sampled_batches_lie_in_the_interval_of_the_exact_mean(stabilizer):
     oracle = tiny_oracle()
@@ -135,6 +168,23 @@ def test_sampled_batches_lie_in_the_interval_of_the_exact_mean(stabilizer):
         CtnKL(),
     ):  # a divisor makes the expectation depend on the batch size, and this would see it
         assert shifted > 6
+
+
+def test_production_batches_lie_in_the_interval_of_the_exact_mean():
+    oracle = small_oracle()
+    its, theta, advantages = objective(Ratio("turn")), moved(oracle), wrong_critic(oracle)
+    n = 50_000
+    rows = oracle.sample(n, torch.Generator().manual_seed(8))
+    gradient, bias, _ = production(oracle, its, theta, advantages, rows)
+    estimator = surrogate_gradient(oracle, its, theta, advantages)
+    for got, mean, covariance in (
+        (gradient, estimator.mean, estimator.covariance),
+        (bias, estimator.clipping_bias, estimator.clipping_bias_covariance),
+    ):
+        error = (covariance.diagonal() / n).sqrt()
+        free = error > 1e-9
+        assert ((got - mean)[free] / error[free]).abs().max() < 4.6  # 99.9 % for up to 100 coordinates
+        assert free.sum() > 20 and (mean[free] / error[free]).abs().max() > 20
 
 
 def test_limit_is_the_gradient_over_the_divisor_of_the_exact_bias():
@@ -201,6 +251,37 @@ def test_lemma_4_2_term_by_term(ratio, aggregation, kind):
     assert min(t.norm() for t in (terms.exact_advantage, terms.advantage_error, terms.clipping_bias)) > 1e-5
 
 
+@pytest.mark.parametrize("aggregation", ["product", "geometric"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lemma_4_2_of_a_prefix_ratio(kind, aggregation):
+    """Each token's ratio is that of the tokens up to it, by a loop over trajectories and tokens."""
+    oracle = tiny_oracle(kind)
+    its = objective(PrefixRatio(aggregation))
+    theta, advantages = moved(oracle), wrong_critic(oracle, lam=0.5)
+    terms = decompose(oracle, its, theta, advantages)
+    log_ratio = oracle.log_ratio(theta).detach()
+    scores = oracle.policy.jacobian(theta)[oracle.tree.edges]
+    bias = torch.zeros(oracle.policy.n_parameters, dtype=torch.float64)
+    for row, p in enumerate(oracle.probabilities.tolist()):
+        (tokens,) = segments(oracle, row, "sequence")
+        for n, t in enumerate(tokens, 1):
+            w, gradient = ratio_and_gradient(log_ratio, scores, tokens[:n], aggregation)
+            a = float(advantages[t])
+            if (a > 0 and w > 1.2) or (a < 0 and w < 0.8):
+                bias += p * loss_weight(oracle, row, t, its.loss_aggregation) * a * gradient
+    close(terms.clipping_bias, bias)
+    expected = numerical_gradient(lambda x: expected_surrogate(oracle, its, x, advantages).surrogate, theta)
+    close(terms.gradient, expected, 1e-9)
+    assert terms.residual < 1e-14 and bias.norm() > 1e-5
+
+
+def test_what_the_oracle_has_no_limit_of_is_refused():
+    oracle = tiny_oracle()
+    for stabilizer in (OwnClippingBias(), ClippingBiasNorm(over_median=True)):
+        with pytest.raises(ValueError, match=f"{type(stabilizer).__name__}.*the oracle"):
+            surrogate_gradient(oracle, objective(stabilizer=stabilizer), moved(oracle), wrong_critic(oracle))
+
+
 @pytest.mark.parametrize("clip_on", ["token", "turn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_lemma_4_2_on_the_larger_tree(kind, clip_on):
@@ -209,12 +290,60 @@ def test_lemma_4_2_on_the_larger_tree(kind, clip_on):
     assert decompose(oracle, its, moved(oracle), wrong_critic(oracle)).residual < 1e-14
 
 
+@pytest.mark.parametrize("ratio", [Ratio("token"), Ratio("turn")], ids=str)
+def test_lemma_4_2_survives_ratios_that_underflow(ratio):
+    oracle = tiny_oracle()
+    theta = oracle.behaviour.clone()
+    theta[0] -= 1e4
+    assert (ratio(oracle.log_ratio(theta), oracle.layout) == 0).any()
+    terms = decompose(oracle, objective(ratio), theta, wrong_critic(oracle))
+    assert terms.residual < 1e-14 and terms.clipping_bias.isfinite().all()
+
+
+def test_lemma_4_2_residual_would_show_a_wrong_term():
+    oracle = small_oracle()
+    terms = decompose(oracle, objective(Ratio("turn")), moved(oracle), wrong_critic(oracle))
+    for name in ("exact_advantage", "advantage_error", "clipping_bias"):
+        spoilt = {**vars(terms), name: 1.01 * vars(terms)[name]}
+        assert type(terms)(**spoilt).residual > 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lemma_4_1(kind):
+    # E[1/|y| sum_k w^k (sum_{t in k} A_t) / |y^k| grad log pi(y^k)], geometric ratio, no clip.
+    oracle = small_oracle(kind)
+    its = objective(Ratio("turn"), UNCLIPPED)
+    theta, advantages = moved(oracle), oracle.token_advantages()
+    layout = oracle.layout
+    scores = oracle.policy.jacobian(theta)[oracle.tree.edges]
+    turn_scores = (
+        torch.zeros(len(layout.turn_lengths), scores.shape[1]).double().index_add(0, layout.turns, scores)
+    )
+    w = (layout.turn_sum(oracle.log_ratio(theta)) / layout.turn_lengths).exp()
+    rows = layout.turn_rows
+    weight = oracle.probabilities[rows] / layout.row_lengths[rows]
+    expected = (weight * w * layout.turn_sum(advantages) / layout.turn_lengths) @ turn_scores
+    close(surrogate_gradient(oracle, its, theta, advantages).mean, expected)
+
+
 def test_product_of_the_whole_trajectory_with_its_return_is_the_true_gradient():
     oracle = small_oracle()
     theta = moved(oracle, 1.0)
     its = objective(Ratio("sequence", "product"), UNCLIPPED)
     returns = oracle.tree.rewards[oracle.layout.rows]
     close(surrogate_gradient(oracle, its, theta, returns).mean, oracle.policy_gradient(theta))
+
+
+@pytest.mark.parametrize("critic_error", [0.0, 1.0])
+@pytest.mark.parametrize("lam", [0.5, 1.0])
+@pytest.mark.parametrize("aggregation", ["trajectory_mean", "token_mean"])
+def test_when_a_critic_leaves_no_error_in_the_token_surrogate(aggregation, lam, critic_error):
+    # Under a constant normaliser, and with an exact critic or one that is only a baseline (lam = 1).
+    oracle = small_oracle()
+    its = objective(RATIOS[0], aggregation=aggregation)
+    terms = decompose(oracle, its, moved(oracle), wrong_critic(oracle, critic_error, lam))
+    vanishes = aggregation == "token_mean" and (lam == 1.0 or critic_error == 0.0)
+    assert (terms.advantage_error.norm() < 1e-14) == vanishes
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -232,6 +361,13 @@ def test_bad_advantages_are_named():
             function(oracle, objective(), theta, bad)
 
 
+def test_too_large_a_table_says_how_large(monkeypatch):
+    oracle = tiny_oracle()
+    monkeypatch.setattr(estimators, "TABLE_LIMIT", 500)
+    with pytest.raises(ValueError, match="32 trajectories x 18 parameters is beyond 500 numbers"):
+        surrogate_gradient(oracle, objective(), oracle.behaviour, oracle.token_advantages())
+
+
 def test_too_many_batches_say_how_many_unless_none_need_be_enumerated():
     oracle = small_oracle()
     theta, advantages = moved(oracle), oracle.token_advantages()
@@ -242,6 +378,14 @@ def test_too_many_batches_say_how_many_unless_none_need_be_enumerated():
     mean, covariance = plain.batch_moments(1000)
     close(mean, plain.mean)
     close(covariance, plain.covariance / 1000)
+
+
+@pytest.mark.parametrize("estimator", ["logprob", "logit"])
+def test_norm_estimators_have_no_limit(estimator):
+    oracle = tiny_oracle()
+    its = objective(stabilizer=ClippingBiasNorm(estimator=estimator))
+    with pytest.raises(ValueError, match=f"estimator='{estimator}': its norm goes to 0 as the batch grows"):
+        surrogate_gradient(oracle, its, moved(oracle), oracle.token_advantages()).limit()
 
 
 # --- other surrogates ------------------------------------------------------------------------------------------

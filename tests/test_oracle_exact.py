@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from stppo.objectives import BatchBaseline, GroupNormalised, TokenGAE, TurnReturnMinusValue
-from stppo.oracle import Oracle
+from stppo.oracle import NeuralSoftmax, Oracle, TabularSoftmax, TokenMDP
 from tests.oracle_cases import KINDS, close, moved, numerical_gradient, small_oracle, tiny_oracle
 
 
@@ -21,6 +21,27 @@ def test_values_are_conditional_expectations_of_the_return(kind):
 
     close(oracle.values(), mean_by(oracle.histories, oracle.tree.n_histories))
     close(oracle.action_values().reshape(-1), mean_by(oracle.tree.edges, oracle.tree.n_edges))
+
+
+def test_values_exist_where_the_policy_never_goes():
+    oracle = tiny_oracle()
+    far = oracle.behaviour.clone()
+    far[oracle.tree.mdp.answer :: oracle.tree.mdp.n_actions] = 2000.0  # other choices have probability 0
+    values = Oracle(oracle.tree, oracle.policy, far).values()
+    answers = torch.arange(oracle.tree.n_histories) * oracle.tree.mdp.n_actions + oracle.tree.mdp.answer
+    ended = [int((oracle.tree.last_edges == edge).nonzero()) for edge in answers]
+    assert torch.equal(values, oracle.tree.rewards[ended])
+    assert set(values[oracle.tree.history_turns == 1].tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_advantages_have_mean_zero_at_every_history(kind):
+    oracle = small_oracle(kind)
+    p = oracle.behaviour_log_probs.exp()
+    close(
+        (p * (oracle.action_values() - oracle.values()[:, None])).sum(1),
+        torch.zeros(oracle.tree.n_histories).double(),
+    )
 
 
 def test_turn_advantage_is_the_sum_of_its_tokens_advantages():
@@ -54,6 +75,16 @@ def test_policy_gradient_theorem_holds_with_every_unbiased_credit(kind, credit):
     close(weight @ scores, oracle.policy_gradient(oracle.behaviour), 1e-13)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_trajectory_ratios_give_the_return_of_every_policy(kind):
+    oracle = small_oracle(kind)
+    theta = moved(oracle, 1.0)
+    rho = oracle.layout.row_sum(oracle.log_ratio(theta)).exp()
+    assert float((oracle.probabilities * rho * oracle.tree.rewards).sum()) == pytest.approx(
+        float(oracle.expected_return(theta)), abs=1e-13
+    )
+
+
 def test_group_advantages_are_the_limit_of_grpos():
     oracle = tiny_oracle()
     advantages = oracle.layout.row_mean(oracle.group_advantages())
@@ -73,6 +104,11 @@ def test_a_prompt_whose_outcomes_agree_gives_no_group_advantage(normalise):
     rewards = torch.full((len(oracle.tree),), 0.3, dtype=torch.float64)  # its mean is 0.3 but for rounding
     same = Oracle(oracle.tree.with_rewards(rewards), oracle.policy, oracle.behaviour)
     assert not same.group_advantages(normalise).any()
+
+
+def test_whitening_leaves_nothing_of_equal_advantages():
+    oracle = small_oracle()
+    assert not oracle.whiten(torch.full((len(oracle.tree.edges),), 0.3, dtype=torch.float64)).any()
 
 
 def test_gae_with_exact_values_is_unbiased_for_each_choice():
@@ -125,6 +161,19 @@ def test_scores_equal_finite_differences(kind):
         close(jacobian[edge], expected, 1e-8)
 
 
+def test_policies_share_parameters_among_histories():
+    tree = TokenMDP().enumerate()
+    assert TabularSoftmax(tree, "none").n_parameters == tree.n_edges
+    assert TabularSoftmax(tree).n_parameters < tree.n_edges / 5
+    # Behind equal turn, place, previous token and observation stand different beginnings.
+    alike = TabularSoftmax(tree).contexts.bincount().argmax()
+    together = tree.history_tokens[TabularSoftmax(tree).contexts == alike]
+    assert len(together) > 1 and len(together.unique(dim=0)) == len(together)
+    neural = NeuralSoftmax(tree)
+    assert neural.n_parameters < tree.n_edges / 5
+    assert not torch.allclose(neural.log_probs(neural.initial(0))[0], neural.log_probs(neural.initial(0))[1])
+
+
 # ---- sampled against exact -----------------------------------------------------------------------
 
 
@@ -160,3 +209,15 @@ def test_bad_parameters_are_named(theta, message):
     for method in (policy.log_probs, policy.jacobian):
         with pytest.raises(ValueError, match=message):
             method(theta)
+
+
+def test_bad_policies_and_values_are_named():
+    oracle = tiny_oracle()
+    with pytest.raises(ValueError, match="TabularSoftmax.sharing='all': must be one of none, recent"):
+        TabularSoftmax(oracle.tree, "all")
+    with pytest.raises(ValueError, match="NeuralSoftmax.hidden=0"):
+        NeuralSoftmax(oracle.tree, 0)
+    with pytest.raises(ValueError, match="policy: was made for another tree"):
+        Oracle(TokenMDP().enumerate(), oracle.policy, oracle.behaviour)
+    with pytest.raises(ValueError, match=r"values: expected shape \(14,\)"):
+        oracle.credit(TokenGAE(whiten=False), torch.zeros(2).double())

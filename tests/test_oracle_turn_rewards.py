@@ -1,5 +1,5 @@
-"""Turn rewards in a world that can be enumerated: a potential shifts every policy's return alike and leaves the gradient
-as it is (Ng, Harada and Russell 1999), and a plain bonus changes it."""
+"""Turn rewards in a world that can be enumerated: a potential changes neither the best policy nor the expected
+gradient (Ng, Harada and Russell 1999), and a plain bonus changes both."""
 
 import itertools
 from dataclasses import replace
@@ -10,6 +10,15 @@ import torch
 from stppo.derivations.group_baselines import NOTHING, Groups
 from stppo.objectives import GroupCentred, GroupNormalised, LeaveOneOut, TokenGAE, TurnGAE
 from tests.oracle_cases import KINDS, close, moved, small_oracle, tiny_oracle
+
+
+def turn_starts(tree):
+    """(H,) the history in which the turn of each history began."""
+    starts = list(range(tree.n_histories))
+    for history, edge in enumerate(tree.history_edges.tolist()):
+        if int(tree.history_positions[history]):
+            starts[history] = starts[edge // tree.mdp.n_actions]
+    return torch.tensor(starts)
 
 
 def potential(tree, seed=0):
@@ -56,6 +65,40 @@ def objective_and_gradient(oracle, batch, theta, gamma=1.0):
     return value.detach(), torch.autograd.grad(value, theta)[0]
 
 
+def solved(oracle, batch, gamma=1.0):
+    """(H,) values of the best policy and (H, A) of its choices, by going backwards through the histories."""
+    tree, layout, n = oracle.tree, oracle.layout, oracle.tree.mdp.n_actions
+    states, rows = oracle.histories[layout.turn_starts].tolist(), layout.turn_rows.tolist()
+    q, arrival = [0.0] * tree.n_edges, [0.0] * tree.n_histories
+    for turn, paid in enumerate(batch.turn_rewards.tolist()):
+        if turn + 1 < len(rows) and rows[turn + 1] == rows[turn]:
+            arrival[states[turn + 1]] = paid  # it may depend on what the environment answered
+        else:
+            q[int(tree.last_edges[rows[turn]])] = paid
+    v = [0.0] * tree.n_histories
+    for history in reversed(range(tree.n_histories)):
+        v[history] = max(q[history * n : (history + 1) * n])
+        edge, chance = int(tree.history_edges[history]), float(tree.history_probabilities[history])
+        if edge >= 0:
+            begins = int(tree.history_positions[history]) == 0
+            q[edge] += chance * (arrival[history] + (gamma if begins else 1.0) * v[history])
+    return torch.tensor(v, dtype=torch.float64), torch.tensor(q, dtype=torch.float64).view(-1, n)
+
+
+def best_choices(q):
+    """(H, A) bool: the choices that are as good as the best."""
+    return q > q.max(1, keepdim=True).values - 1e-9
+
+
+def worth(oracle, choices, batch):
+    """Expected return of the policy that takes one of the choices, all with the same probability."""
+    log_probs = (choices / choices.sum(1, keepdim=True).double()).log()
+    chances = (
+        oracle.layout.row_sum(log_probs.reshape(-1)[oracle.tree.edges]) + oracle.tree.environment_logprobs
+    )
+    return float(chances.exp() @ batch.returns)
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_potential_shifts_the_return_of_every_policy_alike_and_no_gradient(kind, gamma):
@@ -70,9 +113,52 @@ def test_a_potential_shifts_the_return_of_every_policy_alike_and_no_gradient(kin
         close(after - before, shift)
         close(other, gradient)
         values.append(float(before))
-        changed = objective_and_gradient(oracle, bonus(oracle, 0.3), theta, gamma)[1]
-        assert (changed - gradient).norm() > 0.1 * gradient.norm()
     assert len({round(value, 6) for value in values}) == 3 and shift < -0.1
+
+
+def test_under_another_discount_than_the_return_s_a_potential_does_not_cancel():
+    oracle = small_oracle()
+    plain, paying = oracle.trajectories, shaped(oracle, potential(oracle.tree), 0.8)
+    gradients = [objective_and_gradient(oracle, batch, oracle.behaviour)[1] for batch in (plain, paying)]
+    assert (gradients[1] - gradients[0]).norm() > 0.05 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.8])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_potential_leaves_the_best_policy_as_it_is(seed, gamma):
+    oracle = small_oracle(seed=seed)
+    tree = oracle.tree
+    phi = potential(tree, seed)
+    v, q = solved(oracle, oracle.trajectories, gamma)
+    shaped_v, shaped_q = solved(oracle, shaped(oracle, phi, gamma), gamma)
+    assert torch.equal(best_choices(shaped_q), best_choices(q)) and not best_choices(q).all()
+    close(shaped_v, v - phi[turn_starts(tree)])
+    close(shaped_q, q - phi[turn_starts(tree)][:, None])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_plain_bonus_makes_another_policy_the_best_one(seed):
+    """Three tenths for every search: the best policy then searches where it might have answered rightly, and loses
+    .3 of its right answers. As the difference of a potential the same bonus is harmless."""
+    oracle = tiny_oracle(seed=seed)
+    plain, tree = oracle.trajectories, oracle.tree
+    best = best_choices(solved(oracle, plain)[1])
+    paying = bonus(oracle, 0.3)
+    assert (paying.returns - plain.returns).max() < 1, "the answer's reward is still the largest part"
+    misled = best_choices(solved(oracle, paying)[1])
+    assert worth(oracle, best, plain) == pytest.approx(1) and worth(oracle, misled, plain) < 0.75
+    assert worth(oracle, misled, paying) > worth(oracle, best, paying) + 0.05
+    searches = torch.zeros(tree.n_histories, dtype=torch.float64)
+    for history, edge in enumerate(tree.history_edges.tolist()):
+        if edge >= 0:
+            asked = edge % tree.mdp.n_actions == tree.mdp.search
+            searches[history] = searches[edge // tree.mdp.n_actions] + asked
+    harmless = shaped(oracle, 0.3 * searches)
+    assert torch.equal(best_choices(solved(oracle, harmless)[1]), best)
+    batches = (plain, harmless, paying)
+    gradients = [objective_and_gradient(oracle, batch, oracle.behaviour)[1] for batch in batches]
+    close(gradients[1], gradients[0])
+    assert (gradients[2] - gradients[0]).norm() > 0.1 * gradients[0].norm()
 
 
 def exact_values(oracle, batch, gamma):

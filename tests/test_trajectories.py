@@ -49,6 +49,19 @@ def test_layout_agrees_with_turn_ids(rows):
     assert layout.turn_starts.tolist() == [keys.index(key) for key in distinct]
 
 
+def test_turns_of_neighbouring_rows_stay_apart():
+    # The last token of row 0 and the first of row 1 are adjacent in flat order.
+    layout = Layout.of(torch.tensor([[False, True], [True, False]]))
+    assert layout.turn_lengths.tolist() == [1, 1]
+
+
+def test_gather_and_scatter_are_inverse_on_the_mask_and_zero_elsewhere():
+    batch = mixed_batch()
+    values = torch.arange(batch.tokens.numel(), dtype=torch.float64).view(batch.tokens.shape) + 1
+    back = batch.layout.scatter(batch.layout.gather(values))
+    assert torch.equal(back, values * batch.agent_mask)
+
+
 def test_counts_and_returns():
     batch = batch_from_turns([[3, 1], [2]])
     assert batch.n_agent_tokens.tolist() == [4, 2]
@@ -118,6 +131,12 @@ def test_select_takes_rows_and_trims_to_the_longest(index):
     assert torch.equal(chosen.layout.gather(chosen.tokens), chosen.tokens[chosen.agent_mask])
 
 
+def test_select_nothing_is_refused():
+    for nothing in ([], torch.zeros(6, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="names no row"):
+            mixed_batch().select(nothing)
+
+
 def test_cat_undoes_select():
     batch = mixed_batch(extra=0)
     joined = Trajectories.cat([batch.select([0]), batch.select([1, 2, 3]), batch.select([4, 5])])
@@ -160,3 +179,8 @@ def test_sentences_follow_the_marks_and_stay_within_turns():
     assert sentences.lengths.tolist() == [2, 2, 2, 3] and sentences.starts.tolist() == [0, 2, 4, 6]
     with pytest.raises(ValueError, match="segments='word': must be one of token, turn, sentence, sequence"):
         batch.layout.segments("word")
+
+
+def test_moved_batches_keep_their_content():
+    batch = mixed_batch()
+    assert torch.equal(batch.to("cpu").rewards, batch.rewards)

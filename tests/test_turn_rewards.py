@@ -4,17 +4,20 @@ import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from stppo.config.algorithms import algorithms
 from stppo.config.composition import compose
 from stppo.config.files import ConfigError
 from stppo.config.identity import fingerprint, identity_section
 from stppo.config.loading import build, load
 from stppo.figures.trajectory_view import show_trajectories
-from stppo.objectives import GroupCentred, GroupNormalised, LeaveOneOut
-from stppo.objectives.rivals import LeaveOneOutKept
+from stppo.objectives import BatchBaseline, GroupCentred, GroupNormalised, LeaveOneOut, TokenGAE
+from stppo.objectives.rivals import LeaveOneOutKept, VarianceFiltered
+from stppo.objectives.rivals_2026 import EqualStates, TrainedCritic
 from stppo.policy.policy import load_policy
 from stppo.retrieval.bm25 import BM25Retriever
 from stppo.retrieval.documents import Document
@@ -28,8 +31,8 @@ from stppo.world import BenchmarkWorld, DemonstrationNoise, SyntheticWorld, Turn
 from stppo.world.environment import SearchEnvironment
 from stppo.world.protocol import Protocol, Question
 from tests.conftest import TINY
-from tests.objectives_cases import batch_from_turns
-from tests.sample_data import DATA
+from tests.objectives_cases import batch_from_turns, normal
+from tests.sample_data import DATA, real_data
 from tests.test_world_records import HOTPOT
 
 DOCUMENTS = [
@@ -162,6 +165,20 @@ def test_a_benchmark_without_gold_titles_is_refused_for_training_and_a_part_is_l
     assert "the records of nq do not say which titles are gold; it is paid on the other" in caplog.text
     form = BenchmarkWorld(train="nq", records=nq, **options | {"turn_rewards": {"format": 0.1}})
     assert form.questions("train")
+
+
+@real_data
+@pytest.mark.parametrize("benchmark", ["hotpotqa", "2wikimultihopqa", "musique"])
+def test_real_records_pay_once_for_each_gold_title(benchmark):
+    world = BenchmarkWorld(benchmark, records=DATA / benchmark / "records.jsonl", corpus=DATA / "corpus.jsonl",
+                           test_limit=40, turn_budget=5, turn_rewards={"found": 0.1})  # fmt: skip
+    rewards, titles = [], []
+    for episode in play(world, world.questions("test"), random.Random(0)):
+        paid = world.environment.rewards(episode)
+        rewards.append(sum(paid) - episode.reward)
+        titles.append(len({title.lower() for title, _ in episode.question.gold_paragraphs}))
+    assert all(0 <= paid <= 0.1 * n + 1e-9 for paid, n in zip(rewards, titles, strict=True))
+    assert sum(rewards) > 0.5 * 0.1 * sum(titles), "the searcher asks for the gold titles"
 
 
 # --- roll-outs -------------------------------------------------------------------------------------
@@ -336,6 +353,15 @@ def test_a_potential_is_discounted_as_the_credit_is(tiny, overrides, allowed):
     load(tiny("+world.turn_rewards.found=0.1", *overrides[:1]))  # a bonus goes with any credit
 
 
+def test_the_page_says_of_every_shipped_credit_what_it_does():
+    page = (Path(__file__).parents[1] / "docs/howto/turn-rewards.md").read_text(encoding="utf-8")
+    credits = {
+        compose([f"algorithm={row.name}"])["algorithm"]["objective"]["credit"]["_target_"].rpartition(".")[2]
+        for row in algorithms()
+    }
+    assert len(credits) > 8 and not {name for name in credits if f"`{name}`" not in page}
+
+
 # --- credits, against plain loops ------------------------------------------------------------------
 
 TURNS = [[2, 1, 3], [1], [2, 2], [1, 1, 1, 2], [3], [2, 1], [1, 2], [2]]
@@ -386,6 +412,19 @@ def test_group_credits_of_turns(batch, rule, returns):
             assert advantage == pytest.approx(expected, rel=1e-9), (row, turn)
 
 
+def test_what_all_have_earned_before_changes_no_later_turn(batch):
+    """The same bonus for everybody's first turn, where all have a second one."""
+    rows = [row for row, turns in enumerate(TURNS) if len(turns) > 1][:4]
+    batch = Trajectories(**batch.select(rows).state_dict() | {"group_ids": torch.zeros(4, dtype=torch.int64)})
+    rewards = batch.rewards.clone()
+    for row in range(4):
+        rewards[row, ends_of(batch, row)[0]] += 0.3
+    richer = Trajectories(**batch.state_dict() | {"rewards": rewards})
+    for rule in (GroupNormalised, GroupCentred, LeaveOneOut):
+        credit = rule(group_size=4, returns="turn")
+        torch.testing.assert_close(credit(richer).advantages, credit(batch).advantages)
+
+
 def test_a_group_that_agrees_but_for_rounding_has_no_advantage():
     """In float32 the sum of what a potential pays and takes back is not exactly 0."""
     batch = batch_from_turns([[1] * 6] * 4)
@@ -409,3 +448,57 @@ def test_loop_leaves_out_a_trajectory_whose_every_turn_has_no_advantage(returns)
         one = Trajectories(**batch.state_dict() | {"rewards": rewards, "group_ids": torch.zeros(2).long()})
         credit = LeaveOneOutKept(group_size=2, returns=returns)(one)
         assert (credit.kept is not None and bool(credit.kept.all())) == kept
+
+
+def test_credits_of_whole_trajectories_count_every_turn(batch):
+    paid = paid_of(batch)
+    returns = [sum(rewards) for rewards in paid]
+    mean = sum(returns) / len(returns)
+    for row, turns in enumerate(by_turn(batch, BatchBaseline()(batch))):
+        assert turns == pytest.approx([returns[row] - mean] * len(turns))
+
+
+@pytest.mark.parametrize("rule", [TokenGAE, TrainedCritic, VarianceFiltered])
+def test_token_credits_see_a_turn_s_reward_at_its_last_token(batch, rule):
+    values = normal(batch.rewards, 7)
+    options = {"group_size": 4} if rule is VarianceFiltered else {}
+    found = rule(gamma=0.9, lam=0.8, whiten=False, **options)(batch, values).advantages
+    for row in range(len(batch)):
+        at = [t for t, turn in enumerate(batch.turn_ids[row].tolist()) if turn >= 0]
+        later = 0.0
+        for place in reversed(range(len(at))):
+            value = float(values[row, at[place]])
+            following = float(values[row, at[place + 1]]) if place + 1 < len(at) else 0.0
+            paid = float(batch.rewards[row, at[place]]) if at[place] in ends_of(batch, row) else 0.0
+            later = paid + 0.9 * following - value + 0.9 * 0.8 * later
+            assert float(found[row, at[place]]) == pytest.approx(later)
+
+
+def test_gigpo_counts_turns_in_both_of_its_parts(batch):
+    """Every turn in a state of its own but the first: there the returns of the question's trajectories meet."""
+    tokens = torch.arange(batch.tokens.numel()).view(batch.tokens.shape)
+    batch = Trajectories(**batch.state_dict() | {"tokens": tokens})
+    starts = [batch.agent_mask[row].tolist().index(True) for row in range(len(batch))]
+    tokens[torch.arange(len(batch)), : min(starts)] = 0
+    found = by_turn(batch, EqualStates(group_size=4, gamma=0.5)(batch))
+    paid = paid_of(batch)
+    whole = by_turn(batch, GroupNormalised(group_size=4)(batch))
+    for row, turns in enumerate(found):
+        members = [other for other in range(len(paid)) if GROUPS[other] == GROUPS[row]]
+        first = {o: sum(0.5**k * reward for k, reward in enumerate(paid[o])) for o in members}
+        mean = sum(first.values()) / 4
+        spread = math.sqrt(sum((one - mean) ** 2 for one in first.values()) / 3)
+        expected = [(first[row] - mean) / (spread + 1e-6)] + [0.0] * (len(turns) - 1)
+        expected = [a + b for a, b in zip(whole[row], expected, strict=True)]
+        assert turns == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("rule", [GroupNormalised, GroupCentred, LeaveOneOut])
+def test_unequal_groups_are_refused_and_unequal_turns_are_not(batch, rule):
+    assert rule(group_size=4, returns="turn")(batch).advantages.isfinite().all()
+    with pytest.raises(ValueError, match=r"group 0 has 3 trajectories in this batch, group_size is 4"):
+        rule(group_size=4, returns="turn")(batch.select([0, 2, 5, 1, 3, 4, 7]))
+    with pytest.raises(
+        ValueError, match=rf"{rule.__name__}.returns='token': must be one of trajectory, turn"
+    ):
+        rule(returns="token")
