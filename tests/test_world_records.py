@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -207,6 +208,54 @@ def test_every_real_record_is_a_question_and_its_answers_alone_are_right(benchma
         assert set(q.answers) == set(gold) and q.answers[0] == gold[0]
         assert all(score(q, answer) == score(q, answer, "f1") == 1 for answer in q.answers)
         assert score(q, None) == score(q, "") == score(q, "no such answer") == 0
+
+
+@real_data
+@pytest.mark.parametrize("benchmark", [name for name in BENCHMARKS if name != "medqa"])
+def test_every_real_question_keeps_its_words(benchmark):
+    changed = 0
+    for record, q in zip(*real(benchmark), strict=True):
+        text = record.get("question", record.get("Question")).strip()
+        assert sorted(q.text.replace('"', "")) == sorted(text.replace('"', ""))
+        changed += q.text != text
+    assert changed == (10 if benchmark == "triviaqa" else 0)
+
+
+@real_data
+@pytest.mark.parametrize(
+    ("benchmark", "yes_or_no", "paragraphs"),
+    [("hotpotqa", 20, {2: 200}), ("2wikimultihopqa", 48, None), ("musique", 0, None)],
+)
+def test_every_real_gold_paragraph_is_whole(benchmark, yes_or_no, paragraphs):
+    records, questions = real(benchmark)
+    for record, q in zip(records, questions, strict=True):
+        if benchmark == "musique":
+            wanted = {p["title"]: p["paragraph_text"] for p in record["paragraphs"] if p["is_supporting"]}
+            assert len(q.gold_paragraphs) == len(record["question_decomposition"])
+        else:
+            gold = {title for title, _ in record["supporting_facts"]}
+            wanted = {title: " ".join(s) for title, s in record["context"] if title in gold}
+            assert {title for title, _ in q.gold_paragraphs} == gold
+        assert all(text == wanted[title] or benchmark == "musique" for title, text in q.gold_paragraphs)
+    assert sum(q.answers[0].lower() in ("yes", "no") for q in questions) == yes_or_no
+    if paragraphs:
+        assert Counter(q.hops for q in questions) == paragraphs
+
+
+@real_data
+def test_every_real_medqa_question_shows_its_options_and_accepts_one():
+    records, questions = real("medqa")
+    assert Counter(q.answers[1] for q in questions) == {"C": 58, "B": 56, "A": 47, "D": 39}
+    for record, q in zip(records, questions, strict=True):
+        assert q.text.startswith(record["question"].strip()) and q.text.endswith("?")
+        assert q.options == tuple(record["options"][letter] for letter in "ABCD")
+        for letter, text in record["options"].items():
+            correct = float(letter == record["answer_idx"])
+            wrong = "ABCD"["ABCD".index(letter) - 1]
+            for reply in (letter, letter.lower(), f"({letter})", f"{letter}.", text, f"{letter}. {text}"):
+                assert score(q, reply) == correct, reply
+            assert score(q, f"{wrong}. {text}") == score(q, f"({wrong}) {text}") == 0
+            assert score(q, f"I think {letter}") == score(q, f"{letter} or {wrong}") == 0
 
 
 @real_data
