@@ -1,6 +1,7 @@
 """`stppo preflight`: what it says where something is missing or too small, and how near its estimate is."""
 
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -17,6 +18,7 @@ from stppo.files import repository_path
 from stppo.preflight import check, requirements
 from stppo.preflight.check import LOWER, preflight, shortage
 from stppo.preflight.estimate import GIB, estimate, models_of
+from stppo.pretrained.tiny_model import make_tiny_model
 from stppo.training.checkpoint import CHECKPOINT_DIR, newest
 from stppo.training.run import Run
 
@@ -163,6 +165,27 @@ def test_first_records_are_read(tmp_path):
     (tmp_path / "nq.jsonl").write_text('{"question": "who?", "ans')
     broken = row(requirements.data(*world(tmp_path)), "records nq")
     assert broken.ok is False and "nq.jsonl" in broken.remedy
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "said"),
+    [
+        (3, [], None),
+        (900, [], "exceeds max_start_tokens=2048: raise it, or leave that question out: .*w899"),
+        (3, ["rollout.max_tokens=300"], "max_tokens=300 leaves no room for a turn after the longest prompt"),
+    ],
+)
+def test_a_question_that_does_not_fit_is_told_before_anything_starts(tmp_path, words, settings, said):
+    long = {"question": " ".join(f"w{i}" for i in range(words)), "answer": ["me"]}
+    (tmp_path / "nq.jsonl").write_text(json.dumps(long) + "\n")
+    world(tmp_path)
+    make_tiny_model(tmp_path / "model", ["who is it"], vocabulary=300)
+    overrides = [f"policy.pretrained={tmp_path}/model", "world=benchmark", "world.benchmark=nq"]
+    overrides += [f"world.records={tmp_path}/nq.jsonl", f"world.corpus={tmp_path}/corpus.jsonl"]
+    loaded = load(compose([*overrides, "rollout.max_tokens=4096", *settings]))
+    found = row(list(requirements.prompts(loaded.world, loaded.settings)), "prompts")
+    assert found.ok == (said is None)
+    assert said is None or re.search(said, found.remedy)
 
 
 def test_records_of_the_hub_say_how_to_get_them(tmp_path, monkeypatch):

@@ -66,6 +66,7 @@ def preflight(
         *requirements.software(run, gpu_gib is not None),
         *requirements.model(run),
         *requirements.data(loaded.world, run.world),
+        *requirements.prompts(loaded.world, run),
     ]
     kind, there = ("GPU", free) if gpu else ("host", host_memory())
     rows += [_row(f"{kind} memory, {phase}", there, parts) for phase, parts in made.phases.items()]

@@ -22,6 +22,8 @@ from stppo.retrieval.documents import scan_corpus
 from stppo.training.optimizers import make_optimizer
 from stppo.world.benchmark_world import CONTEXTS
 from stppo.world.datasets import Reading, locate, read_questions
+from stppo.world.encoding import DialogueEncoder
+from stppo.world.protocol import Question
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,29 @@ def data(world: Any, config: dict) -> Iterator[Row]:
         yield checked("corpus", "readable", lambda: f"{len(list(first))} passages read, all titled")
     else:
         yield _retriever(world)
+
+
+def prompts(world: Any, run: RunConfig) -> Iterator[Row]:
+    """Whether every question fits, where all records are files here; nothing for other worlds."""
+    if "BenchmarkWorld" not in run.world["_target_"] or run.policy.pretrained is None:
+        return
+    uses = {"test": world.benchmark, "train": world.train}
+    named = [name for names in uses.values() for name in ([names] if isinstance(names, str) else names or ())]
+    if all((place := world.place(name)) is not None and Path(place).is_file() for name in named):
+        asked = (question for use, names in uses.items() if names for question in world.questions(use))
+        yield checked("prompts", "room for each and a turn", lambda: _longest(world, run, list(asked)))
+
+
+def _longest(world: Any, run: RunConfig, asked: list[Question]) -> str:
+    protocol = world.environment.protocol
+    encoder = DialogueEncoder(protocol, world.tokenizer or load_tokenizer(located(run.policy.pretrained)))
+    longest = max(map(len, encoder.prompts([protocol.prompt(question.text) for question in asked])))
+    if longest + protocol.max_turn_tokens > run.rollout.max_tokens:
+        raise ValueError(
+            f"rollout.max_tokens={run.rollout.max_tokens} leaves no room for a turn after the longest prompt "
+            f"({longest} tokens); raise it"
+        )
+    return f"{len(asked)} questions, the longest prompt has {longest} tokens"
 
 
 def _records(benchmark: str, place: str | None, uses: list[str]) -> str:
