@@ -12,7 +12,7 @@ from stppo.config.loading import LoadedRun, load
 from stppo.config.settings import RunConfig
 from stppo.files import repository_path
 from stppo.preflight import requirements
-from stppo.preflight.estimate import GIB, estimate, models_of
+from stppo.preflight.estimate import GIB, Estimate, estimate, models_of
 from stppo.preflight.requirements import Row
 
 # Settings, and the parts of the memory that they lower; those that change no result first.
@@ -33,6 +33,7 @@ LOWER = {
 class Report:
     parameters: int
     rows: list[Row]
+    estimate: Estimate
 
     @property
     def ok(self) -> bool:
@@ -78,7 +79,7 @@ def preflight(
         rows.append(Row("vLLM's KV cache", f"{made.cached} trajectories", needed, made.cached > 0, remedy))
     disk = shutil.disk_usage(requirements.existing(folder)).free
     rows.append(_row("disk, one run", disk, made.disk, "make room, or write elsewhere (--out)"))
-    return Report(models.parameters, rows)
+    return Report(models.parameters, rows, made)
 
 
 def shortage(loaded: LoadedRun) -> str | None:
