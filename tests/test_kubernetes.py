@@ -19,9 +19,10 @@ from tests.test_pipeline import ROOT, planned, snakemake
 from tests.training_runs import assert_same_metrics
 
 pytestmark = pytest.mark.slow
-for module in ("executor_plugin_kubernetes", "storage_plugin_fs", "storage_plugin_s3"):
+for module in ("executor_plugin_kubernetes", "storage_plugin_fs"):
     pytest.importorskip(
-        f"snakemake_{module}", reason="needs pip install -e '.[kubernetes]' snakemake-storage-plugin-fs"
+        f"snakemake_{module}",
+        reason="needs pip install snakemake-executor-plugin-kubernetes snakemake-storage-plugin-fs",
     )
 if shutil.which("rsync") is None:
     pytest.skip("Snakemake's storage plug-in fs needs rsync", allow_module_level=True)
