@@ -43,7 +43,8 @@ RUN = "runs/OFF_POLICY/st_ppo/seed0"
 
 def kubernetes(store: Path | None, *arguments: str, directory: Path = ROOT, **environment: str):
     """`snakemake --profile profiles/kubernetes`, run in a checkout, with the folder `store` for a bucket."""
-    storage = ["--default-storage-provider", "fs", "--default-storage-prefix", str(store)] if store else []
+    storage = ["--default-storage-provider", "fs"]
+    storage += ["--default-storage-prefix", str(store)] if store else []
     return subprocess.run(
         [sys.executable, "-m", "snakemake", "--profile", "profiles/kubernetes", *storage, *arguments],
         cwd=directory, capture_output=True, text=True, timeout=1800, env=os.environ | environment,
