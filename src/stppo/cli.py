@@ -931,7 +931,7 @@ def main() -> None:
 
 
 def _report_file(error: Exception) -> str:
-    """A new file with the traceback of an error, the command and the versions, where files for a time go."""
+    """A new temporary file with the traceback of an error, the command and the versions."""
     from stppo.config.provenance import git_state, versions
 
     about = [shlex.join(sys.argv), json.dumps({**versions(), **git_state()}), ""]
