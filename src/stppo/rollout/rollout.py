@@ -7,6 +7,7 @@ are handled here, once.
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field, replace
 from typing import Literal
@@ -240,8 +241,18 @@ class RolloutBuffer:
         self.logprobs = torch.zeros(n, limit)
         self.turn_ends: list[list[int]] = [[] for _ in questions]
         self.below: Tensor | None = None
-        for slot, prompt in enumerate(prompts):
-            self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
+        self._write(range(n), [0] * n, prompts)
+
+    def _write(self, slots: Sequence[int], begins: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
+        """Token ids into each of the slots, from its column on."""
+        written = [
+            (slot, begin + i, token)
+            for slot, begin, part in zip(slots, begins, parts, strict=True)
+            for i, token in enumerate(part)
+        ]
+        if written:
+            rows, columns, tokens = torch.tensor(written).T
+            self.tokens[rows, columns] = tokens
 
     def emit(self, slots: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
         """Append one agent token (n,) to each of the slots (n,)."""
@@ -265,36 +276,38 @@ class RolloutBuffer:
         """
         environment, encoder = self.sampler.environment, self.sampler.encoder
         stops = environment.protocol.stop_strings
-        ids = slots.tolist()
-        turns = [
-            self.tokens[slot, begin : self.lengths[slot]]
-            for slot, begin in zip(ids, start.tolist(), strict=True)
-        ]
-        for slot, begin, turn in zip(ids, start.tolist(), turns, strict=True):
-            ends = encoder.sentence_ends(turn.tolist())
-            self.sentence_ends[slot, begin : begin + len(ends)] = torch.tensor(ends)
-            self.turn_ends[slot].append(int(self.lengths[slot]) - 1)
+        ids, begins, ends = slots.tolist(), start.tolist(), self.lengths[slots].tolist()
+        written = self.tokens[slots, : max(ends)].tolist()
+        turns = [tuple(row[begin:end]) for row, begin, end in zip(written, begins, ends, strict=True)]
+        marks = []
+        for slot, begin, end, turn in zip(ids, begins, ends, turns, strict=True):
+            marks += [(slot, begin + i) for i, mark in enumerate(encoder.sentence_ends(turn)) if mark]
+            self.turn_ends[slot].append(end - 1)
+        if marks:
+            self.sentence_ends[tuple(torch.tensor(marks).T)] = True
         texts = [through_first(encoder.turn(turn), stops) for turn in turns]
         observations = environment.step([self.episodes[slot] for slot in ids], texts)
         encoded = iter(encoder.observations([text for text in observations if text is not None]))
-        keep = []
-        for row, (slot, observation) in enumerate(zip(ids, observations, strict=True)):
+        limits = self.limits[slots].tolist()
+        keep, observed = [], []
+        for row, observation in enumerate(observations):
             if observation is None:
                 continue
-            observed = next(encoded)
-            begin, end = int(self.lengths[slot]), int(self.lengths[slot]) + len(observed)
-            if end + self.max_turn > self.limits[slot]:
+            part = next(encoded)
+            if ends[row] + len(part) + self.max_turn > limits[row]:
                 continue  # out of room: the trajectory ends unanswered, with no reward
-            self.tokens[slot, begin:end] = torch.tensor(observed)
-            self.lengths[slot] = end
             keep.append(row)
-        return torch.tensor(keep, dtype=torch.long)
+            observed.append(part)
+        self._write([ids[row] for row in keep], [ends[row] for row in keep], observed)
+        kept = torch.tensor(keep, dtype=torch.long)
+        self.lengths[slots[kept]] += torch.tensor([len(part) for part in observed], dtype=torch.long)
+        return kept
 
     def finish(self, group_ids: list[int], policy_updates: int) -> Trajectories:
         """The trajectories, with what the environment pays on the last token of each turn. ValueError where
         it pays for another number of turns than an episode has."""
         n, width = len(self.episodes), int(self.lengths.max())
-        rewards = torch.zeros_like(self.logprobs)
+        found: list[tuple[int, int, float]] = []
         for row, (episode, ends) in enumerate(zip(self.episodes, self.turn_ends, strict=True)):
             paid = self.sampler.environment.rewards(episode)
             if len(paid) != len(ends):
@@ -302,7 +315,10 @@ class RolloutBuffer:
                     f"{type(self.sampler.environment).__name__}.rewards: {len(paid)} numbers for the "
                     f"{len(ends)} turns of question {episode.question.id}; give one a turn, 0 for nothing"
                 )
-            rewards[row].index_add_(0, torch.tensor(ends), torch.tensor(paid))
+            found += [(row, end, reward) for end, reward in zip(ends, paid, strict=True)]
+        rows, columns, paid = zip(*found, strict=True)
+        rewards = torch.zeros_like(self.logprobs)
+        rewards[list(rows), list(columns)] = torch.tensor(paid)
         return Trajectories(
             tokens=self.tokens[:, :width],
             lengths=self.lengths,

@@ -63,9 +63,10 @@ class TorchRollout(Sampler):
         fed = torch.zeros(len(forced), dtype=torch.long)  # tokens of each slot that the cache holds
         cache = _KVCache(policy, *buffer.tokens.shape, self.keeps_states)
         while len(slots):
-            pending = [buffer.tokens[slot, fed[slot] : buffer.lengths[slot]] for slot in slots.tolist()]
-            chunk = pad_sequence(pending, batch_first=True)
-            chunk_mask = torch.arange(chunk.shape[1]) < torch.tensor([len(p) for p in pending])[:, None]
+            pending = (buffer.lengths - fed)[slots, None]
+            chunk_mask = torch.arange(int(pending.max())) < pending
+            columns = (fed[slots, None] + torch.arange(chunk_mask.shape[1])).where(chunk_mask, 0)
+            chunk = buffer.tokens[slots[:, None], columns].where(chunk_mask, 0)
             fed_rows = torch.arange(len(slots))  # of the slots that are computed
             logits = cache.feed(slots, chunk, chunk_mask)
             open_slots = torch.ones(len(slots), dtype=torch.bool)
@@ -98,7 +99,7 @@ class TorchRollout(Sampler):
         """Next tokens (n,) and their log-probs, of logits (a, V) for `rows` (a,) of these n, 0 elsewhere;
         `given` (n,) overrides what is drawn where it is not -1."""
         log_probs = torch.log_softmax(logits.float().cpu() / (1.0 if greedy else self.config.temperature), -1)
-        if not torch.isfinite(log_probs).any(1).all():
+        if log_probs[:, 0].isnan().any():  # one number that is not finite makes a row NaN, -inf alone aside
             raise FloatingPointError("non-finite logits in a roll-out")
         found = log_probs.argmax(-1) if greedy else draw(log_probs.exp(), rows, len(given), generator)
         found = torch.where(given[rows] < 0, found, given[rows])

@@ -1,9 +1,11 @@
 """Dialogues as token ids, for one tokenizer: chat template, limits, and what ends a turn. No library is
 imported."""
 
+from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +16,7 @@ _TAGS = {f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")}
 # Some templates write today's date: other prompts each day. This one is Llama 3's fallback.
 _TODAY = datetime(2024, 7, 26)
 _REPLACEMENT = "\ufffd"  # what part of a character decodes to
+_REMEMBERED = 4096  # of a kind: questions, observations and half of what a policy writes come up again
 
 
 def render_prompt(tokenizer: Any, prompt: str) -> str:
@@ -45,6 +48,9 @@ class DialogueEncoder:
     def __init__(self, protocol: Protocol, tokenizer: Any) -> None:
         self.protocol, self.tokenizer = protocol, tokenizer
         self._texts: dict[int, str] = {}  # of single tokens, as they come up
+        self._prompts: dict[str, array] = {}
+        self._observations: dict[str, array] = {}
+        self._read = lru_cache(_REMEMBERED)(self._read_once)
         added = tokenizer.added_tokens_decoder.values()
         control = {str(token) for token in added if token.special}
         self._control = sorted({*tokenizer.all_special_tokens, *control} - _TAGS)
@@ -62,6 +68,9 @@ class DialogueEncoder:
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """`prompt` of each text; one call of the tokenizer for all."""
+        return _recall(self._prompts, texts, self._encode_prompts)
+
+    def _encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         rendered = []
         for text in texts:
             for token in self._control:
@@ -84,6 +93,9 @@ class DialogueEncoder:
 
     def observations(self, texts: Sequence[str]) -> list[list[int]]:
         """`observation` of each text; one call of the tokenizer for all, which is what is fast."""
+        return _recall(self._observations, texts, self._encode_observations)
+
+    def _encode_observations(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._within_limit(text, ids) for text, ids in zip(texts, self._encode(texts), strict=True)]
 
     def written(self, texts: Sequence[str]) -> list[list[int]]:
@@ -102,19 +114,22 @@ class DialogueEncoder:
 
     def turn(self, ids: Sequence[int]) -> str:
         """Text of an agent turn for the environment, without control tokens."""
-        return self.tokenizer.decode([token for token in map(int, ids) if token not in self._hidden])
+        return self._read(tuple(ids))[0]
 
     def sentence_ends(self, ids: Sequence[int]) -> list[bool]:
         """For each token of an agent turn, whether a sentence ends in it, by the protocol's rule. Tokens are
         read one by one, so that a character of several tokens is unreadable: the rule's marks are of one byte
         each."""
+        return list(self._read(tuple(ids))[1])
+
+    def _read_once(self, ids: tuple[int, ...]) -> tuple[str, list[bool]]:
         for token in set(ids) - self._texts.keys():
             self._texts[token] = self.tokenizer.decode([token])
         texts = [self._texts[token] for token in ids]
         stops, ends = list(accumulate(map(len, texts))), [False] * len(ids)
         for place in self.protocol.sentence_ends("".join(texts)):
             ends[bisect_left(stops, place)] = True
-        return ends
+        return self.tokenizer.decode([token for token in ids if token not in self._hidden]), ends
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -128,3 +143,16 @@ class DialogueEncoder:
         if not isinstance(text, str) and not text:
             return []
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def _recall(
+    known: dict[str, array], texts: Sequence[str], encode: Callable[[Sequence[str]], list[list[int]]]
+) -> list[list[int]]:
+    """What `encode` gives for each text; asked only for those that `known` does not hold yet."""
+    new = [text for text in dict.fromkeys(texts) if text not in known]
+    found = {text: array("q", ids) for text, ids in zip(new, encode(new), strict=True)} if new else {}
+    if len(known) + len(found) > _REMEMBERED:
+        found |= {text: known[text] for text in texts if text in known}
+        known.clear()
+    known.update(found)
+    return [known[text].tolist() for text in texts]
