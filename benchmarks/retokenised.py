@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="of train: the run's folder")
     parser.add_argument("--questions", type=int, default=300)
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     records = ",".join(f"{name}: {options.data / name / 'records.jsonl'}" for name in BENCHMARKS)
     config = compose(["preset=smollm", f"world.records={{{records}}}", *options.overrides])
     if options.what == "train":
