@@ -1,5 +1,6 @@
 """A small world, a barely trained policy saved as a warm start, and configs shrunk to seconds."""
 
+import gc
 import json
 import random
 import shutil
@@ -19,6 +20,10 @@ from stppo.training.warm_start import demonstration_batch, made_for
 from stppo.world.encoding import DialogueEncoder
 from stppo.world.scripted import DemonstrationNoise, play
 from tests.training_runs import imitate
+
+gc.set_threshold(
+    100_000, 50, 1000
+)  # else a tenth of the time goes into looking for cycles among the libraries' objects
 
 TINY = [
     "preset=smoke",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import logging
@@ -906,6 +907,7 @@ def main() -> None:
 
     Of an error that nothing here foresees the traceback goes to a file, which the line names.
     """
+    gc.set_threshold(100_000, 50, 1000)  # importing torch and transformers makes half a million objects
     try:
         empty = [option for option, value in itertools.pairwise(sys.argv) if not value]
         if set(empty) - _MAY_BE_EMPTY or "--out=" in sys.argv:
