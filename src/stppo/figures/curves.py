@@ -215,9 +215,11 @@ def source_of(runs: Runs) -> str:
         size = _range([float(f"{value:.2g}") for value in millions])
         parts.append(f"{', '.join(names)} policy" + (f" ({size} M)" if size else ""))
     parts.append(f"{', '.join(sorted(set(table['world_name'])))} world")
-    words = {"learning_rate": "learning rate {}", "epochs": "{} epochs", "staleness": "staleness {}"}
-    parts += [text.format(found) for name, text in words.items() if (found := _range(table[name]))]
-    parts.append(f"{_range(table['iterations'])} iterations")
+    words = {"learning_rate": "learning rate {}", "epochs": "{} epoch{s}", "staleness": "staleness {}"}
+    words |= {"iterations": "{} iteration{s}"}
+    for name, text in words.items():
+        if found := _range(table[name]):
+            parts.append(text.format(found, s="" if found == "1" else "s"))
     arms = table.groupby(["regime", "algorithm"])["world_seed"].agg(["nunique", "size"])
     n_worlds, each = _range(arms["nunique"]), _range(arms["size"])
     where = f"{n_worlds} world{'s' if n_worlds != '1' else ''}"
