@@ -1,0 +1,127 @@
+"""A thousand iterations: do the methods that are stable for a hundred stay so? Records, numbers, picture.
+
+`python -m stppo.study.thousand RUNS OUT` collects the runs of `preset=thousand` and draws them. Protocol:
+results/reference/thousand.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from scipy.stats import spearmanr
+
+from stppo.config.algorithms import in_order
+from stppo.figures.curves import Panel, bands, draw_lines, line_handles, page, source_of
+from stppo.figures.style import Plot, style
+from stppo.record.outcomes import trailing_mean
+from stppo.record.runs import Metrics, collect, load_metrics
+from stppo.record.schema import RUN_FILE
+from stppo.stats import by_world, difference, mean
+
+WORDS = {"CRITICAL": "at the rate at which token PPO fails", "HALF": "at half that rate"}
+EARLY = 100  # iterations after which the study's comparisons end
+FIRST, LAST = (101, 200), (901, 1000)  # iterations whose seconds are compared
+TICKS = (10, 30, 100, 300, 1000)
+SECONDS = ("seconds_rollout", "seconds_scoring", "seconds_critic", "seconds_update")
+
+
+def measured(metrics: Metrics) -> pd.DataFrame:
+    """One row a run: regime, algorithm, world_seed, `early` (success at iteration 100, the mean of three
+    evaluations), `final`, `standing` (learned and not crashed by iteration 100), `crash` (iteration of the
+    first crash, NaN without), `recovered` (whether a crash was made good by the end), `slower` (seconds of a
+    late iteration over those of an early one)."""
+    rows = []
+    for record in metrics.runs:
+        outcome, curve = metrics.outcome(record), metrics.success(record)
+        smoothed = pd.Series(trailing_mean(curve["success"]), index=curve["iteration"]).loc[:EARLY]
+        crash = math.nan if outcome.crash_iteration is None else outcome.crash_iteration
+        stopped = outcome.non_finite and crash <= EARLY
+        iterations = metrics.select(metrics.iterations, record).set_index("iteration")
+        seconds = iterations[list(SECONDS)].sum(axis=1)
+        rows.append(
+            {
+                **{name: record[name] for name in ("regime", "algorithm", "world_seed")},
+                "early": 0.0 if stopped else smoothed.iloc[-1],
+                "final": outcome.final,
+                "standing": bool(smoothed.max() >= outcome.start + 0.1) and not crash <= EARLY,
+                "crash": crash,
+                "recovered": outcome.crashed and not outcome.collapsed,
+                "slower": seconds.loc[slice(*LAST)].median() / seconds.loc[slice(*FIRST)].median(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def values(folder: Path) -> dict[str, Any]:
+    """Every arm's numbers, and the rank correlation of the arms' means at both times."""
+    metrics = load_metrics(folder / "metrics")
+    table = measured(metrics)
+    found: dict[str, Any] = {"runs": len(table), "slower": table["slower"].median()}
+    for regime, part in table.groupby("regime"):
+        means = part.groupby("algorithm")[["early", "final"]].mean()
+        found[regime.lower()] = {"rank": spearmanr(means["early"], means["final"]).statistic}
+        for algorithm, runs in part.groupby("algorithm"):
+            standing = runs[runs["standing"]]
+            low, high = difference(by_world(runs, "final"), by_world(runs, "early")).interval(0.95)
+            found[regime.lower()][algorithm] = {
+                "worlds": len(runs),
+                "early": runs["early"].mean(),
+                "final": mean(by_world(runs, "final")).value,
+                "apart": {"value": (runs["final"] - runs["early"]).mean(), "low": low, "high": high},
+                "standing": len(standing),
+                "fell": int(standing["crash"].notna().sum()),
+                "recovered": int((standing["crash"].notna() & standing["recovered"]).sum()),
+                "crashes": sorted(runs["crash"].dropna()),
+            }
+    return found
+
+
+def picture(metrics: Metrics) -> Plot:
+    """Success on a logarithmic axis, a panel for each rate: means with bands over worlds; a cross where a run
+    first crashed, at the level of its method."""
+    table, panel = measured(metrics), Panel("success", share=True)
+    fell = table[table["standing"] & table["crash"].notna()]
+    title = (
+        f"Of {int(table['standing'].sum())} runs that stood after {EARLY} iterations, {len(fell)} fell "
+        "within a thousand"
+    )
+    question = (
+        "Do methods that are stable for a hundred iterations stay so? Success on unseen questions, sampled. "
+        "Lines: means with a 95 % band over worlds. Crosses: where a run had lost half of its gain."
+    )
+    parts = []
+    looks = metrics.all.looks
+    with style():
+        fig = page(title, question, source_of(metrics.all), 3.6, line_handles(looks))
+        axes = fig.subplots(1, len(WORDS), sharey=True)
+        for ax, (regime, words) in zip(axes, WORDS.items(), strict=True):
+            runs = metrics.all.of([regime])
+            lines = bands(runs, runs.algorithms, panel)
+            lines = lines[lines["iteration"] > 0]
+            draw_lines(ax, lines, looks)
+            for row in table[(table["regime"] == regime) & table["crash"].notna()].itertuples():
+                height = 0.02 + 0.03 * runs.algorithms.index(row.algorithm)
+                ax.plot(row.crash, height, "x", color=looks.loc[row.algorithm, "color"], markersize=6)
+            ax.axvline(EARLY, color="#888888", linestyle=":")
+            ax.set(xscale="log", title=words, xlabel="iteration", ylim=(0, 1))
+            ax.set_xticks(TICKS, map(str, TICKS))
+            ax.minorticks_off()
+            parts.append(lines)
+        axes[0].set_ylabel("success, sampled")
+    names = [metrics.look(name).label for name in in_order(metrics.algorithms())]
+    caption = f"{question} Methods: {', '.join(names)}."
+    return Plot("thousand", fig, pd.concat(parts, ignore_index=True), caption, title=title)
+
+
+def main(runs: str, out: str) -> None:
+    """Collect the runs of a folder and draw them."""
+    folders = sorted(file.parent for file in Path(runs).glob(f"*/*/seed*/{RUN_FILE}"))
+    picture(collect(folders, Path(out) / "metrics")).save(Path(out) / "figures")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
