@@ -24,6 +24,7 @@ from stppo.config.composition import compose
 from stppo.config.loading import LoadedRun, load
 from stppo.config.provenance import git_state, hardware, versions
 from stppo.files import parse_json, write_json
+from stppo.policy.policy import load_tokenizer
 from stppo.rollout import engines
 from stppo.rollout.mismatch import trainer_logprobs
 from stppo.rollout.rollout import Rollout
@@ -188,7 +189,7 @@ def _outside(log_ratio: pd.Series) -> float:
 def measure(run: LoadedRun, start: Path, questions: int) -> dict[str, dict[str, float]]:
     """`summary` at each of TEMPERATURES, of test questions played by the warm start."""
     policy, *_ = load_warm_start(start, run.settings.policy.attention)
-    tokenizer = run.world.tokenizer
+    tokenizer = run.world.tokenizer or load_tokenizer(start)
     asked = evaluation_questions(run.world, questions)
     found = {}
     for temperature in TEMPERATURES:
