@@ -79,6 +79,7 @@ BENCHMARK_PAIRS = (
     *(("topr", "reinforce"), ("topr", "st_ppo"), ("successes_only", "topr"), ("st_ppo", "turn_ppo")),
     *(("s_ppo", "token_ppo"), ("grad_clip", "token_ppo"), ("dual_clip", "token_ppo"), ("dapo", "grpo")),
     *(("ctpo", "grpo"), ("minpro", "grpo"), ("gigpo", "grpo"), ("sampo", "gspo")),
+    *(("decoupled_ppo", "grpo"), ("a3po", "decoupled_ppo")),
 )
 
 
@@ -566,6 +567,13 @@ def retrieval(folder: Path) -> dict[str, Any]:
     return found
 
 
+def retokenised(folder: Path) -> dict[str, Any]:
+    """What text in place of tokens does to fresh data, by temperature (`t1_0`, ...), as
+    `benchmarks/retokenised.py` measured it."""
+    record = json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
+    return {key(f"t{temperature}"): found for temperature, found in record["ratios"].items()}
+
+
 def first_study(folder: Path) -> dict[str, Any]:
     """What the first study counted by its own rules, per regime and arm, from the table that it left."""
     table = pd.read_csv(folder / "metrics/summary.csv")
@@ -608,6 +616,7 @@ PARTS = {
     "smollm": smollm,
     "speed": speed,
     "retrieval": retrieval,
+    "retokenised": retokenised,
     "first_study": first_study,
 }
 
