@@ -93,6 +93,8 @@ def test_an_edited_sentence_is_free_and_a_wrong_number_is_not():
     assert pages.fill("So .18<!-- study.arm.final --> now", of) == "So .17<!-- study.arm.final --> now"
     assert pages.fill("less by .05<!-- -study.arm.low -->", of) == "less by .05<!-- -study.arm.low -->"
     assert pages.fill(table.replace(".30", ".31"), of) == table
+    large = "took 1,564.0<!-- study.arm.runs --> s"
+    assert pages.fill(large, of) == large
     assert unnamed(f"{right}\n\n{table}") == [] and unnamed("It ended at .17.") == [".17"]
     with pytest.raises(KeyError, match="study.arm.end is not in"):
         pages.fill("1<!-- study.arm.end -->", of)

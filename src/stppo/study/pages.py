@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-NUMBER = r"[−+]?(?:\d{1,3}(?:,\d{3})+|\d*\.\d+|\d+)"
+NUMBER = r"[−+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.\d+|\d+)"
 MARKED = re.compile(rf"({NUMBER})( %)?<!-- (-?)([\w.]+) -->")
 COMMENT = re.compile(r"<!-- ([\w. -]+) -->")
 CELL = re.compile(rf"(?<![\w.])({NUMBER})( %)?")
