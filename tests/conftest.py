@@ -21,9 +21,8 @@ from stppo.world.encoding import DialogueEncoder
 from stppo.world.scripted import DemonstrationNoise, play
 from tests.training_runs import imitate
 
-gc.set_threshold(
-    100_000, 50, 1000
-)  # else a tenth of the time goes into looking for cycles among the libraries' objects
+# Else a tenth of the time goes into looking for cycles among the libraries' objects.
+gc.set_threshold(100_000, 50, 1000)
 
 TINY = [
     "preset=smoke",

@@ -1,6 +1,7 @@
 """Dialogues as token ids, with a byte-level BPE tokenizer of Qwen's kind made on the spot."""
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -64,6 +65,8 @@ def test_the_synthetic_world_is_encoded_as_its_own_tokenizer_does():
     assert encoder.prompt(prompt) == world.tokenizer(prompt)["input_ids"]
     assert encoder.observation(observation) == world.tokenizer(observation)["input_ids"]
     assert encoder.turn(encoder.observation("<answer> of </answer> <eos>")) == "<answer> of </answer>"
+    again = torch.tensor(encoder.observation("<answer> of </answer> <eos>"))
+    assert encoder.turn(again) == "<answer> of </answer>", "a tensor of ids is as good as a list"
     assert encoder.end_ids == {world.tokenizer.eos_token_id}
 
 

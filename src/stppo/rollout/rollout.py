@@ -316,9 +316,9 @@ class RolloutBuffer:
                     f"{len(ends)} turns of question {episode.question.id}; give one a turn, 0 for nothing"
                 )
             found += [(row, end, reward) for end, reward in zip(ends, paid, strict=True)]
-        rows, columns, paid = zip(*found, strict=True)
+        rows, columns, amounts = zip(*found, strict=True)
         rewards = torch.zeros_like(self.logprobs)
-        rewards[list(rows), list(columns)] = torch.tensor(paid)
+        rewards[list(rows), list(columns)] = torch.tensor(amounts, dtype=rewards.dtype)
         return Trajectories(
             tokens=self.tokens[:, :width],
             lengths=self.lengths,

@@ -17,10 +17,10 @@ from scipy.stats import spearmanr
 from stppo.config.algorithms import in_order
 from stppo.figures.curves import Panel, bands, draw_lines, line_handles, page, source_of
 from stppo.figures.style import Plot, style
-from stppo.record.outcomes import trailing_mean
+from stppo.record.outcomes import LEARNED, trailing_mean
 from stppo.record.runs import Metrics, collect, load_metrics
 from stppo.record.schema import RUN_FILE
-from stppo.stats import by_world, difference, mean
+from stppo.stats import by_world, difference
 
 WORDS = {"CRITICAL": "at the rate at which token PPO fails", "HALF": "at half that rate"}
 EARLY = 100  # iterations after which the study's comparisons end
@@ -47,7 +47,7 @@ def measured(metrics: Metrics) -> pd.DataFrame:
                 **{name: record[name] for name in ("regime", "algorithm", "world_seed")},
                 "early": 0.0 if stopped else smoothed.iloc[-1],
                 "final": outcome.final,
-                "standing": bool(smoothed.max() >= outcome.start + 0.1) and not crash <= EARLY,
+                "standing": bool(smoothed.max() >= outcome.start + LEARNED) and not crash <= EARLY,
                 "crash": crash,
                 "recovered": outcome.crashed and not outcome.collapsed,
                 "slower": seconds.loc[slice(*LAST)].median() / seconds.loc[slice(*FIRST)].median(),
@@ -70,7 +70,7 @@ def values(folder: Path) -> dict[str, Any]:
             found[regime.lower()][algorithm] = {
                 "worlds": len(runs),
                 "early": runs["early"].mean(),
-                "final": mean(by_world(runs, "final")).value,
+                "final": runs["final"].mean(),
                 "apart": {"value": (runs["final"] - runs["early"]).mean(), "low": low, "high": high},
                 "standing": len(standing),
                 "fell": int(standing["crash"].notna().sum()),

@@ -114,13 +114,13 @@ class DialogueEncoder:
 
     def turn(self, ids: Sequence[int]) -> str:
         """Text of an agent turn for the environment, without control tokens."""
-        return self._read(tuple(ids))[0]
+        return self._read(tuple(map(int, ids)))[0]
 
     def sentence_ends(self, ids: Sequence[int]) -> list[bool]:
         """For each token of an agent turn, whether a sentence ends in it, by the protocol's rule. Tokens are
         read one by one, so that a character of several tokens is unreadable: the rule's marks are of one byte
         each."""
-        return list(self._read(tuple(ids))[1])
+        return list(self._read(tuple(map(int, ids)))[1])
 
     def _read_once(self, ids: tuple[int, ...]) -> tuple[str, list[bool]]:
         for token in set(ids) - self._texts.keys():
