@@ -5,6 +5,7 @@ parameters, optimisers and checkpoints stay the same, and results up to rounding
 
 import ctypes
 import logging
+import weakref
 from pathlib import Path
 from typing import Literal
 
@@ -80,6 +81,7 @@ def _require_supported(body: nn.Module) -> None:
 def _library() -> ctypes.CDLL:
     library = compiled_library(SOURCE)
     library.kept_size.restype = ctypes.c_int64
+    library.decoder.restype = ctypes.c_void_p
     return library
 
 
@@ -279,6 +281,8 @@ class CompiledKVCache:
     def __init__(self, body: nn.Module, n: int, room: int) -> None:
         self.room = -(-room // LANES) * LANES
         self.body = _Body(body, self.room)
+        self.decoder = ctypes.c_void_p(_library().decoder(*self.body.arguments))
+        weakref.finalize(self, _library().end_decoder, self.decoder)
         shape = self.body.shape
         padded = -(-shape.head_size // LANES) * LANES
         self.size = 2 * shape.layers * shape.kv_heads * padded * self.room
@@ -296,7 +300,7 @@ class CompiledKVCache:
         chunk = chunk.contiguous()
         sizes = ctypes.c_int64(self.room), ctypes.c_int64(n)
         read = _at(chunk), ctypes.c_int64(chunk.shape[1]), _at(counts), _at(self.past), _at(caches)
-        _library().extend(*self.body.arguments, *read, *sizes, _at(out))
+        _library().extend(self.decoder, *read, *sizes, _at(out))
         self.past = self.past + counts
         return out
 

@@ -147,8 +147,7 @@ class _KVCache:
         returns the logits (a, V) after each slot's last real token of the chunk (rows without one are to be
         ignored)."""
         states = self.slots.feed(chunk, mask) if self.compiled else self.slots.feed(ids, chunk, mask)
-        with computing(body_of(self.policy)):
-            return logits_of(self.policy, states)
+        return logits_of(self.policy, states)
 
     def keep(self, rows: Tensor, ids: Tensor) -> None:
         """Drop all slots but `ids`, which are these rows of the present ones."""
