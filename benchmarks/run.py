@@ -262,6 +262,22 @@ def peak_memory(overrides: list[str], start: Path, scratch: Path) -> float:
     return Run(load(config), scratch / "memory", start, progress=False).train()["peak_memory_mb"]
 
 
+def memory_over_time(overrides: list[str], start: Path, scratch: Path, marks: tuple[int, ...]) -> list[float]:
+    """Resident MiB of a process after so many small iterations; meant for a fresh process."""
+    small = ["training.trajectories_per_iteration=8", "training.epochs=2", "training.minibatches=2"]
+    small += ["evaluation.every=100000", f"training.iterations={marks[-1]}"]
+    found = []
+
+    def look(trainer: Trainer) -> None:
+        if trainer.iteration in marks:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            found.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+
+    run = load(compose([*overrides, "training=off_policy", "algorithm=token_ppo", *small]))
+    Run(run, scratch / "long", start, on_iteration=look, progress=False).train()
+    return found
+
+
 def tables(overrides: list[str], start: Path, folder: Path, quick: bool) -> Iterator[tuple[str, Table]]:
     repeats, many = (1, 1) if quick else (5, 20)
     disable_progress_bar()
@@ -273,7 +289,16 @@ def tables(overrides: list[str], start: Path, folder: Path, quick: bool) -> Iter
     yield "Roll-out against transformers.generate", rollouts(sampler, start, asked, repeats)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
         peak = fresh.submit(peak_memory, overrides, start, folder).result()
-    yield "Memory", [{"process": "training st_ppo", "peak resident MiB": f"{peak:.0f}"}]
+    rows = [{"process": "training st_ppo, at most", "resident MiB": f"{peak:.0f}"}]
+    if Path("/proc/self/statm").exists():
+        marks = (2, 4) if quick else (100, 1000)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+            found = fresh.submit(memory_over_time, overrides, start, folder, marks).result()
+        rows += [
+            {"process": f"small iterations of token_ppo, after {mark:,}", "resident MiB": f"{size:.0f}"}
+            for mark, size in zip(marks, found, strict=True)
+        ]
+    yield "Memory", rows
 
 
 if __name__ == "__main__":

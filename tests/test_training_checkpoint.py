@@ -122,7 +122,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole(room, tmp_path):
 
 
 def of_format(number):
-    return lambda folder: edit(folder / "state.json", '"format": 2', f'"format": {number}')
+    return lambda folder: edit(folder / "state.json", '"format": 3', f'"format": {number}')
 
 
 def with_surplus_tensor(folder):
@@ -147,7 +147,7 @@ def holding(content):
         (with_surplus_tensor, "mine", "policy.safetensors cannot be read"),
         (holding("[" * 100_000), "mine", "cannot be read .*set_aside"),
         (holding("null"), "mine", "cannot be read .*set_aside"),
-        (holding('{"fingerprint": "mine", "format": 2, "state": 5}'), "mine", "cannot be read .*set_aside"),
+        (holding('{"fingerprint": "mine", "format": 3, "state": 5}'), "mine", "cannot be read .*set_aside"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, change, fingerprint, said):

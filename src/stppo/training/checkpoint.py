@@ -29,7 +29,7 @@ from stppo.record.schema import (
 )
 from stppo.training.loggers import FOLDERS
 
-FORMAT = 2
+FORMAT = 3
 CHECKPOINT_DIR = "checkpoint"  # in a run folder; holds the newest checkpoint, numbered
 _STATE_FILE = "state.json"
 _REMEDY = (

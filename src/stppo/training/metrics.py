@@ -1,5 +1,6 @@
 """What a run records: roll-out statistics, evaluations, and the tables and record they are written to."""
 
+import ctypes
 import os
 import resource
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stppo.files import write_atomically, write_json
@@ -104,6 +106,18 @@ def read_tables(run_dir: Path) -> tuple[list[dict], list[dict]]:
     return updates.to_dict("records"), evaluations.to_dict("records")
 
 
+def as_columns(rows: list[dict[str, float]]) -> dict[str, Tensor]:
+    """Rows of numbers as columns (n,) of int64 or float64: thousands of rows are a checkpoint's largest part,
+    and as text they take several times the room and time. A number that a row lacks is NaN."""
+    frame = pd.DataFrame([dict(row) for row in rows])
+    return {name: torch.from_numpy(frame[name].to_numpy(copy=True)) for name in frame}
+
+
+def as_rows(columns: dict[str, Tensor]) -> list[dict[str, float]]:
+    """The rows that `as_columns` took."""
+    return pd.DataFrame({name: column.numpy() for name, column in columns.items()}).to_dict("records")
+
+
 def trajectory_records(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, n: int) -> list[dict[str, Any]]:
     """The first n trajectories of a roll-out, token by token, as the viewer reads them
     (`schema.TrajectoryRecord`)."""
@@ -155,6 +169,14 @@ def peak_memory_mb() -> float:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) / 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2  # macOS counts in bytes
+
+
+def give_back_memory() -> None:
+    """Return to the system what the C library holds unused, where it can (glibc). Buffers of ever other sizes
+    leave gaps: a run grows by more than 1 MiB an iteration without this."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def gpu_peak_memory_mb(device: torch.device) -> float | None:

@@ -38,6 +38,7 @@ from stppo.training.failures import what_stopped
 from stppo.training.loggers import Loggers, check_installed
 from stppo.training.metrics import (
     evaluate,
+    give_back_memory,
     gpu_peak_memory_mb,
     peak_memory_mb,
     read_tables,
@@ -92,6 +93,7 @@ class Run:
         self.kernels = [self.trainer.models.kernels]
         self.resumed_on: list[dict[str, Any]] = []  # environments of later parts, where they differ
         self.seconds_before = self.cpu_before = 0.0
+        self.tables_due = 0.0  # when they may be written again between checkpoints
         self.code_hash = code_of("stppo.training.run", *targets(self.config))
         self.identity = identity(self.config, self.trainer.divisors)
         self.fingerprint = fingerprint([self.identity, self.trainer.start_weights, self.code_hash])
@@ -187,11 +189,12 @@ class Run:
         if done % training.checkpoint_every == 0 and done < training.iterations:
             self._write(RUNNING)
             self._checkpoint()
-        elif evaluated:
+        elif evaluated and time.perf_counter() > self.tables_due:
             self._write(RUNNING)
 
     def _write(self, status: str, non_finite: dict | None = None) -> dict[str, Any]:
         self.lock.check()
+        began = time.perf_counter()
         write_tables(self.folder, self.trainer.update_rows, self.trainer.evaluation_rows)
         record = {
             "status": status,
@@ -225,6 +228,10 @@ class Run:
         }
         check_record(record, str(self.folder), "a fix of this code")
         write_json(self.folder / RUN_FILE, record)
+        now = time.perf_counter()
+        self.tables_due = now + 20 * (
+            now - began
+        )  # tables grow: a long run would write them most of its time
         return record
 
     def _make_loggers(self) -> Loggers:
@@ -243,6 +250,7 @@ class Run:
 
     def _checkpoint(self) -> None:
         save_checkpoint(self.folder / CHECKPOINT_DIR, self.fingerprint, self._state())
+        give_back_memory()
         if self.elsewhere is not None:
             self.elsewhere.store(newest(self.folder / CHECKPOINT_DIR))
 

@@ -31,7 +31,7 @@ from stppo.training.checkpoint import restore, restore_optimizer, trained
 from stppo.training.controls import ReplayedDivisors
 from stppo.training.gradients import Passes
 from stppo.training.loggers import Loggers
-from stppo.training.metrics import evaluate
+from stppo.training.metrics import as_columns, as_rows, evaluate
 from stppo.training.models import logprobs, make_models
 from stppo.training.optimizers import make_optimizer
 from stppo.training.updates import CriticUpdates, PolicyUpdates
@@ -279,7 +279,7 @@ class Trainer:
             "critic_optimizer": self.critic and self.critic_optimizer.state_dict(),
             "generator": self.generator.get_state(),
             **self.batches.state(),
-            "update_rows": self.update_rows,
+            "update_rows": as_columns(self.update_rows),
             "evaluation_rows": self.evaluation_rows,
         }
 
@@ -293,5 +293,5 @@ class Trainer:
             restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
         self.generator.set_state(state["generator"])
         self.batches.take_up(state)
-        self.update_rows, self.evaluation_rows = state["update_rows"], state["evaluation_rows"]
+        self.update_rows, self.evaluation_rows = as_rows(state["update_rows"]), state["evaluation_rows"]
         self.policy_updates.remember(self.update_rows)
