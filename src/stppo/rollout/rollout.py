@@ -254,13 +254,15 @@ class RolloutBuffer:
             rows, columns, tokens = torch.tensor(written).T
             self.tokens[rows, columns] = tokens
 
-    def emit(self, slots: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        """Append one agent token (n,) to each of the slots (n,)."""
-        columns = self.lengths[slots]
-        self.tokens[slots, columns] = tokens
-        self.logprobs[slots, columns] = logprobs
-        self.agent_mask[slots, columns] = True
-        self.lengths[slots] += 1
+    def emit(self, slots: Tensor, turns: Tensor, logprobs: Tensor, counts: Tensor) -> None:
+        """Append to each of the slots (n,) the first `counts` (n,) agent tokens of its row of `turns` (n, m)
+        and their log-probs."""
+        place = torch.arange(turns.shape[1])
+        row, column = (place < counts[:, None]).nonzero(as_tuple=True)
+        at = slots[row], self.lengths[slots][row] + place[column]
+        self.tokens[at], self.logprobs[at] = turns[row, column], logprobs[row, column]
+        self.agent_mask[at] = True
+        self.lengths[slots] += counts
 
     def emit_turn(self, slot: int, tokens: Tensor, logprobs: Tensor) -> None:
         """Append a whole turn (m,) to one slot."""

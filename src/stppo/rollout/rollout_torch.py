@@ -68,25 +68,32 @@ class TorchRollout(Sampler):
             columns = (fed[slots, None] + torch.arange(chunk_mask.shape[1])).where(chunk_mask, 0)
             chunk = buffer.tokens[slots[:, None], columns].where(chunk_mask, 0)
             fed_rows = torch.arange(len(slots))  # of the slots that are computed
-            logits = cache.feed(slots, chunk, chunk_mask)
+            states = cache.feed(slots, chunk, chunk_mask)
             open_slots = torch.ones(len(slots), dtype=torch.bool)
             start = buffer.lengths[slots]
-            turn = torch.zeros(len(slots), 0, dtype=torch.long)
+            turn = torch.zeros(len(slots), buffer.max_turn, dtype=torch.long)
+            logprobs = torch.zeros(turn.shape)
+            n_tokens = torch.zeros(len(slots), dtype=torch.long)
+            given = forced[slots, -1]
             for step in range(buffer.max_turn):
-                given = forced[slots, emitted[slots].clamp(max=forced.shape[1] - 1)]
-                sampled, logprob = self._sample(logits, fed_rows, generator, greedy, given)
-                turn = torch.cat([turn, sampled[:, None]], 1)
-                rows = slots[open_slots]
-                buffer.emit(rows, sampled[open_slots], logprob[open_slots])
-                emitted[rows] += 1
+                if forced.shape[1] > 1:
+                    given = forced[slots, (emitted[slots] + step).clamp(max=forced.shape[1] - 1)]
+                sampled, logprobs[:, step] = self._sample(
+                    cache, states, fed_rows, open_slots, generator, greedy, given
+                )
+                turn[:, step] = sampled
+                n_tokens += open_slots
                 # A closed slot keeps its newest token out of the cache: it leads the next prefill.
-                open_slots &= ~self.turn_end(sampled, turn, open_slots)
+                open_slots &= ~self.turn_end(sampled, turn[:, : step + 1], open_slots)
                 if step + 1 == buffer.max_turn or not open_slots.any():
                     break
                 if cache.drops_closed:
                     fed_rows = open_slots.nonzero().squeeze(1)
-                token, still = sampled[fed_rows, None], open_slots[fed_rows, None]
-                logits = cache.feed(slots[fed_rows], token, still)
+                    states = cache.feed(slots[fed_rows], sampled[fed_rows, None], open_slots[fed_rows, None])
+                else:
+                    states = cache.feed(slots, sampled[:, None], open_slots[:, None])
+            buffer.emit(slots, turn, logprobs, n_tokens)
+            emitted[slots] += n_tokens
             fed[slots] = buffer.lengths[slots] - 1
             keep = buffer.environment_turn(slots, start)
             slots = slots[keep]
@@ -94,11 +101,24 @@ class TorchRollout(Sampler):
         buffer.below = cache.below
 
     def _sample(
-        self, logits: Tensor, rows: Tensor, generator: torch.Generator, greedy: bool, given: Tensor
+        self,
+        cache: "_KVCache",
+        states: Tensor,
+        rows: Tensor,
+        open_slots: Tensor,
+        generator: torch.Generator,
+        greedy: bool,
+        given: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Next tokens (n,) and their log-probs, of logits (a, V) for `rows` (a,) of these n, 0 elsewhere;
-        `given` (n,) overrides what is drawn where it is not -1."""
-        log_probs = torch.log_softmax(logits.float().cpu() / (1.0 if greedy else self.config.temperature), -1)
+        """Next tokens (n,) and their log-probs, of states (a, H) for `rows` (a,) of these n, 0 elsewhere;
+        `given` (n,) overrides what is drawn where it is not -1. Those of closed slots have no meaning."""
+        temperature = 1.0 if greedy else self.config.temperature
+        size = cache.policy.config.vocab_size
+        if cache.compiled and size <= _SMALL_VOCABULARY:
+            noise = None if greedy else torch.empty(len(given), size).exponential_(generator=generator)
+            return cache.slots.next_tokens(states, open_slots, temperature, noise, given)
+        logits = logits_of(cache.policy, states)
+        log_probs = torch.log_softmax(logits.float().cpu() / temperature, -1)
         if log_probs[:, 0].isnan().any():  # one number that is not finite makes a row NaN, -inf alone aside
             raise FloatingPointError("non-finite logits in a roll-out")
         found = log_probs.argmax(-1) if greedy else draw(log_probs.exp(), rows, len(given), generator)
@@ -135,7 +155,9 @@ class _KVCache:
         self.policy, body = policy, body_of(policy)
         self.compiled = is_compiled(body)
         self.drops_closed = not self.compiled  # compiled code skips them itself
-        self.slots = CompiledKVCache(body, n, room) if self.compiled else KVCache(body, n, room, keeps_states)
+        self.slots = (
+            CompiledKVCache(policy, n, room) if self.compiled else KVCache(body, n, room, keeps_states)
+        )
 
     @property
     def below(self) -> Tensor | None:
@@ -144,10 +166,9 @@ class _KVCache:
 
     def feed(self, ids: Tensor, chunk: Tensor, mask: Tensor) -> Tensor:
         """Append tokens (a, m), real where mask (a, m) holds, to the slots `ids` (a,), in compiled code all;
-        returns the logits (a, V) after each slot's last real token of the chunk (rows without one are to be
+        returns the states (a, H) of each slot's last real token of the chunk (rows without one are to be
         ignored)."""
-        states = self.slots.feed(chunk, mask) if self.compiled else self.slots.feed(ids, chunk, mask)
-        return logits_of(self.policy, states)
+        return self.slots.feed(chunk, mask) if self.compiled else self.slots.feed(ids, chunk, mask)
 
     def keep(self, rows: Tensor, ids: Tensor) -> None:
         """Drop all slots but `ids`, which are these rows of the present ones."""
