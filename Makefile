@@ -123,9 +123,14 @@ gpu:
 GPU_MINUTES ?= 8
 GPU_OUT ?= results/gpu
 
+# Half an hour on one core. AGAINST=PATH: a second checkout, whose iterations are timed beside these.
 bench: setup
 	mkdir -p results/speed
 	python benchmarks/run.py --json results/speed/run.json
 	python benchmarks/kernels.py --json results/speed/kernels.json
 	@if [ -x $(ENGINES)/bin/python ]; then $(ENGINES)/bin/python benchmarks/trl_side_by_side.py --json results/speed/trl.json; \
 	else echo 'Not compared with TRL: `make test-engines` makes the environment that has it.'; fi
+	@if [ -n "$(AGAINST)" ]; then python benchmarks/against.py $(AGAINST) --json results/speed/against.json; \
+	else echo 'Not compared with another checkout: `make bench AGAINST=PATH` does.'; fi
+	python benchmarks/smollm.py policy.trainable_layers=10 --json results/speed/smollm.json || \
+		echo 'Not measured with SmolLM2: `stppo fetch smollm2` brings it.'

@@ -54,8 +54,7 @@ def compare(other: Path, repeats: int) -> Table:
                         found[part].append(seconds)
             rows += [
                 {
-                    "an iteration of": algorithm,
-                    "part": part.removeprefix("seconds_"),
+                    "an iteration": f"{algorithm}, {part.removeprefix('seconds_')}",
                     "here, s": spread(found),
                     "there, s": spread(times[other][part]),
                     "there takes": ratios(times[other][part], found),

@@ -289,15 +289,14 @@ def tables(overrides: list[str], start: Path, folder: Path, quick: bool) -> Iter
     yield "Roll-out against transformers.generate", rollouts(sampler, start, asked, repeats)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
         peak = fresh.submit(peak_memory, overrides, start, folder).result()
-    rows = [{"process": "training st_ppo, at most", "resident MiB": f"{peak:.0f}"}]
+    rows = [{"process": "training st_ppo, at most", "resident MiB": f"{peak:.0f}", "of that above": ""}]
     if Path("/proc/self/statm").exists():
         marks = (2, 4) if quick else (100, 1000)
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            found = fresh.submit(memory_over_time, overrides, start, folder, marks).result()
-        rows += [
-            {"process": f"small iterations of token_ppo, after {mark:,}", "resident MiB": f"{size:.0f}"}
-            for mark, size in zip(marks, found, strict=True)
-        ]
+            early, late = fresh.submit(memory_over_time, overrides, start, folder, marks).result()
+        for mark, size, share in ((marks[0], early, ""), (marks[1], late, f"{late / early:.2f} ×")):
+            what = f"after {mark:,} small iterations of token_ppo"
+            rows.append({"process": what, "resident MiB": f"{size:.0f}", "of that above": share})
     yield "Memory", rows
 
 

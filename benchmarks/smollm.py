@@ -1,15 +1,17 @@
 """CPU seconds and memory of an iteration with SmolLM2-135M: python benchmarks/smollm.py [OVERRIDE...], after `stppo fetch smollm2`.
 
 64 trajectories of about 132 tokens, 21 of them the agent's, in two turns. What the agent writes is given (`forced`) and the
-passages are made up, so that an iteration costs the same whatever the policy knows. Prints one JSON line.
+passages are made up, so that an iteration costs the same whatever the policy knows.
 """
 
+import argparse
 import json
 import random
-import sys
 import time
+from pathlib import Path
 
 import torch
+from run import Table, markdown, provenance
 
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
@@ -72,7 +74,8 @@ class Library:
         return " ".join(self.rng.choice(WORDS) for _ in range(n))
 
 
-def main(overrides: list[str]) -> None:
+def iteration(overrides: list[str]) -> tuple[str, Table]:
+    """Title and rows: CPU seconds of each part, and the most memory."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = compose([*OVERRIDES, *overrides])
@@ -106,7 +109,7 @@ def main(overrides: list[str]) -> None:
     def timed(name, act):
         began = time.process_time()
         found = act()
-        seconds[name] = round(time.process_time() - began, 1)
+        seconds[name] = time.process_time() - began
         return found
 
     generator = torch.Generator().manual_seed(0)
@@ -137,18 +140,25 @@ def main(overrides: list[str]) -> None:
                 updates.step(row, batch.select(rows), advantages[rows], old, None)
 
     timed("updates", epochs)
-    print(
-        json.dumps(
-            {
-                "overrides": overrides,
-                "tokens": round(float(batch.lengths.float().mean()), 1),
-                "agent_tokens": round(float(batch.n_agent_tokens.float().mean()), 1),
-                "cpu_seconds": seconds | {"together": round(sum(seconds.values()), 1)},
-                "peak_gib": round(peak_memory_mb() / 1024, 2),
-            }
-        )
-    )
+    tokens, own = (float(n.float().mean()) for n in (batch.lengths, batch.n_agent_tokens))
+    title = f"SmolLM2, {TRAJECTORIES} trajectories of {tokens:.0f} tokens, {own:.0f} of them the agent's"
+    seconds["together"] = sum(seconds.values())
+    rows = [{"part": part, "measured": f"{value:.1f} CPU s"} for part, value in seconds.items()]
+    return title, [*rows, {"part": "most memory", "measured": f"{peak_memory_mb() / 1024:.2f} GiB"}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the table, hardware and versions here")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. policy.trainable_layers=10")
+    arguments = parser.parse_args()
+    title, rows = iteration(arguments.overrides)
+    title = ", ".join([title, *arguments.overrides])
+    print(markdown(title, rows))
+    if arguments.json:
+        content = {**provenance(), "tables": {title: rows}}
+        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

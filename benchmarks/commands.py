@@ -1,0 +1,46 @@
+"""Minutes of this project's own commands in a fresh clone: `python benchmarks/commands.py` prints a Markdown table.
+
+The set-up is timed by itself. Nothing else should run meanwhile: the commands use all cores.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from run import markdown, provenance
+
+HERE = Path(__file__).parents[1]
+COMMANDS = ("make setup", "make test", "make all PRESET=smoke", "make all")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the table, hardware and versions here")
+    parser.add_argument("--scratch", type=Path, help="where to clone to (default: the temporary folder)")
+    parser.add_argument("commands", nargs="*", default=COMMANDS, help=f"default: {', '.join(COMMANDS)}")
+    arguments = parser.parse_args()
+    rows = []
+    # Without the environment that this runs in.
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    clean["PATH"] = os.pathsep.join(p for p in clean["PATH"].split(os.pathsep) if "/.venv" not in p)
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+        subprocess.run(["git", "clone", "--quiet", str(HERE), folder], check=True)
+        for command in arguments.commands:
+            began = time.perf_counter()
+            done = subprocess.run(command, shell=True, cwd=folder, env=clean)
+            minutes = (time.perf_counter() - began) / 60
+            rows.append(
+                {"command": command, "minutes": f"{minutes:.1f}", "exit status": str(done.returncode)}
+            )
+            print(markdown("Commands", rows), flush=True)
+            if arguments.json:
+                content = {**provenance(), "tables": {"Commands": rows}}
+                arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
