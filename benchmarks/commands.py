@@ -20,15 +20,17 @@ COMMANDS = ("make setup", "make test", "make all PRESET=smoke", "make all")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the table, hardware and versions here")
-    parser.add_argument("--scratch", type=Path, help="where to clone to (default: the temporary folder)")
+    parser.add_argument("--clone", type=Path, help="a clone that is there already (default: a new one)")
     parser.add_argument("commands", nargs="*", default=COMMANDS, help=f"default: {', '.join(COMMANDS)}")
     arguments = parser.parse_args()
     rows = []
     # Without the environment that this runs in.
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     clean["PATH"] = os.pathsep.join(p for p in clean["PATH"].split(os.pathsep) if "/.venv" not in p)
-    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-        subprocess.run(["git", "clone", "--quiet", str(HERE), folder], check=True)
+    with tempfile.TemporaryDirectory() as new:
+        folder = arguments.clone or Path(new)
+        if arguments.clone is None:
+            subprocess.run(["git", "clone", "--quiet", str(HERE), new], check=True)
         for command in arguments.commands:
             began = time.perf_counter()
             done = subprocess.run(command, shell=True, cwd=folder, env=clean)

@@ -1,11 +1,13 @@
 """Compiled code against eager PyTorch: scores, gradients, values, roll-outs, 20 updates; and falling back to eager."""
 
 import copy
+import gc
 import json
 import logging
 
 import pytest
 import torch
+from torch.autograd.function import BackwardCFunction
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from stppo.config.loading import build, load
@@ -78,6 +80,19 @@ def test_gradient_of_a_few_tokens_and_of_a_second_scalar(played):
         found[model] = of_first, gradients(model, logprobs.sum())
     for left, right in zip(found[exact], found[compiled], strict=True):
         assert_close_to(left, right)
+
+
+def test_a_pass_gives_its_memory_back_at_once(played):
+    _, compiled, batch, _ = played
+    gc.collect()
+    gc.disable()  # a cycle would hold megabytes until Python looks for cycles
+    try:
+        score(compiled, batch).logprobs.sum().backward()
+        held = [found for found in gc.get_objects() if isinstance(found, BackwardCFunction)]
+    finally:
+        gc.enable()
+    compiled.zero_grad()
+    assert held == []
 
 
 def test_critic_values_and_gradients(played):

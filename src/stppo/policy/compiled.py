@@ -255,7 +255,8 @@ class _Scores(torch.autograd.Function):
         chosen, entropy, squares = torch.empty(3, len(states)).unbind()
         given = _at(states), _at(weight), _at(ids), *sizes, _at(log_softmax)
         _library().scores(*given, _at(chosen), _at(entropy), _at(squares))
-        ctx.given, ctx.kept = given, (states, weight, ids, log_softmax, entropy)
+        # Not the output itself: it refers to ctx, and the cycle would hold a minibatch's memory for long.
+        ctx.given, ctx.kept = given, (states, weight, ids, log_softmax, entropy.detach())
         ctx.mark_non_differentiable(squares)
         ctx.set_materialize_grads(False)
         return chosen, entropy, squares
