@@ -540,6 +540,16 @@ def speed(folder: Path) -> dict[str, Any]:
         found[f"torch_{n}"]["against_vllm"] = found[f"torch_{n}"]["tokens"] / found[f"vllm_{n}"]["tokens"]
     tables = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))["tables"]
     took = {row["forward and backward"]: row["milliseconds"].split()[0] for row in tables["A minibatch"]}
+    (rows,) = json.loads((folder / "smollm.json").read_text(encoding="utf-8"))["tables"].values()
+    parts = {row["part"]: float(row["measured"].split()[0]) for row in rows}
+    found["smollm"] = {
+        "rollout": parts["roll-out"],
+        "values": parts["values"],
+        "critic": parts["critic"],
+        "epoch": parts["updates"] / 4,
+        "together": parts["together"],
+        "memory": parts["most memory"],
+    }
     return found | {"passes": float(took["auto"]), "products_alone": float(took["floor"])}
 
 
