@@ -660,26 +660,9 @@ struct Batch {
 
 struct Decoder {
     Body body;
-    Packed head;
-    long vocabulary;
     Scratch scratch;
     std::vector<float> kept;
 };
-
-// Logits over `by`, of which those beyond V become -inf, and the logarithm of the sum of their exponentials.
-inline float shift_of(float* z, long V, long ld, float by) {
-    std::fill(z + V, z + ld, -INFINITY);
-    aligned_vec tops = splat(-INFINITY), total{};
-    for (long i = 0; i < ld; i += W) {
-        const aligned_vec x = load(z + i) / by;
-        store(z + i, x);
-        tops = x > tops ? x : tops;
-    }
-    float top = tops[0];
-    for (long i = 1; i < W; i++) top = tops[i] > top ? tops[i] : top;
-    for (long i = 0; i < ld; i += W) total += exp_of(load(z + i) - top);
-    return top + std::log(sum(total));
-}
 
 }  // namespace
 
@@ -765,8 +748,17 @@ void scores(const float* states, const float* weight, const int64_t* ids, int64_
         p.apply(states + from * H, H, logits.data(), ld, m, false);
         for (long t = 0; t < m; t++) {
             float* z = logits.data() + t * ld;
-            const float shift = shift_of(z, V, ld, by);
-            aligned_vec square{}, plogp{};
+            std::fill(z + V, z + ld, -INFINITY);
+            aligned_vec tops = splat(-INFINITY), total{}, square{}, plogp{};
+            for (long i = 0; i < ld; i += W) {
+                const aligned_vec x = load(z + i) / by;
+                store(z + i, x);
+                tops = x > tops ? x : tops;
+            }
+            float top = tops[0];
+            for (long i = 1; i < W; i++) top = tops[i] > top ? tops[i] : top;
+            for (long i = 0; i < ld; i += W) total += exp_of(load(z + i) - top);
+            const float shift = top + std::log(sum(total));
             for (long i = 0; i < ld; i += W) {
                 const aligned_vec l = load(z + i) - shift, e = exp_of(l);
                 store(z + i, l);
@@ -807,14 +799,8 @@ void scores_back(const float* states, const float* weight, const int64_t* ids, i
     }
 }
 
-// What decoding step after step reads, packed once: the body, and the output layer (V, hidden). The weights must not change
-// while it lives.
-void* decoder(const Model* model, const float* const* weights, const float* head, int64_t V) {
-    auto* made = new Decoder{Body(*model, weights, false), {}, V};
-    made->head.reserve(model->hidden, V);
-    pack_forward(made->head, 0, head, V, model->hidden);
-    return made;
-}
+// What decoding step after step reads, packed once. The weights must not change while it lives.
+void* decoder(const Model* model, const float* const* weights) { return new Decoder{Body(*model, weights, false), {}, {}}; }
 void end_decoder(void* made) { delete static_cast<Decoder*>(made); }
 
 // Appends n[i] tokens to each slot's cache and gives the normed state (hidden) of its last one; slots with n = 0 are left
@@ -842,45 +828,5 @@ void extend(void* made, const int64_t* tokens, int64_t stride, const int64_t* n,
         for (long i = begin; i < end; i++)
             if (n[i]) normalise(b, x, b.w[NORM], b.w[NORM_BIAS], out + i * b.H, norm, 1), x += b.H;
     });
-}
-
-// The next token of each open slot of n, from its state (hidden), and the token's log-prob at the temperature: `given`
-// where that is not negative, else the largest of p / noise, or with null noise of p. noise: (n, V), exponential, as
-// torch.multinomial takes it. Returns 0 where a number is not finite.
-int64_t choose(void* made, const float* states, const bool* open, int64_t n, double temperature, const float* noise,
-               const int64_t* given, int64_t* tokens, float* logprobs) {
-    const Decoder& d = *static_cast<Decoder*>(made);
-    const long H = d.body.H, V = d.vocabulary, ld = d.head.n, some = 48;
-    std::vector<float> asked(some * H), logits(some * ld);
-    std::vector<long> rows;
-    for (long from = 0; from < n; from++) {
-        if (open[from]) std::copy(states + from * H, states + (from + 1) * H, asked.data() + rows.size() * H), rows.push_back(from);
-        if (static_cast<long>(rows.size()) < some && from + 1 < n) continue;
-        d.head.apply(asked.data(), H, logits.data(), ld, rows.size(), false);
-        for (size_t t = 0; t < rows.size(); t++) {
-            float* z = logits.data() + t * ld;
-            const float shift = shift_of(z, V, ld, static_cast<float>(temperature));
-            if (!std::isfinite(shift)) return 0;
-            long best = 0;
-            if (noise) {
-                float top = -1;
-                for (long i = 0; i < ld; i += W) store(z + i, load(z + i) - shift);
-                for (long i = 0; i < V; i += W) {
-                    const aligned_vec p = exp_of(load(z + i));
-                    for (long j = 0; j < W && i + j < V; j++) {
-                        const float share = p[j] / noise[rows[t] * V + i + j];
-                        if (share > top) top = share, best = i + j;
-                    }
-                }
-            } else {
-                for (long i = 0; i < V; i++) best = z[i] > z[best] ? i : best;
-                for (long i = 0; i < ld; i += W) store(z + i, load(z + i) - shift);
-            }
-            if (given[rows[t]] >= 0) best = given[rows[t]];
-            tokens[rows[t]] = best, logprobs[rows[t]] = z[best];
-        }
-        rows.clear();
-    }
-    return 1;
 }
 }

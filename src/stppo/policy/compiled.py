@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers import GPT2Model, LlamaModel, PreTrainedModel, Qwen2Model
 
 from stppo.policy.compiler import CannotCompile, compiled_library
-from stppo.policy.compute import body_of, device_of, head_of
+from stppo.policy.compute import body_of, device_of
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,6 @@ def _library() -> ctypes.CDLL:
     library = compiled_library(SOURCE)
     library.kept_size.restype = ctypes.c_int64
     library.decoder.restype = ctypes.c_void_p
-    library.choose.restype = ctypes.c_int64
     return library
 
 
@@ -277,16 +276,13 @@ class _Scores(torch.autograd.Function):
 
 
 class CompiledKVCache:
-    """Keys and values of n slots of at most `room` tokens, the states of what is appended to them, and the
-    tokens that follow. While it lives the weights must not change."""
+    """Keys and values of n slots of at most `room` tokens, and the states of what is appended to them. While
+    it lives the weights must not change."""
 
-    def __init__(self, policy: PreTrainedModel, n: int, room: int) -> None:
+    def __init__(self, body: nn.Module, n: int, room: int) -> None:
         self.room = -(-room // LANES) * LANES
-        self.body = _Body(body_of(policy), self.room)
-        head = head_of(policy).weight
-        self.vocabulary = len(head)
-        made = _library().decoder(*self.body.arguments, _at(head), ctypes.c_int64(self.vocabulary))
-        self.decoder = ctypes.c_void_p(made)
+        self.body = _Body(body, self.room)
+        self.decoder = ctypes.c_void_p(_library().decoder(*self.body.arguments))
         weakref.finalize(self, _library().end_decoder, self.decoder)
         shape = self.body.shape
         padded = -(-shape.head_size // LANES) * LANES
@@ -308,20 +304,6 @@ class CompiledKVCache:
         _library().extend(self.decoder, *read, *sizes, _at(out))
         self.past = self.past + counts
         return out
-
-    def next_tokens(
-        self, states: Tensor, open_slots: Tensor, temperature: float, noise: Tensor | None, given: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The next token (n,) of each of the open slots (n,), and its log-prob, from the states (n, H); 0 for
-        the others. It is `given` (n,) where that is not -1.
-
-        noise: (n, V) exponential random numbers, used as `torch.multinomial` uses them; None: the most likely
-        token. FloatingPointError where a number is not finite."""
-        tokens, logprobs = torch.zeros_like(given), torch.zeros(len(given))
-        asked = _at(states), _at(open_slots), ctypes.c_int64(len(given)), ctypes.c_double(temperature)
-        if not _library().choose(self.decoder, *asked, _at(noise), _at(given), _at(tokens), _at(logprobs)):
-            raise FloatingPointError("non-finite logits in a roll-out")
-        return tokens, logprobs
 
     def keep(self, rows: Tensor) -> None:
         """Drop all slots but these."""

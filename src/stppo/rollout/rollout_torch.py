@@ -78,9 +78,7 @@ class TorchRollout(Sampler):
             for step in range(buffer.max_turn):
                 if forced.shape[1] > 1:
                     given = forced[slots, (emitted[slots] + step).clamp(max=forced.shape[1] - 1)]
-                sampled, logprobs[:, step] = self._sample(
-                    cache, states, fed_rows, open_slots, generator, greedy, given
-                )
+                sampled, logprobs[:, step] = self._sample(policy, states, fed_rows, generator, greedy, given)
                 turn[:, step] = sampled
                 n_tokens += open_slots
                 # A closed slot keeps its newest token out of the cache: it leads the next prefill.
@@ -102,22 +100,17 @@ class TorchRollout(Sampler):
 
     def _sample(
         self,
-        cache: "_KVCache",
+        policy: PreTrainedModel,
         states: Tensor,
         rows: Tensor,
-        open_slots: Tensor,
         generator: torch.Generator,
         greedy: bool,
         given: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Next tokens (n,) and their log-probs, of states (a, H) for `rows` (a,) of these n, 0 elsewhere;
-        `given` (n,) overrides what is drawn where it is not -1. Those of closed slots have no meaning."""
+        `given` (n,) overrides what is drawn where it is not -1."""
         temperature = 1.0 if greedy else self.config.temperature
-        size = cache.policy.config.vocab_size
-        if cache.compiled and size <= _SMALL_VOCABULARY:
-            noise = None if greedy else torch.empty(len(given), size).exponential_(generator=generator)
-            return cache.slots.next_tokens(states, open_slots, temperature, noise, given)
-        logits = logits_of(cache.policy, states)
+        logits = logits_of(policy, states)
         log_probs = torch.log_softmax(logits.float().cpu() / temperature, -1)
         if log_probs[:, 0].isnan().any():  # one number that is not finite makes a row NaN, -inf alone aside
             raise FloatingPointError("non-finite logits in a roll-out")
@@ -155,9 +148,7 @@ class _KVCache:
         self.policy, body = policy, body_of(policy)
         self.compiled = is_compiled(body)
         self.drops_closed = not self.compiled  # compiled code skips them itself
-        self.slots = (
-            CompiledKVCache(policy, n, room) if self.compiled else KVCache(body, n, room, keeps_states)
-        )
+        self.slots = CompiledKVCache(body, n, room) if self.compiled else KVCache(body, n, room, keeps_states)
 
     @property
     def below(self) -> Tensor | None:
