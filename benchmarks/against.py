@@ -5,7 +5,6 @@ each iteration, the first two left out. The other checkout may be as old as its 
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pandas as pd
-from run import QUIET, Table, markdown, provenance, ratios, spread
+from run import QUIET, Table, keep, markdown, ratios, spread
 
 HERE = Path(__file__).parents[1]
 ALGORITHMS = ("token_ppo", "st_ppo")
@@ -77,9 +76,7 @@ def main() -> None:
     rows = compare(other, arguments.repeats)
     title = f"Against {there.stdout[:7]}"
     print(markdown(title, rows))
-    if arguments.json:
-        content = {**provenance(), "tables": {title: rows}}
-        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    keep(arguments.json, {title: rows})
 
 
 if __name__ == "__main__":

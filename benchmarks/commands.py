@@ -4,14 +4,13 @@ The set-up is timed by itself. Nothing else should run meanwhile: the commands u
 """
 
 import argparse
-import json
 import os
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from run import markdown, provenance
+from run import keep, markdown
 
 HERE = Path(__file__).parents[1]
 COMMANDS = ("make setup", "make test", "make all PRESET=smoke", "make all")
@@ -39,9 +38,7 @@ def main() -> None:
                 {"command": command, "minutes": f"{minutes:.1f}", "exit status": str(done.returncode)}
             )
             print(markdown("Commands", rows), flush=True)
-            if arguments.json:
-                content = {**provenance(), "tables": {"Commands": rows}}
-                arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            keep(arguments.json, {"Commands": rows})
 
 
 if __name__ == "__main__":

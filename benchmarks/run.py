@@ -65,6 +65,13 @@ def markdown(title: str, rows: Table) -> str:
     return "\n".join(lines + [" | ".join(["", *row.values(), ""]).strip() for row in rows])
 
 
+def keep(file: Path | None, tables: dict[str, Table]) -> None:
+    """Write tables with hardware and versions to a JSON file, where one is asked for."""
+    if file is not None:
+        content = {**provenance(), "tables": tables}
+        file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
 def measure(doc: str, tables: Callable[..., Iterator[tuple[str, Table]]], *setting: str) -> None:
     """The command of a script of this kind: prints its tables, made by tables(overrides, warm start, empty folder, quick)."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
@@ -80,9 +87,7 @@ def measure(doc: str, tables: Callable[..., Iterator[tuple[str, Table]]], *setti
         for title, rows in tables(overrides, start, Path(folder), arguments.quick):
             found[title] = rows
             print(markdown(title, rows), flush=True)
-    if arguments.json:
-        content = {**provenance(), "tables": found}
-        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    keep(arguments.json, found)
 
 
 def make_trainers(overrides: list[str], start: Path) -> dict[str, Trainer]:

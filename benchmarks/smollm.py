@@ -5,13 +5,12 @@ passages are made up, so that an iteration costs the same whatever the policy kn
 """
 
 import argparse
-import json
 import random
 import time
 from pathlib import Path
 
 import torch
-from run import Table, markdown, provenance
+from run import Table, keep, markdown
 
 from stppo.config.composition import compose
 from stppo.config.loading import build, load
@@ -155,9 +154,7 @@ def main() -> None:
     title, rows = iteration(arguments.overrides)
     title = ", ".join([title, *arguments.overrides])
     print(markdown(title, rows))
-    if arguments.json:
-        content = {**provenance(), "tables": {title: rows}}
-        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    keep(arguments.json, {title: rows})
 
 
 if __name__ == "__main__":

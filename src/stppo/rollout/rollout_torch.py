@@ -145,7 +145,7 @@ class _KVCache:
     """The slots of a buffer, n of at most `room` tokens, in compiled code or in PyTorch."""
 
     def __init__(self, policy: PreTrainedModel, n: int, room: int, keeps_states: bool) -> None:
-        self.policy, body = policy, body_of(policy)
+        body = body_of(policy)
         self.compiled = is_compiled(body)
         self.drops_closed = not self.compiled  # compiled code skips them itself
         self.slots = CompiledKVCache(body, n, room) if self.compiled else KVCache(body, n, room, keeps_states)
