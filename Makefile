@@ -119,7 +119,7 @@ CHAOS_SECONDS ?= 1200
 # What only a GPU can say: eight minutes on one card, tables in results/gpu. No set-up: torch and transformers as they are there.
 gpu:
 	mkdir -p results/gpu
-	cd benchmarks && PYTHONPATH=../src$${PYTHONPATH:+:$$PYTHONPATH} python3 gpu.py --minutes $(GPU_MINUTES) --out $(abspath $(GPU_OUT))
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 benchmarks/gpu.py --minutes $(GPU_MINUTES) --out $(GPU_OUT)
 GPU_MINUTES ?= 8
 GPU_OUT ?= results/gpu
 
@@ -127,7 +127,7 @@ GPU_OUT ?= results/gpu
 bench: setup
 	mkdir -p results/speed
 	python benchmarks/run.py --json results/speed/run.json
-	python benchmarks/kernels.py --json results/speed/kernels.json
+	python benchmarks/compiled.py --json results/speed/kernels.json
 	@if [ -x $(ENGINES)/bin/python ]; then $(ENGINES)/bin/python benchmarks/trl_side_by_side.py --json results/speed/trl.json; \
 	else echo 'Not compared with TRL: `make test-engines` makes the environment that has it.'; fi
 	@if [ -n "$(AGAINST)" ]; then python benchmarks/against.py $(AGAINST) --json results/speed/against.json; \

@@ -72,7 +72,7 @@ def test_compiled_against_eager(barely_trained, tmp_path):
         compiled_library(SOURCE)
     except CannotCompile as reason:
         pytest.skip(str(reason))
-    tables = measured("kernels.py", tmp_path, "--warm-start", str(barely_trained), *TINY)
+    tables = measured("compiled.py", tmp_path, "--warm-start", str(barely_trained), *TINY)
     norms = tables["‖C‖ of st_ppo"]
     assert [row["‖C‖"] for row in norms] == ["eager", "auto"]
     assert all("last block against off" in row and "exact against off" in row for row in norms)

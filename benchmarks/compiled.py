@@ -1,4 +1,4 @@
-"""Eager PyTorch against compiled code, by turns on one core: `python benchmarks/kernels.py` prints Markdown tables.
+"""Eager PyTorch against compiled code, by turns on one core: `python benchmarks/compiled.py` prints Markdown tables.
 
 Times are CPU seconds of this process. The floor is what PyTorch takes for the update's matrix products alone (linear layers
 at all positions, output layer at agent tokens; forward and twice backward), at the sizes of the same minibatch.
