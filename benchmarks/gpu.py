@@ -168,7 +168,9 @@ def phases(run: Run, reached: float, copied: float, busy: list[int]) -> dict[str
         seconds = seconds_of(lambda: sampled.append(run.trainer.batches.sample(0, 0)), device)
     hook.remove()
     agent = sampled[0].metrics["tokens_rollout"]
-    read = passes * parameters * (2 if device.type == "cuda" else 4)  # bytes: each pass reads all weights once
+    read = (
+        passes * parameters * (2 if device.type == "cuda" else 4)
+    )  # bytes: each pass reads all weights once
     return {
         "algorithm": run.settings.algorithm.name,
         "iterations": str(run.trainer.iteration),
