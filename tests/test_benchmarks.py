@@ -36,6 +36,18 @@ def measured(script: str, tmp_path: Path, *arguments: str) -> dict:
     return json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["tables"]
 
 
+def test_transformers_imports_none_of_the_scripts():
+    """It asks for packages by name, `kernels` among them, and runs what it finds of that name."""
+    code = (
+        "import sys; from pathlib import Path; from transformers import AutoModelForCausalLM, LlamaModel; "
+        "print([path.name for path in Path().glob('*.py') if path.stem in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True
+    )
+    assert found.stdout == "[]\n", found.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_speed_and_memory(barely_trained, tmp_path):
     tables = measured("run.py", tmp_path, "--warm-start", str(barely_trained), *TINY)
