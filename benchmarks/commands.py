@@ -1,19 +1,28 @@
 """Minutes of this project's own commands in a fresh clone: `python benchmarks/commands.py` prints a Markdown table.
 
-The set-up is timed by itself. Nothing else should run meanwhile: the commands use all cores.
+The set-up is timed by itself. Nothing else should run meanwhile: the commands use all cores. Rows of other commands that the JSON file
+holds stay there.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from run import keep, markdown
+from run import Table, keep, markdown, provenance
 
 HERE = Path(__file__).parents[1]
 COMMANDS = ("make setup", "make test", "make all PRESET=smoke", "make all")
+
+
+def rows_of(file: Path | None) -> Table:
+    """What an earlier call has written."""
+    if file is None or not file.is_file():
+        return []
+    return json.loads(file.read_text(encoding="utf-8"))["tables"]["Commands"]
 
 
 def main() -> None:
@@ -22,7 +31,8 @@ def main() -> None:
     parser.add_argument("--clone", type=Path, help="a clone that is there already (default: a new one)")
     parser.add_argument("commands", nargs="*", default=COMMANDS, help=f"default: {', '.join(COMMANDS)}")
     arguments = parser.parse_args()
-    rows = []
+    rows = rows_of(arguments.json)
+    commit = provenance()["git_commit"]
     # Without the environment that this runs in.
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     clean["PATH"] = os.pathsep.join(p for p in clean["PATH"].split(os.pathsep) if "/.venv" not in p)
@@ -34,9 +44,8 @@ def main() -> None:
             began = time.perf_counter()
             done = subprocess.run(command, shell=True, cwd=folder, env=clean)
             minutes = (time.perf_counter() - began) / 60
-            rows.append(
-                {"command": command, "minutes": f"{minutes:.1f}", "exit status": str(done.returncode)}
-            )
+            row = {"command": command, "minutes": f"{minutes:.1f}", "exit status": str(done.returncode)}
+            rows = [*(kept for kept in rows if kept["command"] != command), row | {"commit": commit[:7]}]
             print(markdown("Commands", rows), flush=True)
             keep(arguments.json, {"Commands": rows})
 
