@@ -4,7 +4,8 @@
     python benchmarks/retrieval.py --data DIR --passages 1000000 5000000 21015324 --scratch FOLDER [--phases ...]
 
 DIR is that of `benchmarks/corpus.py`, which makes the passages. Each run adds its part to results/reference/retrieval.json
-and renders retrieval.md from the whole; the phases of a size may be run apart, FOLDER keeps what they made.
+and renders retrieval.md from the whole; the phases of a size may be run apart, FOLDER keeps what they made. Each phase has its
+provenance with it; older ones have that of their size.
 """
 
 import argparse
@@ -159,6 +160,46 @@ def build(folder: Path, data: Path) -> dict[str, Any]:
     }
 
 
+def killed(folder: Path, data: Path) -> dict[str, Any]:
+    """A build that is killed when it has read half of the corpus: what it leaves on disk, and how soon the next has removed it."""
+    source, left = folder / "corpus.jsonl", folder / ".index.building"
+    code = f"from stppo.retrieval.bm25_index import build_bm25; build_bm25({str(source)!r}, {str(folder / 'index')!r})"
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-c", code])
+
+    build = start()
+    began = time.perf_counter()
+    half = source.stat().st_size / 2
+    while position(build.pid, source) < half:
+        if build.poll() is not None:
+            raise RuntimeError("the build was over before it could be killed")
+        time.sleep(0.002)
+    spent = time.perf_counter() - began
+    build.kill()
+    build.wait()
+    found = {"seconds_until": spent, "left_gib": on_disk(left)}
+    build = start()
+    began = time.perf_counter()
+    while on_disk(left) > found["left_gib"] / 2 and build.poll() is None:
+        time.sleep(0.05)
+    found["removed_after_seconds"] = time.perf_counter() - began
+    build.kill()
+    build.wait()
+    return found
+
+
+def position(process: int, file: Path) -> int:
+    """How far a process has read a file, in bytes; 0 where it has not opened it."""
+    most = 0
+    with suppress(OSError):  # it may close what is looked at
+        for link in Path(f"/proc/{process}/fd").iterdir():
+            if os.path.realpath(link) == str(file.resolve()):
+                pos = Path(f"/proc/{process}/fdinfo/{link.name}").read_text().split()[1]
+                most = max(most, int(pos))
+    return most
+
+
 def quantiles(seconds: list[float]) -> dict[str, float]:
     return {f"p{q}": 1e3 * float(np.percentile(seconds, q)) for q in (50, 90, 99)}
 
@@ -292,6 +333,7 @@ def serve(folder: Path, data: Path) -> dict[str, Any]:
 
 
 PHASES = {
+    "killed": killed,
     "build": build,
     "search": search,
     "serve": serve,
@@ -300,17 +342,20 @@ PHASES = {
 }
 
 
-def measure_size(n: int, data: Path, folder: Path, phases: list[str]) -> dict[str, Any]:
+def measure_size(
+    n: int, data: Path, folder: Path, phases: list[str], provenance: dict[str, Any]
+) -> dict[str, Any]:
     """Each phase in a process of its own, its numbers in `folder`; what lies there at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     if phases and not (folder / "corpus.jsonl").exists():
         worked = time.process_time()
         made = corpus.write_corpus(corpus.Sample(data), folder / "corpus.jsonl", n)
-        write_json(folder / "made.json", made | {"cpu_seconds": time.process_time() - worked})
+        spent = {"cpu_seconds": time.process_time() - worked}
+        write_json(folder / "made.json", made | spent | {"provenance": provenance})
     for phase in phases:
         command = [sys.executable, __file__, "--data", data, "--phase", phase, "--folder", folder]
         found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-        write_json(folder / f"{phase}.json", found)
+        write_json(folder / f"{phase}.json", found | {"provenance": provenance})
         print(n, phase, found, flush=True)
     return {
         name: json.loads((folder / f"{name}.json").read_text())
@@ -323,6 +368,8 @@ def measure_size(n: int, data: Path, folder: Path, phases: list[str]) -> dict[st
 
 
 TOLD = {
+    "killed": "A build killed half way: seconds until then, GiB that it leaves, and seconds until the next build, which begins anew, has "
+    "removed most of it",
     "build": "Build: seconds, GiB on disk, and own memory (RssAnon, without pages of files) in MiB",
     "search": f"One query at a time in one process: milliseconds, first for {max(CUTS)} passages with what the build left in "
     f"memory, again for {TOP_K}; share of gold or planted passages among the best k",
@@ -330,6 +377,9 @@ TOLD = {
     "bm25s_search": "bm25s in memory, all scores added up: milliseconds of a query",
     "bm25s_build": "bm25s's own indexing",
 }
+
+
+ASIDE = ("load", "provenance")  # kept, and in no table
 
 
 def render(found: dict[str, Any]) -> str:
@@ -362,8 +412,14 @@ def render(found: dict[str, Any]) -> str:
             "By number of passages, on a machine of two cores that had other work.",
         ]
         for phase, title in TOLD.items():
-            measured = {n: pd.json_normalize(run[phase]).iloc[0] for n, run in sizes.items() if phase in run}
-            table = pd.DataFrame(measured).drop("load", errors="ignore")
+            measured = {
+                n: pd.json_normalize(
+                    {name: part for name, part in run[phase].items() if name not in ASIDE}
+                ).iloc[0]
+                for n, run in sizes.items()
+                if phase in run
+            }
+            table = pd.DataFrame(measured)
             table = table.map(lambda value: f"{value:,.2f}" if isinstance(value, float) else str(value))
             parts += [
                 f"### {title}",
@@ -403,8 +459,9 @@ def main() -> None:
     if options.fit:
         found["fit"] = corpus.fit(corpus.Sample(options.data)) | {"provenance": provenance}
     for n in sorted(options.passages):
-        made = measure_size(n, options.data, options.scratch / str(n), options.phases)
-        sizes = found.get("sizes", {}) | {str(n): made | {"provenance": provenance}}
+        made = measure_size(n, options.data, options.scratch / str(n), options.phases, provenance)
+        sizes = found.setdefault("sizes", {})
+        sizes[str(n)] = sizes.get(str(n), {}) | made
         found["sizes"] = dict(sorted(sizes.items(), key=lambda item: int(item[0])))
     write_json(record, found)
     report = render(found)

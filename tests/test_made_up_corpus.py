@@ -68,10 +68,11 @@ def test_what_is_written(corpus, sample, tmp_path):
 def test_the_phases_of_a_size_are_measured_apart(tmp_path):
     command = [sys.executable, ROOT / "benchmarks/retrieval.py", "--data", DATA, "--passages", "2000"]
     command += ["--scratch", tmp_path / "scratch", "--out", tmp_path / "out", "--phases"]
-    for phases in (["build"], ["search", "serve", "bm25s_search", "bm25s_build"]):
+    for phases in (["killed", "build"], ["search", "serve", "bm25s_search", "bm25s_build"]):
         subprocess.run([*command, *phases], check=True, capture_output=True)
     found = json.loads((tmp_path / "out/retrieval.json").read_text())["sizes"]["2000"]
     assert found["build"]["documents"] == 2000 and found["build"]["disk_gib_peak"] > 0
+    assert found["killed"]["left_gib"] >= 0 and found["killed"]["removed_after_seconds"] > 0
     assert found["bm25s_search"]["same_scores"] == found["search"]["questions"] == 1325
     assert found["bm25s_build"]["postings"] == found["build"]["postings"]
     assert list(found["serve"]["clients"]) == ["1", "4", "16"]

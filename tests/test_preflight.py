@@ -19,7 +19,8 @@ from stppo.preflight import check, requirements
 from stppo.preflight.check import LOWER, preflight, shortage
 from stppo.preflight.estimate import GIB, estimate, models_of
 from stppo.pretrained.tiny_model import make_tiny_model
-from stppo.training.checkpoint import CHECKPOINT_DIR, newest
+from stppo.record.schema import CHECKPOINT_DIR
+from stppo.training.checkpoint import newest
 from stppo.training.run import Run
 
 LARGE = ["preset=laptop", "policy=small", "policy.max_positions=512", "rollout.max_tokens=512"]

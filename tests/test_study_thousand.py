@@ -1,12 +1,14 @@
-"""What the page on a thousand iterations counts: who stood after a hundred, who fell, who slowed down."""
+"""What the page on a thousand iterations counts: who stood after a hundred, who fell, who slowed down, what it took on disk."""
 
+import json
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 from stppo.record.outcomes import judge
-from stppo.study.thousand import SECONDS, measured
+from stppo.record.schema import CHECKPOINT_DIR, RUN_FILE
+from stppo.study.thousand import SECONDS, measured, sizes
 
 EVERY, END, START = 10, 1000, 0.2
 
@@ -51,3 +53,21 @@ def test_who_never_learned_or_fell_before_did_not_stand(success):
 def test_late_seconds_are_set_beside_early_ones():
     slower = measured(metrics(lambda i: 0.5, seconds=lambda i: 3.0 if i > 900 else 2.0)).iloc[0]["slower"]
     assert slower == pytest.approx(1.5)
+
+
+def test_files_are_counted_in_megabytes(tmp_path):
+    (tmp_path / CHECKPOINT_DIR / "1000").mkdir(parents=True)
+    run = {"regime": "HALF", "algorithm": "grpo", "seed": 701, "variant": ""}
+    (tmp_path / RUN_FILE).write_text(json.dumps(run))
+    (tmp_path / CHECKPOINT_DIR / "1000" / "state").write_bytes(bytes(3_000_000))
+    for name in ("updates", "evaluations"):
+        (tmp_path / f"{name}.parquet").write_bytes(bytes(500_000))
+    row = sizes([tmp_path]).iloc[0]
+    assert (row["tables"], row["checkpoint"]) == (1.0, 3.0)
+    assert row["seed"] == 701
+
+
+def test_a_run_that_only_tells_of_memory_is_no_row():
+    short = metrics(lambda i: 0.5)
+    short.runs[0]["regime"] = "HALF_SHORT"
+    assert measured(short).empty

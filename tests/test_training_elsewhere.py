@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stppo.training.checkpoint import CHECKPOINT_DIR, newest
+from stppo.record.schema import CHECKPOINT_DIR
+from stppo.training.checkpoint import newest
 from stppo.training.elsewhere import VARIABLE
 from stppo.training.failures import RunStopped
 from tests.conftest import TINY, compose

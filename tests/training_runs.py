@@ -8,8 +8,8 @@ import torch
 
 from stppo.config.loading import load
 from stppo.policy.policy import score
-from stppo.record.schema import TIMING_COLUMNS
-from stppo.training.checkpoint import CHECKPOINT_DIR, newest
+from stppo.record.schema import CHECKPOINT_DIR, TIMING_COLUMNS
+from stppo.training.checkpoint import newest
 from stppo.training.run import Run
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 # --- files of one run folder -----------------------------------------------------------------
 RUN_FILE = "run.json"
 POLICY_DIR = "policy"  # weights and tokenizer at the end
+CHECKPOINT_DIR = "checkpoint"  # the newest one, numbered
 SET_ASIDE = "earlier-"  # begins the names of the sub-folders of what a run set aside
 UPDATES_FILE = "updates.parquet"
 EVALUATIONS_FILE = "evaluations.parquet"

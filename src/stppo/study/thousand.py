@@ -6,6 +6,7 @@ results/reference/thousand.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -19,23 +20,42 @@ from stppo.figures.curves import Panel, bands, draw_lines, line_handles, page, s
 from stppo.figures.style import Plot, style
 from stppo.record.outcomes import LEARNED, trailing_mean
 from stppo.record.runs import Metrics, collect, load_metrics
-from stppo.record.schema import RUN_FILE
+from stppo.record.schema import CHECKPOINT_DIR, RUN_FILE
 from stppo.stats import by_world, difference
 
 WORDS = {"CRITICAL": "at the rate at which token PPO fails", "HALF": "at half that rate"}
+SHORT = "{}_SHORT"  # the setting's run that stops after a hundred iterations
+SIZES = "sizes.csv"
+MB = 1e6
 EARLY = 100  # iterations after which the study's comparisons end
 FIRST, LAST = (101, 200), (901, 1000)  # iterations whose seconds are compared
 TICKS = (10, 30, 100, 300, 1000)
 SECONDS = ("seconds_rollout", "seconds_scoring", "seconds_critic", "seconds_update")
 
 
+def sizes(folders: list[Path]) -> pd.DataFrame:
+    """What finished runs take on disk, in MB: columns regime, algorithm, seed, tables, checkpoint."""
+    rows = []
+    for folder in folders:
+        record = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        files = [file for file in (folder / CHECKPOINT_DIR).rglob("*") if file.is_file()]
+        rows.append(
+            {
+                **{name: record[name] for name in ("regime", "algorithm", "seed")},
+                "tables": sum(file.stat().st_size for file in folder.glob("*.parquet")) / MB,
+                "checkpoint": sum(file.stat().st_size for file in files) / MB,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def measured(metrics: Metrics) -> pd.DataFrame:
-    """One row a run: regime, algorithm, world_seed, `early` (success at iteration 100, the mean of three
+    """One row a long run: regime, algorithm, world_seed, `early` (success at iteration 100, the mean of three
     evaluations), `final`, `standing` (learned and not crashed by iteration 100), `crash` (iteration of the
     first crash, NaN without), `recovered` (whether a crash was made good by the end), `slower` (seconds of a
     late iteration over those of an early one)."""
     rows = []
-    for record in metrics.runs:
+    for record in (run for run in metrics.runs if run["regime"] in WORDS):
         outcome, curve = metrics.outcome(record), metrics.success(record)
         smoothed = pd.Series(trailing_mean(curve["success"]), index=curve["iteration"]).loc[:EARLY]
         crash = math.nan if outcome.crash_iteration is None else outcome.crash_iteration
@@ -57,13 +77,20 @@ def measured(metrics: Metrics) -> pd.DataFrame:
 
 
 def values(folder: Path) -> dict[str, Any]:
-    """Every arm's numbers, and the rank correlation of the arms' means at both times."""
+    """Every arm's numbers, the rank correlation of the arms' means at both times, and the largest memory
+    (MiB, with that of the short run) and files (MB) of a setting's runs."""
     metrics = load_metrics(folder / "metrics")
-    table = measured(metrics)
+    table, files = measured(metrics), pd.read_csv(folder / SIZES)
     found: dict[str, Any] = {"runs": len(table), "slower": table["slower"].median()}
     for regime, part in table.groupby("regime"):
         means = part.groupby("algorithm")[["early", "final"]].mean()
         found[regime.lower()] = {"rank": spearmanr(means["early"], means["final"]).statistic}
+        for name, place in (("memory", regime), ("memory_short", SHORT.format(regime))):
+            peaks = [run["peak_memory_mb"] for run in metrics.runs if run["regime"] == place]
+            found[regime.lower()][name] = max(peaks, default=math.nan)
+        found[regime.lower()] |= (
+            files.loc[files["regime"] == regime, ["tables", "checkpoint"]].max().to_dict()
+        )
         for algorithm, runs in part.groupby("algorithm"):
             standing = runs[runs["standing"]]
             low, high = difference(by_world(runs, "final"), by_world(runs, "early")).interval(0.95)
@@ -118,8 +145,10 @@ def picture(metrics: Metrics) -> Plot:
 
 
 def main(runs: str, out: str) -> None:
-    """Collect the runs of a folder and draw them."""
+    """Collect the runs of a folder, measure their files and draw them."""
     folders = sorted(file.parent for file in Path(runs).glob(f"*/*/seed*/{RUN_FILE}"))
+    Path(out).mkdir(parents=True, exist_ok=True)
+    sizes(folders).to_csv(Path(out) / SIZES, index=False, float_format="%.3f", lineterminator="\n")
     picture(collect(folders, Path(out) / "metrics")).save(Path(out) / "figures")
 
 

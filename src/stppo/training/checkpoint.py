@@ -19,6 +19,7 @@ from torch import Tensor
 from stppo.files import parse_json
 from stppo.record.schema import (
     BY_BENCHMARK_FILE,
+    CHECKPOINT_DIR,
     CONFIG_FILE,
     EVALUATIONS_FILE,
     POLICY_DIR,
@@ -30,7 +31,6 @@ from stppo.record.schema import (
 from stppo.training.loggers import FOLDERS
 
 FORMAT = 3
-CHECKPOINT_DIR = "checkpoint"  # in a run folder; holds the newest checkpoint, numbered
 _STATE_FILE = "state.json"
 _REMEDY = (
     "to start this run again use `stppo train --resume set_aside`, which keeps the old files in a sub-folder"

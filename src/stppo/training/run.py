@@ -22,6 +22,7 @@ from stppo.policy.compute import device_of
 from stppo.policy.policy import save_policy
 from stppo.record.ownership import FolderLock
 from stppo.record.schema import (
+    CHECKPOINT_DIR,
     COMPLETED,
     CONFIG_FILE,
     NON_FINITE,
@@ -31,7 +32,7 @@ from stppo.record.schema import (
     WarmStart,
     check_record,
 )
-from stppo.training.checkpoint import CHECKPOINT_DIR, load_checkpoint, newest, save_checkpoint, set_aside
+from stppo.training.checkpoint import load_checkpoint, newest, save_checkpoint, set_aside
 from stppo.training.controls import identity
 from stppo.training.elsewhere import Elsewhere
 from stppo.training.failures import what_stopped
