@@ -119,9 +119,10 @@ CHAOS_SECONDS ?= 1200
 # What only a GPU can say: eight minutes on one card, tables in results/gpu. No set-up: torch and transformers as they are there.
 gpu:
 	mkdir -p results/gpu
-	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 benchmarks/gpu.py --minutes $(GPU_MINUTES) --out $(GPU_OUT)
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 benchmarks/gpu.py --minutes $(GPU_MINUTES) --out $(GPU_OUT) $(GPU_ARGS)
 GPU_MINUTES ?= 8
 GPU_OUT ?= results/gpu
+GPU_ARGS ?=
 
 # Half an hour on one core. AGAINST=PATH: a second checkout, whose iterations are timed beside these.
 bench: setup

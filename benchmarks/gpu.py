@@ -6,6 +6,10 @@
 2. Arithmetic: log-probs of the same tokens under the same weights, computed in other ways, against a CPU in float32. How many
    tokens, turns and trajectories leave [.8, 1.2] from that alone: so much of "off-policy" no training has caused. For the
    policy of 1, and for random weights of SmolLM2-135M's shape.
+3. `--records 'world.records={musique: FILE, 2wikimultihopqa: FILE}'`, after `stppo fetch smollm2`, in place of both: token PPO and
+   Turn-PPO with SmolLM2, twenty iterations of `preset=smollm`, beside each other on the card.
+
+Where time runs out, runs stop at their last checkpoint, and the same command goes on from there.
 
 Needs torch 2.11 and transformers 5.17 or newer, pandas, pyarrow and scipy; nothing is downloaded. On a machine without network these wheels
 must come along: annotated-types, antlr4-python3-runtime 4.9.3, bm25s, filelock, hydra-core, omegaconf, pydantic, pydantic-core, tenacity and
@@ -18,12 +22,15 @@ import copy
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 from run import Table, markdown, provenance
 from torch import Tensor
@@ -31,12 +38,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stppo.config.composition import compose
 from stppo.config.loading import load
+from stppo.files import parse_json
 from stppo.objectives import Ratio
 from stppo.policy.compute import body_of, computing, device_of, place
 from stppo.policy.policy import score
 from stppo.preflight.check import preflight
 from stppo.record.runs import collect
 from stppo.training.batches import QueuedBatch
+from stppo.training.metrics import read_tables
 from stppo.training.run import Run
 from stppo.training.warm_start import ensure_warm_start
 from stppo.trajectories import Trajectories
@@ -314,7 +323,54 @@ def written(policy: PreTrainedModel, device: str, rows: int = 64) -> Trajectorie
     )
 
 
-# ---- both ---------------------------------------------------------------------------------------
+# ---- 3. a language model ---------------------------------------------------------------------------
+
+
+def language_model(overrides: list[str], out: Path, end: float) -> Table:
+    """Both runs in processes of their own until they are done or time is over; a row for each."""
+    start = made_in_time([*overrides, "algorithm=token_ppo"], end - time.monotonic())
+    folders = {name: out / "runs" / f"smollm_{name}" for name in ("token_ppo", "turn_ppo")}
+    train = [sys.executable, "-c", "from stppo.cli import main; main()", "train", *overrides]
+    running = [
+        subprocess.Popen([*train, f"algorithm={name}", "--out", str(folder)])
+        for name, folder in folders.items()
+        if start
+    ]
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(1.0, end - time.monotonic()))
+    for process in running:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+    rows = []
+    for name, folder in folders.items():
+        if (folder / "run.json").is_file():
+            record, (updates, evaluations) = (
+                parse_json((folder / "run.json").read_bytes()),
+                read_tables(folder),
+            )
+            seconds = (
+                pd.DataFrame(updates)
+                .groupby("iteration")
+                .agg({"seconds_rollout": "first", "seconds_critic": "first", "seconds_update": "sum"})
+            )
+            row = {"algorithm": name, "iterations": str(record["iterations"])}
+            row |= {
+                f"{part.removeprefix('seconds_')}, s": f"{seconds[part].median():.1f}" for part in seconds
+            }
+            row["peak GiB"] = f"{(record['gpu_peak_memory_mb'] or 0.0) / 1024:.1f}"
+            row["success, sampled"] = ", ".join(
+                f"{e['success']:.2f}" for e in evaluations if e["temperature"]
+            )
+            rows.append(row)
+    if rows:
+        collect(
+            [folder for folder in folders.values() if (folder / "run.json").is_file()], out / "metrics_smollm"
+        )
+    return rows
+
+
+# ---- all ---------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -325,6 +381,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/gpu"))
     parser.add_argument("--quick", action="store_true", help="the smallest sizes, on the CPU")
     parser.add_argument("--warm-start", type=Path, help="its folder; default: made, or as cached")
+    parser.add_argument(
+        "--records", help="the override that names questions: SmolLM2 is trained, and nothing else"
+    )
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
@@ -332,13 +391,22 @@ def main() -> None:
         raise SystemExit("no GPU is here; --quick tries everything on the CPU, at the smallest sizes")
     device = "cpu" if given.quick else "cuda"
     preset = "smoke" if given.quick else "workstation"
-    overrides = [f"preset={preset}", *["training.kernels=eager"] * given.quick, *given.overrides]
+    kept = ["training.kernels=eager"] if given.quick else ["training.checkpoint_every=2"]
+    overrides = [f"preset={preset}", *kept, *given.overrides]
     given.out.mkdir(parents=True, exist_ok=True)
     tables: dict[str, Table] = {}
 
     def keep() -> None:
         content = {"provenance": provenance() | {"card": card(device)}, "tables": tables}
         (given.out / "gpu.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+    if given.records:
+        seldom = ["evaluation.every=20", "evaluation.greedy_every=20", "training.checkpoint_every=2"]
+        smollm = ["preset=smollm", f"training.device={device}", *seldom, given.records, *given.overrides]
+        tables["SmolLM2, seconds an iteration (two runs beside each other)"] = language_model(
+            smollm, given.out, end
+        )
+        return show(tables, keep)
 
     reached, copied = large_product(torch.device(device)), large_copy(torch.device(device))
     tables["The card"] = [
@@ -376,9 +444,14 @@ def main() -> None:
     shaped = random_policy(TINY if given.quick else SMOLLM2)
     fresh = written(shaped, device, 4 if given.quick else 64)
     tables["Arithmetic, random weights of SmolLM2-135M's shape"] = differences(shaped, fresh, device)
+    show(tables, keep)
+
+
+def show(tables: dict[str, Table], keep: Callable[[], None]) -> None:
     keep()
     for title, rows in tables.items():
-        print(markdown(title, rows), flush=True)
+        if rows:
+            print(markdown(title, rows), flush=True)
 
 
 def card(device: str) -> dict[str, str]:
