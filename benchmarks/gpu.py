@@ -19,6 +19,7 @@ typing-inspection. Four megabytes; tried so with torch 2.11 and transformers 5.1
 import argparse
 import contextlib
 import copy
+import gc
 import json
 import os
 import signal
@@ -44,6 +45,7 @@ from stppo.policy.compute import body_of, computing, device_of, place
 from stppo.policy.policy import score
 from stppo.preflight.check import preflight
 from stppo.record.runs import collect
+from stppo.record.schema import COMPLETED, NON_FINITE, RUN_FILE
 from stppo.training.batches import QueuedBatch
 from stppo.training.metrics import read_tables
 from stppo.training.run import Run
@@ -151,8 +153,10 @@ def made_in_time(overrides: list[str], seconds: float) -> Path | None:
 
 
 def phases(run: Run, reached: float, copied: float, busy: list[int]) -> dict[str, str]:
-    """Medians over the iterations but the first of a run, which warms up; then one roll-out more, looked at closely."""
-    updates = [row for row in run.trainer.update_rows if row["iteration"] > 1] or run.trainer.update_rows
+    """Medians over the whole iterations but the first of a run, which warms up; then one roll-out more, looked at closely."""
+    whole = run.trainer.iteration - (not run.trainer.is_whole)  # time may have run out within one
+    rows = [row for row in run.trainer.update_rows if row["iteration"] <= whole]
+    updates = [row for row in rows if row["iteration"] > 1] or rows
     batch = run.trainer.queue[0].trajectories
     training = run.settings.training
     tokens = float(batch.lengths.sum()) * training.epochs
@@ -184,7 +188,7 @@ def phases(run: Run, reached: float, copied: float, busy: list[int]) -> dict[str
     )  # bytes: each pass reads all weights once
     return {
         "algorithm": run.settings.algorithm.name,
-        "iterations": str(run.trainer.iteration),
+        "iterations": str(whole),
         **{f"{name}, s": f"{seconds:.2f}" for name, seconds in parts.items()},
         "updates, s": f"{update:.2f}",
         "tokens a second in updates": f"{tokens / update:,.0f}",
@@ -342,32 +346,37 @@ def language_model(overrides: list[str], out: Path, end: float) -> Table:
     for process in running:
         process.send_signal(signal.SIGINT)
         process.wait()
-    rows = []
-    for name, folder in folders.items():
-        if (folder / "run.json").is_file():
-            record, (updates, evaluations) = (
-                parse_json((folder / "run.json").read_bytes()),
-                read_tables(folder),
-            )
-            seconds = (
-                pd.DataFrame(updates)
-                .groupby("iteration")
-                .agg({"seconds_rollout": "first", "seconds_critic": "first", "seconds_update": "sum"})
-            )
-            row = {"algorithm": name, "iterations": str(record["iterations"])}
-            row |= {
-                f"{part.removeprefix('seconds_')}, s": f"{seconds[part].median():.1f}" for part in seconds
-            }
-            row["peak GiB"] = f"{(record['gpu_peak_memory_mb'] or 0.0) / 1024:.1f}"
-            row["success, sampled"] = ", ".join(
-                f"{e['success']:.2f}" for e in evaluations if e["temperature"]
-            )
-            rows.append(row)
-    if rows:
-        collect(
-            [folder for folder in folders.values() if (folder / "run.json").is_file()], out / "metrics_smollm"
-        )
-    return rows
+    gather(list(folders.values()), out / "metrics_smollm")
+    return [seconds_in(name, folder) for name, folder in folders.items() if (folder / RUN_FILE).is_file()]
+
+
+def seconds_in(name: str, folder: Path) -> dict[str, str]:
+    """What a run's own tables say, finished or not: medians over iterations."""
+    record = parse_json((folder / RUN_FILE).read_bytes())
+    updates, evaluations = read_tables(folder)
+    rows = pd.DataFrame(updates).groupby("iteration")
+    row = {"algorithm": name, "iterations": str(record["iterations"])}
+    for part, median in (
+        ("rollout", rows["seconds_rollout"].first().median()),
+        ("critic", rows["seconds_critic"].first().median()),
+        ("updates", rows["seconds_update"].sum().median()),
+    ):
+        row[f"{part}, s"] = f"{median:.1f}"
+    row["peak GiB"] = f"{(record['gpu_peak_memory_mb'] or 0.0) / 1024:.1f}"
+    sampled = [f"{each['success']:.2f}" for each in evaluations if each["temperature"]]
+    return row | {"success, sampled": ", ".join(sampled)}
+
+
+def gather(folders: list[Path], out: Path) -> None:
+    """The metrics of those runs that have come to their end."""
+    files = [folder / RUN_FILE for folder in folders]
+    done = [
+        file.parent
+        for file in files
+        if file.is_file() and parse_json(file.read_bytes())["status"] in (COMPLETED, NON_FINITE)
+    ]
+    if done:
+        collect(done, out)
 
 
 # ---- all ---------------------------------------------------------------------------------------
@@ -421,6 +430,8 @@ def main() -> None:
         overrides += ["warm_start.evaluate_every=200", "warm_start.demonstrations=4096"]
         start = made_in_time([*overrides, "algorithm=token_ppo"], 0.3 * (end - time.monotonic()))
     for algorithm in ALGORITHMS if start else ():
+        run = None
+        gc.collect()  # the memory of the run before is not this one's
         run = Run(
             load(compose([*overrides, f"algorithm={algorithm}"])), given.out / "runs" / algorithm, start
         )
@@ -431,6 +442,9 @@ def main() -> None:
         if not run.trainer.queue:
             trainer = run.trainer
             trainer.queue.append(trainer.batches.sample(trainer.iteration, trainer.update))
+        if run.trainer.iteration - (not run.trainer.is_whole) < 1:
+            print(f"{algorithm}: no iteration was done in time; give --minutes more", flush=True)
+            continue
         tables.setdefault("One iteration by phase", []).append(phases(run, reached, copied, busy))
         peaks[algorithm] = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
         tables["Memory"] = memory(overrides, peaks)
@@ -439,7 +453,7 @@ def main() -> None:
         policy, queued = run.trainer.policy.cpu(), run.trainer.queue[0].trajectories
         fresh = queued.select(range(min(64, len(queued))))
         tables["Arithmetic, the policy that was trained"] = differences(policy, fresh, device)
-        collect([folder for folder in folders if (folder / "run.json").is_file()], given.out / "metrics")
+        gather(folders, given.out / "metrics")
         keep()
     shaped = random_policy(TINY if given.quick else SMOLLM2)
     fresh = written(shaped, device, 4 if given.quick else 64)
