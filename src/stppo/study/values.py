@@ -572,6 +572,8 @@ def retrieval(folder: Path) -> dict[str, Any]:
             row["recall"] = {name: found["3"] for name, found in searched["recall"].items()}
         for clients, served in run.get("serve", {}).get("clients", {}).items():
             row[f"clients_{clients}"] = [served["ms"]["p50"], served["ms"]["p99"], served["a_second"]]
+        if killed := run.get("killed"):
+            row["left_gib"] = killed["left_gib"]
         if other := run.get("bm25s_search"):
             row["bm25s_p50"], row["bm25s_gib"] = other["again"]["cpu_ms"]["p50"], other["own_mib_peak"] / 1024
     return found
