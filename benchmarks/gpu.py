@@ -183,9 +183,8 @@ def phases(run: Run, reached: float, copied: float, busy: list[int]) -> dict[str
         seconds = seconds_of(lambda: sampled.append(run.trainer.batches.sample(0, 0)), device)
     hook.remove()
     agent = sampled[0].metrics["tokens_rollout"]
-    read = (
-        passes * parameters * (2 if device.type == "cuda" else 4)
-    )  # bytes: each pass reads all weights once
+    # Bytes: each pass reads all weights once, on a GPU as bfloat16.
+    read = passes * parameters * (2 if device.type == "cuda" else 4)
     return {
         "algorithm": run.settings.algorithm.name,
         "iterations": str(whole),

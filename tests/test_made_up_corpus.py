@@ -72,7 +72,7 @@ def test_the_phases_of_a_size_are_measured_apart(tmp_path):
         subprocess.run([*command, *phases], check=True, capture_output=True)
     found = json.loads((tmp_path / "out/retrieval.json").read_text())["sizes"]["2000"]
     assert found["build"]["documents"] == 2000 and found["build"]["disk_gib_peak"] > 0
-    assert found["killed"]["left_gib"] >= 0 and found["killed"]["removed_after_seconds"] > 0
+    assert found["killed"].keys() >= {"seconds_until", "left_gib", "removed_after_seconds"}
     assert found["bm25s_search"]["same_scores"] == found["search"]["questions"] == 1325
     assert found["bm25s_build"]["postings"] == found["build"]["postings"]
     assert list(found["serve"]["clients"]) == ["1", "4", "16"]
