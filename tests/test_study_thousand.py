@@ -8,40 +8,62 @@ import pytest
 
 from stppo.record.outcomes import judge
 from stppo.record.schema import CHECKPOINT_DIR, RUN_FILE
-from stppo.study.thousand import SECONDS, measured, sizes
+from stppo.study.thousand import SECONDS, counted, measured, sizes
 
 EVERY, END, START = 10, 1000, 0.2
 
 
-def metrics(success, seconds=lambda iteration: 1.0):
-    """One run whose success and seconds are functions of the iteration."""
-    record = {"regime": "HALF", "algorithm": "grpo", "seed": 701, "world_seed": 701}
-    curve = pd.DataFrame({"iteration": range(0, END + 1, EVERY)})
-    curve["success"] = curve["iteration"].map(success)
+def metrics(*success, seconds=lambda iteration: 1.0, algorithms=("grpo",)):
+    """Runs whose success and seconds are functions of the iteration: one a function, in worlds from 701 on, the
+    algorithms in turn."""
+    n, evaluated = len(algorithms), pd.Series(range(0, END + 1, EVERY))
+    worlds = [701 + i // n for i in range(len(success))]
+    runs = [
+        {"regime": "HALF", "algorithm": algorithms[i % n], "seed": w, "world_seed": w, "peak_memory_mb": 500}
+        for i, w in enumerate(worlds)
+    ]
+    curves = [pd.DataFrame({"iteration": evaluated, "success": evaluated.map(of)}) for of in success]
+    curve_of = lambda run: curves[runs.index(run)]  # noqa: E731
     iterations = pd.DataFrame({"iteration": range(1, END + 1)})
     for column in SECONDS:
         iterations[column] = iterations["iteration"].map(seconds)
     return SimpleNamespace(
-        runs=[record],
+        runs=runs,
         iterations=iterations,
-        success=lambda _: curve,
-        outcome=lambda _: judge(curve["iteration"], curve["success"], START),
+        success=curve_of,
+        outcome=lambda run: judge(curve_of(run)["iteration"], curve_of(run)["success"], START),
         select=lambda frame, _: frame,
     )
 
 
+def stays(i):
+    return min(0.8, START + i / 100)
+
+
+def lower(i):
+    return min(0.6, START + i / 100)
+
+
+def falls(i):
+    return 0.8 if i <= 400 else 0.1
+
+
+def returns(i):
+    return 0.1 if 400 < i < 500 else 0.8
+
+
 def test_a_run_that_learns_and_stays_has_no_crash():
-    row = measured(metrics(lambda i: min(0.8, START + i / 100))).iloc[0]
+    row = measured(metrics(stays)).iloc[0]
     assert row["standing"] and pd.isna(row["crash"]) and not row["recovered"]
     assert row["early"] == pytest.approx(0.8) and row["final"] == pytest.approx(0.8)
     assert row["world_seed"] == 701
 
 
 def test_a_fall_after_a_hundred_iterations_counts_once_and_may_be_made_good():
-    fallen = measured(metrics(lambda i: 0.8 if i <= 400 else 0.1)).iloc[0]
+    fallen = measured(metrics(falls)).iloc[0]
     assert fallen["standing"] and fallen["crash"] == 420 and not fallen["recovered"]
     assert fallen["early"] == pytest.approx(0.8) and fallen["final"] == pytest.approx(0.1)
-    back = measured(metrics(lambda i: 0.1 if 400 < i < 500 else 0.8)).iloc[0]
+    back = measured(metrics(returns)).iloc[0]
     assert back["crash"] == 420 and back["recovered"] and back["final"] == pytest.approx(0.8)
 
 
@@ -71,3 +93,45 @@ def test_a_run_that_only_tells_of_memory_is_no_row():
     short = metrics(lambda i: 0.5)
     short.runs[0]["regime"] = "HALF_SHORT"
     assert measured(short).empty
+
+
+FILES = pd.DataFrame(
+    [
+        {"regime": "HALF", "algorithm": "grpo", "seed": 701, "tables": 1.5, "checkpoint": 2.0},
+        {"regime": "HALF", "algorithm": "topr", "seed": 701, "tables": 1.0, "checkpoint": 4.0},
+        {"regime": "HALF_SHORT", "algorithm": "grpo", "seed": 701, "tables": 9.0, "checkpoint": 9.0},
+    ]
+)
+
+
+def test_of_those_that_stood_the_fallen_and_the_recovered_are_counted():
+    of = metrics(stays, lower, falls, lower, returns, lower, algorithms=("grpo", "topr"))
+    for run, peak in zip(of.runs, (500, 510, 520, 530, 540, 545), strict=True):
+        run["peak_memory_mb"] = peak
+    of.runs.append({"regime": "HALF_SHORT", "algorithm": "grpo", "peak_memory_mb": 400})
+    found = counted(of, FILES)
+    assert found["runs"] == 6
+    half = found["half"]
+    assert (half["memory"], half["memory_short"]) == (545, 400)
+    assert (half["tables"], half["checkpoint"]) == (1.5, 4.0)
+    fell, stood = half["grpo"], half["topr"]
+    assert [fell[name] for name in ("worlds", "standing", "fell", "recovered")] == [3, 3, 2, 1]
+    assert fell["crashes"] == [420, 420]
+    assert fell["final"] == pytest.approx((0.8 + 0.1 + 0.8) / 3)
+    assert fell["apart"]["value"] == pytest.approx(-0.7 / 3)
+    assert fell["apart"]["low"] < -0.7 / 3 < fell["apart"]["high"]
+    assert [stood[name] for name in ("standing", "fell", "recovered")] == [3, 0, 0]
+    assert stood["apart"]["value"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize(("late", "rank"), [(stays, 1.0), (falls, -1.0)])
+def test_the_order_of_the_methods_after_a_hundred_iterations_is_set_beside_the_last(late, rank):
+    better = late if late is falls else (lambda i: 0.8)
+    found = counted(metrics(better, lambda i: 0.5, algorithms=("grpo", "topr")), FILES)
+    assert found["half"]["rank"] == pytest.approx(rank)
+
+
+def test_one_world_gives_no_interval():
+    apart = counted(metrics(falls), FILES)["half"]["grpo"]["apart"]
+    assert apart["value"] == pytest.approx(-0.7)
+    assert pd.isna(apart["low"]) and pd.isna(apart["high"])

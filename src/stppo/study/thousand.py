@@ -77,28 +77,31 @@ def measured(metrics: Metrics) -> pd.DataFrame:
 
 
 def values(folder: Path) -> dict[str, Any]:
+    """What `counted` says of the records in a folder."""
+    return counted(load_metrics(folder / "metrics"), pd.read_csv(folder / SIZES))
+
+
+def counted(metrics: Metrics, files: pd.DataFrame) -> dict[str, Any]:
     """Every arm's numbers, the rank correlation of the arms' means at both times, and the largest memory
-    (MiB, with that of the short run) and files (MB) of a setting's runs."""
-    metrics = load_metrics(folder / "metrics")
-    table, files = measured(metrics), pd.read_csv(folder / SIZES)
+    (MiB, with that of the short run) and files (MB) of a setting's runs. files: as `sizes` returns them."""
+    table = measured(metrics)
     found: dict[str, Any] = {"runs": len(table), "slower": table["slower"].median()}
     for regime, part in table.groupby("regime"):
         means = part.groupby("algorithm")[["early", "final"]].mean()
-        found[regime.lower()] = {"rank": spearmanr(means["early"], means["final"]).statistic}
+        here = found[regime.lower()] = {"rank": spearmanr(means["early"], means["final"]).statistic}
         for name, place in (("memory", regime), ("memory_short", SHORT.format(regime))):
             peaks = [run["peak_memory_mb"] for run in metrics.runs if run["regime"] == place]
-            found[regime.lower()][name] = max(peaks, default=math.nan)
-        found[regime.lower()] |= (
-            files.loc[files["regime"] == regime, ["tables", "checkpoint"]].max().to_dict()
-        )
+            here[name] = max(peaks, default=math.nan)
+        here |= files.loc[files["regime"] == regime, ["tables", "checkpoint"]].max().to_dict()
         for algorithm, runs in part.groupby("algorithm"):
             standing = runs[runs["standing"]]
-            low, high = difference(by_world(runs, "final"), by_world(runs, "early")).interval(0.95)
-            found[regime.lower()][algorithm] = {
+            apart = difference(by_world(runs, "final"), by_world(runs, "early"))
+            low, high = apart.interval(0.95)
+            here[algorithm] = {
                 "worlds": len(runs),
                 "early": runs["early"].mean(),
                 "final": runs["final"].mean(),
-                "apart": {"value": (runs["final"] - runs["early"]).mean(), "low": low, "high": high},
+                "apart": {"value": apart.value, "low": low, "high": high},
                 "standing": len(standing),
                 "fell": int(standing["crash"].notna().sum()),
                 "recovered": int((standing["crash"].notna() & standing["recovered"]).sum()),
