@@ -121,6 +121,23 @@ def test_a_recorded_start_fits_what_it_was_made_with_alone(tmp_path, monkeypatch
     assert (found is not None and found.name == "seed0-abc.zip") is fits
 
 
+@pytest.mark.parametrize(
+    ("only", "chosen"),
+    [
+        ("seed2", ["token_ppo/seed2", "st_ppo/seed2"]),
+        ("/(token|turn)_ppo/", ["token_ppo/seed0", "token_ppo/seed1", "token_ppo/seed2"]),
+        ("/st_ppo/seed[01]$", ["st_ppo/seed0", "st_ppo/seed1"]),
+    ],
+)
+def test_some_of_the_planned_runs_are_chosen_by_name(monkeypatch, only, chosen):
+    told = []
+    monkeypatch.setattr(campaign, "train_planned", lambda preset, runs, *_: told.extend(runs) or [])
+    algorithms = "pipeline.regimes.OFF_POLICY.algorithms=[token_ppo,st_ppo]"
+    done = CliRunner().invoke(cli.app, ["train-planned", "preset=laptop", algorithms, "--only", only])
+    assert done.exit_code == 0, done.output
+    assert sorted(run.name for run in told) == sorted(f"OFF_POLICY/{name}" for name in chosen)
+
+
 BAD_WORLD, KILLED = 1, "OFF_POLICY/token_ppo/seed0"
 
 

@@ -193,7 +193,8 @@ def train_planned_command(
         ),
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Only runs whose REGIME/ALGORITHM/seedN contains this.")
+        str | None,
+        typer.Option(help="Only runs in whose REGIME/ALGORITHM/seedN this regular expression is found."),
     ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Also runs that the preset's record (pipeline.recorded) holds.")
@@ -212,7 +213,11 @@ def train_planned_command(
     from stppo.training.campaign import train_planned
 
     preset, others = _preset(overrides)
-    runs = [run for run in planned_runs(preset, others) if only is None or only in run.name]
+    try:
+        wanted = re.compile(only or "")
+    except re.error as error:
+        raise ValueError(f"--only {only}: {error}; see the syntax of Python's `re`") from None
+    runs = [run for run in planned_runs(preset, others) if wanted.search(run.name)]
     if not runs:
         raise ValueError(
             f"--only {only}: no run of preset={preset} has this in its name; see `stppo plan preset={preset}`"

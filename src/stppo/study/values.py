@@ -30,6 +30,7 @@ from stppo.record.tidy import clips
 from stppo.stats import by_world, contrast, difference, mean
 from stppo.study import benchmark, pages, starving
 from stppo.study.benchmark_figures import signals_of_methods
+from stppo.study.claims import LEDGER_FILES, load_ledger
 
 REFERENCE, FILE = Path("results/reference"), "values.yaml"
 LEAST_WORLDS = 6  # of an arm that is told
@@ -318,7 +319,15 @@ def divisor(folder: Path) -> dict[str, Any]:
         acts = {"divided": int((divisors != 1).sum()), "iterations": len(divisors)}
         told = less | ends | acts
         found.setdefault(key(regime), {})[key(arm)] = told
-    return found | _left(trial)
+    return found | _left(trial) | {"deciding": _deciding(trial)}
+
+
+def _deciding(trial: Metrics) -> dict[str, int]:
+    """How many arms the main entries of the trial name, and in how many worlds all of them are recorded."""
+    entries = [e for e in load_ledger(LEDGER_FILES[1]).claims if e.id.startswith("D") and e.gate is None]
+    named = {arm for entry in entries for condition in entry.holds_if for arm in condition.weights({})}
+    worlds = [{r["seed"] for r in trial.runs if (r["regime"], r["algorithm"]) == arm} for arm in named]
+    return {"arms": len(named), "worlds": len(set.intersection(*worlds))}
 
 
 def _question(run: PlannedRun) -> int:
