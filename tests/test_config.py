@@ -349,6 +349,15 @@ def test_changed_value_changes_exactly_the_runs_that_use_it(configs):
     check("algorithm=wide")
 
 
+def test_a_composed_config_is_the_callers_own_and_follows_an_edit(configs):
+    compose(["preset=smoke"])["training"]["epochs"] = 77
+    assert (before := compose(["preset=smoke"])["training"]["epochs"]) != 77
+    edit(configs / "preset" / "smoke.yaml", f"epochs: {before}", f"epochs: {before + 1}")
+    assert compose(["preset=smoke"])["training"]["epochs"] == before + 1
+    edit(configs / "config.yaml", "seed: 0", "seed: 5")
+    assert compose(["algorithm=grpo"])["seed"] == 5
+
+
 def test_fingerprint_does_not_depend_on_the_order_of_keys():
     assert fingerprint({"a": 1, "b": {"c": 2, "d": 3}}) == fingerprint({"b": {"d": 3, "c": 2}, "a": 1})
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})

@@ -84,7 +84,7 @@ def algorithms() -> tuple[Algorithm, ...]:
     A file without a colour gets one of `SPARE_COLORS`. One that only renames another algorithm (its `name` is
     the other's) has no row. Raises ConfigError for a file that cannot be read or whose presentation is
     invalid."""
-    return _algorithms(stamps("algorithm"))
+    return _algorithms(stamps(option_files("algorithm")))
 
 
 def aliases() -> dict[str, str]:

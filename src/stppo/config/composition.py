@@ -36,9 +36,17 @@ logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # what goes wrong i
 def compose(overrides: list[str] | None = None) -> Config:
     """Compose `configs/config.yaml` with Hydra overrides into a plain, resolved dict.
 
-    Groups also have the options of your own folder (`config_files.own_config_dir`). Raises ConfigError for an
-    unknown group option, key or malformed override, and for a YAML file that cannot be read."""
-    overrides, own = list(overrides or []), config_files.own_config_dir()
+    Groups also have the options of your own folder (`config_files.own_config_dir`). The same overrides are
+    composed once while no file changes. Raises ConfigError for an unknown group option, key or malformed
+    override, and for a YAML file that cannot be read."""
+    files = [file for group in config_files.groups() for file in config_files.option_files(group)]
+    stamps = config_files.stamps([config_files.config_dir() / "config.yaml", *files])
+    return copy.deepcopy(_composed(tuple(overrides or ()), stamps))
+
+
+@functools.lru_cache(maxsize=256)
+def _composed(given: tuple[str, ...], stamps: tuple[tuple[Path, int], ...]) -> Config:
+    overrides, own = list(given), config_files.own_config_dir()
     _refuse_bare(overrides)
     if own is not None:
         _refuse_other_bases(own)
@@ -185,12 +193,7 @@ def _known_keys(node: Config, key: str) -> Iterable[str]:
 
 
 def algorithm_section(name: str) -> Config:
-    """The section `algorithm` of a composed config; composed once while no algorithm's file changes."""
-    return copy.deepcopy(_algorithm_section(name, config_files.stamps("algorithm")))
-
-
-@functools.lru_cache(maxsize=256)
-def _algorithm_section(name: str, stamps: tuple[tuple[Path, int], ...]) -> Config:
+    """The section `algorithm` of a composed config."""
     return compose([f"algorithm={name}"])["algorithm"]
 
 

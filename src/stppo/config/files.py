@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -196,9 +196,9 @@ def option_files(group: str) -> list[Path]:
     return [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
 
 
-def stamps(group: str) -> tuple[tuple[Path, int], ...]:
-    """The files of a group with their time stamps: what was read of them is read again after an edit."""
-    return tuple((file, file.stat().st_mtime_ns) for file in option_files(group))
+def stamps(files: Iterable[Path]) -> tuple[tuple[Path, int], ...]:
+    """Files with their time stamps: what was read of them is read again after an edit."""
+    return tuple((file, file.stat().st_mtime_ns) for file in files)
 
 
 def read(file: Path) -> dict[str, Any]:
