@@ -114,7 +114,10 @@ def test_an_error_that_nobody_foresaw_leaves_a_report(stppo, monkeypatch, tmp_pa
         (["plan", "pipeline.regimes.OFF_POLICY.seeds=[]"], ["preset=laptop plans no run", "no seeds"]),
         (["train-planned", "pipeline.regimes.OFF_POLICY.seeds=[]"], ["preset=laptop plans no run"]),
         (["train-planned", "preset=smoke", "preset=laptop"], ["one preset"]),
-        (["train-planned", "preset=smoke", "--only", "no_such"], ["--only no_such", "stppo plan preset=smoke"]),
+        (
+            ["train-planned", "preset=smoke", "--only", "no_such"],
+            ["--only no_such", "stppo plan preset=smoke"],
+        ),
         (["train-planned", "preset=smoke", "--only", "(grpo"], ["--only (grpo", "unterminated"]),
         (["bench", "token_ppo", "--rerun", "2"], ["token_ppo --rerun 2", "leave the method out"]),
         (["claims", "none", "out"], ["none/runs.json is missing"]),
