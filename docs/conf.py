@@ -28,6 +28,7 @@ exclude_patterns = [
     "reference/generated/unbiased.md",
     "reference/generated/divisor.md",
     "reference/generated/starving.md",
+    "reference/generated/thousand-iterations.md",
     "reference/generated/language-model.md",
     "reference/generated/speed.md",
 ]

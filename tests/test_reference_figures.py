@@ -12,16 +12,19 @@ from stppo.figures import figures
 from stppo.figures.style import words_of
 from stppo.record.runs import load_metrics
 from stppo.study import figures as study
+from stppo.study import starving, thousand
 from stppo.study.benchmark import leaderboard
 from stppo.study.benchmark_figures import pictures
 from stppo.study.questions import questions_figure
-from stppo.study.starving import BY_HOPS, picture
 
 REFERENCE = Path(__file__).parents[1] / "results/reference"
 DRAWN = {name: kind.draw for name, kind in (figures.FIGURES | study.FIGURES).items()} | {
     "objectives": lambda metrics: objectives_figure(),
     "questions": questions_figure,
-    "starving": lambda metrics: picture(metrics, pd.read_csv(REFERENCE / "starving" / BY_HOPS)),
+    "starving": lambda metrics: starving.picture(
+        metrics, pd.read_csv(REFERENCE / "starving" / starving.BY_HOPS)
+    ),
+    "thousand": thousand.picture,
 }
 FOLDERS = sorted(folder for kind in ("figures", "claims") for folder in REFERENCE.rglob(kind))
 # The others' pictures are drawn with their pages, below or in their own tests.

@@ -126,7 +126,7 @@ def picture(metrics: Metrics) -> Plot:
     parts = []
     looks = metrics.all.looks
     with style():
-        fig = page(title, question, source_of(metrics.all), 3.6, line_handles(looks))
+        fig = page(title, question, source_of(metrics.all.of(list(WORDS))), 3.6, line_handles(looks))
         axes = fig.subplots(1, len(WORDS), sharey=True)
         for ax, (regime, words) in zip(axes, WORDS.items(), strict=True):
             runs = metrics.all.of([regime])

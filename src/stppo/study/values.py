@@ -28,7 +28,7 @@ from stppo.files import repository_path, write_atomically
 from stppo.record.runs import Metrics, load_metrics
 from stppo.record.tidy import clips
 from stppo.stats import by_world, contrast, difference, mean
-from stppo.study import benchmark, pages, starving
+from stppo.study import benchmark, pages, starving, thousand
 from stppo.study.benchmark_figures import signals_of_methods
 from stppo.study.claims import LEDGER_FILES, load_ledger
 
@@ -634,6 +634,7 @@ PARTS = {
     "mild": mild,
     "oracle": oracle,
     "starving": starving.values,
+    "thousand": thousand.values,
     "smollm": smollm,
     "speed": speed,
     "retrieval": retrieval,
