@@ -73,7 +73,7 @@ def test_numbers_of_the_divisors_trial():
     )
     updates = pd.read_parquet(folder / "iterations.parquet").query("regime == 'PAPER'")
     acted = (updates["stabilizer_divisor"] != 1).groupby(updates["algorithm"]).sum()
-    arms = [arm for arm in sampled if sampled[arm].notna().all()]
+    arms = [arm for arm in sampled if sampled[arm].notna().sum() >= 6]
     assert len(arms) == 12
     for arm in arms:
         base = "token_ppo" if arm.startswith(("s_ppo", "token")) else "turn_ppo"

@@ -25,7 +25,7 @@ from stppo.config.files import VARIABLE
 from stppo.config.planned import planned_runs
 from stppo.record.ownership import LOCK_FILE
 from stppo.training import campaign
-from stppo.training.warm_start import made_for, recorded_start
+from stppo.training.warm_start import load_warm_start, made_for, recorded_start
 from tests.conftest import TINY
 
 PRESET = """# @package _global_
@@ -136,6 +136,19 @@ def test_some_of_the_planned_runs_are_chosen_by_name(monkeypatch, only, chosen):
     done = CliRunner().invoke(cli.app, ["train-planned", "preset=laptop", algorithms, "--only", only])
     assert done.exit_code == 0, done.output
     assert sorted(run.name for run in told) == sorted(f"OFF_POLICY/{name}" for name in chosen)
+
+
+DIVISOR = Path(__file__).parents[1] / "results/reference/divisor/part2"
+
+
+@pytest.mark.parametrize("kept", sorted((DIVISOR / "warm_start").glob("*.zip")), ids=lambda file: file.stem)
+def test_a_kept_start_is_the_one_that_its_recorded_runs_began_from(kept, tmp_path):
+    seed = int(kept.stem.partition("-")[0].removeprefix("seed"))
+    runs = [r for r in json.loads((DIVISOR / "metrics/runs.json").read_text()) if r["seed"] == seed]
+    zipfile.ZipFile(kept).extractall(tmp_path)
+    _, record, weights = load_warm_start(tmp_path)
+    assert runs and {run["warm_start_weights"] for run in runs} == {weights}
+    assert {run["warm_start"]["success_sampled"] for run in runs} == {record["success_sampled"]}
 
 
 BAD_WORLD, KILLED = 1, "OFF_POLICY/token_ppo/seed0"
