@@ -151,6 +151,13 @@ def test_a_kept_start_is_the_one_that_its_recorded_runs_began_from(kept, tmp_pat
     assert {run["warm_start"]["success_sampled"] for run in runs} == {record["success_sampled"]}
 
 
+def test_every_world_of_the_divisors_trial_has_its_start_kept():
+    """But for 401 to 406, which were recorded before starts were kept."""
+    recorded = {run["seed"] for run in json.loads((DIVISOR / "metrics/runs.json").read_text())}
+    kept = {int(file.stem.partition("-")[0].removeprefix("seed")) for file in DIVISOR.rglob("seed*.zip")}
+    assert recorded - set(range(401, 407)) <= kept
+
+
 BAD_WORLD, KILLED = 1, "OFF_POLICY/token_ppo/seed0"
 
 

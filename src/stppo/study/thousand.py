@@ -119,9 +119,11 @@ def picture(metrics: Metrics) -> Plot:
         f"Of {int(table['standing'].sum())} runs that stood after {EARLY} iterations, {len(fell)} fell "
         "within a thousand"
     )
+    several = table["world_seed"].nunique() > 1
+    lines_are = "means with a 95 % band over worlds" if several else "the runs of the one world recorded"
     question = (
         "Do methods that are stable for a hundred iterations stay so? Success on unseen questions, sampled. "
-        "Lines: means with a 95 % band over worlds. Crosses: where a run had lost half of its gain."
+        f"Lines: {lines_are}. Crosses: where a run had lost half of its gain."
     )
     parts = []
     looks = metrics.all.looks
