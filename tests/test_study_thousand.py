@@ -7,8 +7,10 @@ import pandas as pd
 import pytest
 
 from stppo.record.outcomes import judge
+from stppo.record.runs import load_metrics
 from stppo.record.schema import CHECKPOINT_DIR, RUN_FILE
-from stppo.study.thousand import SECONDS, counted, measured, sizes
+from stppo.study.thousand import SECONDS, SIZES, counted, measured, record, sizes
+from tests.synthetic_runs import make_run
 
 EVERY, END, START = 10, 1000, 0.2
 
@@ -87,6 +89,22 @@ def test_files_are_counted_in_megabytes(tmp_path):
     row = sizes([tmp_path]).iloc[0]
     assert (row["tables"], row["checkpoint"]) == (1.0, 3.0)
     assert row["seed"] == 701
+
+
+def test_a_world_recorded_later_is_added_to_the_earlier_one(tmp_path):
+    both, first, second = tmp_path / "both", tmp_path / "first", tmp_path / "second"
+    for seed, folder in ((701, first), (702, second)):
+        for root in (folder, both):
+            make_run(root / "HALF" / "st_ppo" / f"seed{seed}", "st_ppo", seed)
+    record(first, tmp_path / "in_turn")
+    record(second, tmp_path / "in_turn")
+    at_once = record(both, tmp_path / "at_once")
+    assert load_metrics(tmp_path / "in_turn" / "metrics").runs == at_once.runs and len(at_once.runs) == 2
+    files = [pd.read_csv(tmp_path / name / SIZES) for name in ("in_turn", "at_once")]
+    pd.testing.assert_frame_equal(*files)
+    with pytest.raises(ValueError, match="the same run"):
+        record(second, tmp_path / "in_turn")
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "in_turn" / SIZES), files[0])
 
 
 def test_a_run_that_only_tells_of_memory_is_no_row():

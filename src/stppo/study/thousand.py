@@ -1,7 +1,7 @@
 """A thousand iterations: do the methods that are stable for a hundred stay so? Records, numbers, picture.
 
-`python -m stppo.study.thousand RUNS OUT` collects the runs of `preset=thousand` and draws them. Protocol:
-results/reference/thousand.
+`python -m stppo.study.thousand RUNS OUT` adds runs of `preset=thousand` to what OUT records and draws it all.
+Protocol: results/reference/thousand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stppo.figures.curves import Panel, bands, draw_lines, line_handles, page, s
 from stppo.figures.style import Plot, style
 from stppo.record.outcomes import LEARNED, trailing_mean
 from stppo.record.runs import Metrics, collect, load_metrics
-from stppo.record.schema import CHECKPOINT_DIR, RUN_FILE
+from stppo.record.schema import CHECKPOINT_DIR, RUN_FILE, RUNS_FILE
 from stppo.stats import by_world, difference
 
 WORDS = {"CRITICAL": "at the rate at which token PPO fails", "HALF": "at half that rate"}
@@ -149,12 +149,21 @@ def picture(metrics: Metrics) -> Plot:
     return Plot("thousand", fig, pd.concat(parts, ignore_index=True), caption, title=title)
 
 
+def record(runs: Path, out: Path) -> Metrics:
+    """Add the runs of a folder to what `out` records, with the size of their files. ValueError for a run that
+    is recorded already."""
+    folders = sorted(file.parent for file in runs.glob(f"*/*/seed*/{RUN_FILE}"))
+    before = [out / "metrics"] if (out / "metrics" / RUNS_FILE).is_file() else []
+    metrics = collect([*before, *folders], out / "metrics")
+    files = pd.concat([pd.read_csv(out / SIZES), sizes(folders)]) if before else sizes(folders)
+    files = files.sort_values(["regime", "algorithm", "seed"])
+    files.to_csv(out / SIZES, index=False, float_format="%.3f", lineterminator="\n")
+    return metrics
+
+
 def main(runs: str, out: str) -> None:
-    """Collect the runs of a folder, measure their files and draw them."""
-    folders = sorted(file.parent for file in Path(runs).glob(f"*/*/seed*/{RUN_FILE}"))
-    Path(out).mkdir(parents=True, exist_ok=True)
-    sizes(folders).to_csv(Path(out) / SIZES, index=False, float_format="%.3f", lineterminator="\n")
-    picture(collect(folders, Path(out) / "metrics")).save(Path(out) / "figures")
+    """Record the runs of a folder and draw all that is recorded."""
+    picture(record(Path(runs), Path(out))).save(Path(out) / "figures")
 
 
 if __name__ == "__main__":
