@@ -22,15 +22,13 @@ import pandas as pd
 import yaml
 from scipy.stats import spearmanr, t
 
-from stppo.config.plan import seconds
-from stppo.config.planned import PlannedRun, planned_runs
 from stppo.files import repository_path, write_atomically
 from stppo.record.runs import Metrics, load_metrics
 from stppo.record.tidy import clips
 from stppo.stats import by_world, contrast, difference, mean
 from stppo.study import benchmark, pages, starving, thousand
+from stppo.study import divisor as trials
 from stppo.study.benchmark_figures import signals_of_methods
-from stppo.study.claims import LEDGER_FILES, load_ledger
 
 REFERENCE, FILE = Path("results/reference"), "values.yaml"
 LEAST_WORLDS = 6  # of an arm that is told
@@ -319,49 +317,11 @@ def divisor(folder: Path) -> dict[str, Any]:
         acts = {"divided": int((divisors != 1).sum()), "iterations": len(divisors)}
         told = less | ends | acts
         found.setdefault(key(regime), {})[key(arm)] = told
-    return found | _left(trial) | {"deciding": _deciding(trial)}
-
-
-def _deciding(trial: Metrics) -> dict[str, int]:
-    """How many arms the main entries of the trial name, and in how many worlds all of them are recorded."""
-    entries = [e for e in load_ledger(LEDGER_FILES[1]).claims if e.id.startswith("D") and e.gate is None]
-    named = {arm for entry in entries for condition in entry.holds_if for arm in condition.weights({})}
-    worlds = [{r["seed"] for r in trial.runs if (r["regime"], r["algorithm"]) == arm} for arm in named]
-    return {"arms": len(named), "worlds": len(set.intersection(*worlds))}
-
-
-def _question(run: PlannedRun) -> int:
-    """The question of the divisor's protocol that a run is for, the first where it is for several."""
-    if run.regime in (of := {"OFF_POLICY_CLIP": 5, "GUESS": 6, "NOISY": 6, "CHAINS": 7}):
-        return of[run.regime]
-    if "_own_" in run.algorithm:
-        return 4
-    if run.regime.startswith("SGD") or "_step" in run.algorithm:
-        return 3
-    if run.regime == OFF:
-        return 3 if run.algorithm in NINE else 5
-    return 2
-
-
-def _left(trial: Metrics) -> dict[str, Any]:
-    """How many of the trial's runs are planned and recorded, question by question, and the core hours of the
-    others: what the plan says of their regimes, times what the recorded runs took of it."""
-    runs = planned_runs("divisor")
-    costs: dict[str, float] = {}
-    for run in runs:
-        if run.regime not in costs:  # one config a regime is composed
-            costs[run.regime] = seconds(run.config)
-    recorded = {(r["regime"], r["algorithm"], r["seed"]): r["cpu_seconds"] for r in trial.runs}
-    pace = sum(recorded.values()) / sum(costs[regime] for regime, *_ in recorded)
-    found: dict[str, Any] = {"planned": len(runs), "left": {"hours": 0.0}}
-    for run in runs:
-        row = found.setdefault(f"question_{_question(run)}", {"planned": 0, "recorded": 0, "hours": 0.0})
-        row["planned"] += 1
-        if (run.regime, run.algorithm, run.seed) in recorded:
-            row["recorded"] += 1
-        else:
-            for part in (row, found["left"]):
-                part["hours"] += pace * costs[run.regime] / 3600
+    found |= trials.left(trial) | {"deciding": trials.deciding(trial)}
+    for _, row in pd.read_csv(folder / trials.CLAIMS).iterrows():
+        numbers = {name: row[name] for name in ("low", "high", "joint_low", "joint_high", "worlds")}
+        part = "sampled" if row["measured"].startswith("final") else "greedy"
+        found.setdefault(key(row["id"]), {})[part] = {"value": row["estimate"], **numbers}
     return found
 
 

@@ -1,0 +1,158 @@
+"""The divisor's fair trial: what is recorded and missing, verdicts as they were read, and their picture.
+
+`python -m stppo.study.divisor` writes the verdicts that are read, and the picture, into the trial's folder.
+Protocol: results/reference/divisor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.lines import Line2D
+
+from stppo.config.plan import seconds
+from stppo.config.planned import PlannedRun, planned_runs
+from stppo.figures.curves import INK, name_rows, page, source_of
+from stppo.figures.style import Plot, style
+from stppo.files import repository_path
+from stppo.record.runs import Metrics, load_metrics
+from stppo.stats import by_world
+from stppo.study.claims import (
+    INCONCLUSIVE,
+    LEDGER_FILES,
+    NOT_SUPPORTED,
+    SUPPORTED,
+    evaluate,
+    load_ledger,
+    table,
+)
+
+FOLDER = "results/reference/divisor"
+METRICS, CLAIMS = "part2/metrics", "part2/claims.csv"
+# Letter -> when its verdicts were read, once. Runs started later change none (protocol, amendment 6).
+READ: dict[str, str] = {}
+ASKED = {
+    "D1": "paper's setting",
+    "D2": "paper's, no floor, clip behind",
+    "D3": "paper's, where token PPO fails",
+    "D4": "paper's, on the step",
+    "D5": "old batches, on the step",
+    "D6": "old batches, each trajectory",
+}
+PAIRS = {"s": ("S-PPO − token PPO", "#56B4E9"), "st": ("ST-PPO − Turn-PPO", "#0072B2")}
+PLACES = {"final": -0.17, "greedy_final": 0.17}
+
+
+def deciding(trial: Metrics) -> dict[str, int]:
+    """How many arms the main entries of the trial name, and in how many worlds all of them are recorded."""
+    entries = [e for e in load_ledger(LEDGER_FILES[1]).claims if e.id.startswith("D") and e.gate is None]
+    named = {arm for entry in entries for condition in entry.holds_if for arm in condition.weights({})}
+    worlds = [{r["seed"] for r in trial.runs if (r["regime"], r["algorithm"]) == arm} for arm in named]
+    return {"arms": len(named), "worlds": len(set.intersection(*worlds))}
+
+
+def question(run: PlannedRun) -> int:
+    """The question of the protocol that a run is for, the first where it is for several."""
+    if run.regime in (of := {"OFF_POLICY_CLIP": 5, "GUESS": 6, "NOISY": 6, "CHAINS": 7}):
+        return of[run.regime]
+    if "_own_" in run.algorithm:
+        return 4
+    if run.regime.startswith("SGD") or "_step" in run.algorithm:
+        return 3
+    if run.regime == "OFF_POLICY":
+        return 3 if run.algorithm in ("token_ppo", "turn_ppo", "s_ppo", "st_ppo") else 5
+    return 2
+
+
+def left(trial: Metrics) -> dict[str, Any]:
+    """How many of the trial's runs are planned and recorded, question by question, and the core hours of the
+    others: what the plan says of their regimes, times what the recorded runs took of it."""
+    runs = planned_runs("divisor")
+    costs: dict[str, float] = {}
+    for run in runs:
+        if run.regime not in costs:  # one config a regime is composed
+            costs[run.regime] = seconds(run.config)
+    recorded = {(r["regime"], r["algorithm"], r["seed"]): r["cpu_seconds"] for r in trial.runs}
+    pace = sum(recorded.values()) / sum(costs[regime] for regime, *_ in recorded)
+    found: dict[str, Any] = {"planned": len(runs), "left": {"hours": 0.0}}
+    for run in runs:
+        row = found.setdefault(f"question_{question(run)}", {"planned": 0, "recorded": 0, "hours": 0.0})
+        row["planned"] += 1
+        if (run.regime, run.algorithm, run.seed) in recorded:
+            row["recorded"] += 1
+        else:
+            for part in (row, found["left"]):
+                part["hours"] += pace * costs[run.regime] / 3600
+    return found
+
+
+def at(trial: Metrics, letter: str) -> Metrics:
+    """The runs that were there when the verdicts of a letter were read."""
+    runs = [run for run in trial.runs if run["started"] < READ[letter]]
+    return Metrics(runs, trial.iterations, trial.evaluations)
+
+
+def verdicts(trial: Metrics) -> pd.DataFrame:
+    """`claims.table` of the entries whose letter is read; those behind a shut gate are left out."""
+    found = []
+    for letter in READ:
+        judged = [one for one in evaluate(at(trial, letter)) if one.entry.id.startswith(letter)]
+        of = {one.entry.id: one.verdict for one in judged}
+        found += [one for one in judged if of.get(one.entry.gate, SUPPORTED) == SUPPORTED]
+    return table(found)
+
+
+def picture(trial: Metrics, judged: pd.DataFrame) -> Plot:
+    """The main entries, a row each: every world's difference, the mean, its 95 % interval and the one that
+    decides. judged: as `verdicts` returns it."""
+    trial = at(trial, "D")
+    entries = {e.id: e for e in load_ledger(LEDGER_FILES[1]).claims if e.id.startswith("D") and not e.gate}
+    counts = judged[judged["id"].isin(entries)].drop_duplicates("id")["verdict"].value_counts()
+    title = "Does the divisor help? Twelve registered comparisons: " + ", ".join(
+        f"{verdict} {counts.get(verdict, 0)}" for verdict in (SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE)
+    )
+    text = (
+        "Final success with the divisor, less without it. Points: worlds. Thick: 95 % interval of the mean; "
+        "thin: the one that decides, so that all twelve hold at once."
+    )
+    handles = [
+        Line2D([], [], color=INK, marker="o", linewidth=2.4, label="sampled"),
+        Line2D([], [], color=INK, marker="o", markerfacecolor="white", linewidth=2.4, label="greedy"),
+    ]
+    rows = judged[judged["id"].isin(entries)].itertuples()
+    with style():
+        fig = page(title, text, source_of(trial.all), 0.42 * len(ASKED) * len(PAIRS) + 0.7, handles)
+        panels = fig.subplots(len(PAIRS), 1, sharex=True)
+        axes = dict(zip(PAIRS, panels, strict=True))
+        for row in rows:
+            asked, _, pair = row.id.partition(".")
+            condition = next(c for c in entries[row.id].holds_if if row.measured.startswith(f"{c.column}:"))
+            ax, color = axes[pair], PAIRS[pair][1]
+            y = [*ASKED].index(asked) + PLACES[condition.column]
+            one, other = (by_world(trial.arm(*arm), condition.column) for arm in condition.weights({}))
+            apart = [one[world] - other[world] for world in one.keys() & other.keys()]
+            ax.plot(apart, [y] * len(apart), "o", color=color, markersize=3, alpha=0.5)
+            ax.plot([row.joint_low, row.joint_high], [y, y], color=color, linewidth=0.9)
+            ax.plot([row.low, row.high], [y, y], color=color, linewidth=2.6, solid_capstyle="butt")
+            face = color if condition.column == "final" else "white"
+            ax.plot(row.estimate, y, "o", color=color, markerfacecolor=face, markersize=6, zorder=4)
+        for pair, ax in axes.items():
+            name_rows(ax, [*ASKED.values()])
+            ax.axvline(0, color="#888888", linestyle=":")
+            ax.grid(axis="y", visible=False)
+            ax.set_title(PAIRS[pair][0], loc="left")
+        panels[-1].set_xlabel("difference of final success")
+    return Plot("divisor", fig, judged, text, title=title)
+
+
+def main() -> None:
+    folder = repository_path(FOLDER)
+    trial = load_metrics(folder / METRICS)
+    judged = verdicts(trial)
+    judged.to_csv(folder / CLAIMS, index=False, float_format="%.5g", lineterminator="\n")
+    picture(trial, judged).save(folder / "figures")
+
+
+if __name__ == "__main__":
+    main()
