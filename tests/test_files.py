@@ -95,7 +95,7 @@ def test_whatever_is_no_json_is_a_decode_error(text):
         ("a: &x [1]\nb: *x\n", "it has aliases"),
         ("a: [1\n", "no YAML"),
         ("a: '" + "x" * (1 << 20) + "'\n", "longer than 1048576 bytes"),
-        ("[" * 5000, "no YAML"),
+        ("[" * 100 + "[1]" + "]" * 100, "nested more than 100 deep"),
         ("a: \x00", "no YAML"),
     ],
 )
@@ -104,6 +104,14 @@ def test_a_config_without_end_is_refused(tmp_path, text, said):
     file.write_text(text)
     with pytest.raises(ValueError, match=said):
         read_yaml(file)
+
+
+def test_a_config_may_be_nested(tmp_path):
+    (tmp_path / "config.yaml").write_text("[" * 99 + "[1]" + "]" * 99)
+    found = read_yaml(tmp_path / "config.yaml")
+    for _ in range(100):
+        (found,) = found
+    assert found == 1
 
 
 def test_a_config_is_read(tmp_path):

@@ -173,20 +173,27 @@ def parse_json(text: str | bytes) -> Any:
 
 
 _MOST_YAML = 1 << 20  # bytes; a run's config has three thousand
+_DEEPEST_YAML = 100  # collections in collections; ours have about ten
 
 
 def read_yaml(path: Path) -> Any:
-    """What a file of somebody's run folder holds. ValueError where it is no YAML, longer than a megabyte, or
-    has aliases, with which a short file can stand for an endless one."""
+    """What a file of somebody's run folder holds. ValueError where it is no YAML, longer than a megabyte,
+    nested deeper than any config, which takes the parser minutes, or has aliases, with which a short file can
+    stand for an endless one."""
     with path.open("rb") as file:
         text = file.read(_MOST_YAML + 1)
     if len(text) > _MOST_YAML:
         raise ValueError(f"longer than {_MOST_YAML} bytes")
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise ValueError("it has aliases")
+        depth = 0
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has aliases")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST_YAML:
+                raise ValueError(f"nested more than {_DEEPEST_YAML} deep")
         return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise ValueError(f"no YAML ({' '.join(str(error).split())[:200]})") from error
 
 
