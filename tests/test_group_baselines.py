@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 
 import pandas as pd
 import pytest
@@ -53,8 +54,9 @@ def test_division_and_token_mean_are_those_of_loops_over_every_group():
     p, lengths = groups.p.tolist(), groups.lengths.tolist()
     to_go, has = units.to_go.tolist(), units.has.tolist()
     coefficients = torch.zeros(units.has.shape, dtype=torch.float64)
-    for members in itertools.product(range(len(p)), repeat=GROUP):
-        weight = math.prod(p[i] for i in members) / sum(lengths[i] for i in members)
+    for members in itertools.combinations_with_replacement(range(len(p)), GROUP):
+        orders = math.factorial(GROUP) / math.prod(map(math.factorial, Counter(members).values()))
+        weight = orders * math.prod(p[i] for i in members) / sum(lengths[i] for i in members)
         for turn in range(units.has.shape[1]):
             rewards = [to_go[i][turn] for i in members if has[i][turn]]
             mean = sum(rewards) / max(1, len(rewards))

@@ -236,19 +236,19 @@ def test_groups_of_unequal_size_are_one_clear_line():
 
 
 def test_in_a_large_batch_the_credit_is_its_limit():
-    """40,000 trajectories of the tree in one group a prompt against `limiting_advantages`."""
+    """10,000 trajectories of the tree in one group a prompt against `limiting_advantages`."""
     mdp = TokenMDP(n_words=1, max_turn_tokens=2, max_turns=2, n_observations=2, n_prompts=1)
     tree = mdp.enumerate()
     policy = TabularSoftmax(tree)
     oracle = Oracle(tree, policy, policy.initial(1, 0.7))
-    rule = EqualStates(group_size=40_000)
-    rows = oracle.sample(40_000, torch.Generator().manual_seed(0))
+    rule = EqualStates(group_size=10_000)
+    rows = oracle.sample(10_000, torch.Generator().manual_seed(0))
     batch = oracle.trajectories.select(rows)
     got = batch.layout.gather(rule(batch).advantages)
     expected = limiting_advantages(oracle, rule)
     by_row = torch.split(expected, oracle.layout.row_lengths.tolist())
     wanted = torch.cat([by_row[row] for row in rows.tolist()])
-    assert (got - wanted).square().mean().sqrt() < 0.03 * wanted.std()
+    assert (got - wanted).square().mean().sqrt() < 0.06 * wanted.std()
     alike = torch.cat(
         [torch.split(oracle.group_advantages(), oracle.layout.row_lengths.tolist())[r] for r in rows]
     )

@@ -9,7 +9,7 @@ import typer
 
 from stppo.cli import app
 from stppo.record.runs import load_metrics
-from stppo.study import claims, pages, values
+from stppo.study import claims, divisor, pages, values
 
 ROOT = Path(__file__).parents[1]
 RECORDED = [ROOT / "README.md", *sorted((ROOT / "results/reference").glob("*/README.md"))]
@@ -113,6 +113,22 @@ def test_commands_in_pages_exist():
     assert {line.split()[1] for line in lines if re.match(r"make [a-z]", line)} <= targets
     commands = (re.match(r"(?:\.venv/bin/)?stppo ([a-z][a-z-]*)", line) for line in lines)
     assert {found[1] for found in commands if found} <= known
+
+
+def test_the_divisors_page_has_the_verdict_of_every_entry_that_was_read():
+    folder = ROOT / "results/reference/divisor"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    said = dict(re.findall(r"<!-- divisor\.(\w+) -->.*\| ([a-z ]+) \|$", page, re.M))
+    found = pd.read_csv(folder / divisor.CLAIMS).set_index("id")["verdict"]
+    assert {name: said.get(values.key(name)) for name in found.index} == found.to_dict()
+
+
+@pytest.mark.slow
+def test_verdicts_of_the_divisors_trial_are_those_of_the_records():
+    folder = ROOT / "results/reference/divisor"
+    found = divisor.verdicts(load_metrics(folder / divisor.METRICS))
+    kept = pd.read_csv(folder / divisor.CLAIMS)
+    assert list(found["verdict"]) == list(kept["verdict"]) and list(found["id"]) == list(kept["id"])
 
 
 @pytest.mark.slow

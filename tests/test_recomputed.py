@@ -81,3 +81,37 @@ def test_numbers_of_the_divisors_trial():
         found |= {"value": (sampled[arm] - sampled[base]).mean()} if arm != base else {}
         row = said[arm.replace(".", "_")]
         assert found == pytest.approx({name: row[name] for name in found}, abs=2e-5), arm
+
+
+STEP, OWN = "ppo_step", "ppo_own_norm_trajectory"
+MAIN_ENTRIES = {
+    "D1": ("PAPER/s_ppo", "PAPER/st_ppo", "PAPER"),
+    "D2": ("PAPER_AFTER/s_ppo_bare", "PAPER_AFTER/st_ppo_bare", "PAPER"),
+    "D3": ("PAPER_EDGE/s_ppo", "PAPER_EDGE/st_ppo", "PAPER_EDGE"),
+    "D4": (f"PAPER/s_{STEP}", f"PAPER/st_{STEP}", "PAPER"),
+    "D5": (f"OFF_POLICY/s_{STEP}", f"OFF_POLICY/st_{STEP}", "OFF_POLICY"),
+    "D6": (f"OFF_POLICY/token_{OWN}", f"OFF_POLICY/turn_{OWN}", "OFF_POLICY"),
+}
+
+
+def test_the_main_differences_of_the_divisors_trial():
+    """World by world, as the protocol's table asks."""
+    folder = REFERENCE / "divisor/part2"
+    runs = json.loads((folder / "metrics/runs.json").read_text())
+    finite = {f"{r['regime']}/{r['algorithm']}/{r['seed']}" for r in runs if r["non_finite"] is None}
+    rows = pd.read_parquet(folder / "metrics/evaluations.parquet").sort_values("iteration")
+    ends = {1.0: {}, 0.0: {}}
+    for (regime, arm, seed, temperature), of in rows.groupby(["regime", "algorithm", "seed", "temperature"]):
+        end = last_tenth(list(of["success"])) if f"{regime}/{arm}/{seed}" in finite else 0.0
+        ends[temperature].setdefault(f"{regime}/{arm}", {})[seed] = end
+    claims = pd.read_csv(folder / "claims.csv").set_index("id")
+    for name, (tokens, turns, base) in MAIN_ENTRIES.items():
+        for entry, one, other in (
+            (f"{name}.s", tokens, f"{base}/token_ppo"),
+            (f"{name}.st", turns, f"{base}/turn_ppo"),
+        ):
+            for row, temperature in zip(claims.loc[entry].itertuples(), (1.0, 0.0), strict=True):
+                with_it, without = ends[temperature][one], ends[temperature][other]
+                apart = [with_it[seed] - without[seed] for seed in with_it.keys() & without.keys()]
+                assert len(apart) == row.worlds, entry
+                assert sum(apart) / len(apart) == pytest.approx(row.estimate, abs=1e-4), entry
