@@ -379,9 +379,8 @@ def test_warm_start_is_shared_by_algorithms_and_regimes_of_one_seed():
 
 @pytest.mark.parametrize("preset", ["smoke", "laptop", "search", "workstation"])
 def test_a_warm_start_made_from_its_overrides_alone_is_the_one_that_runs_want(preset):
-    runs = {run.config["warm_start_seed"]: run for run in planned_runs(preset)}  # one a warm start
-    for seed, run in runs.items():
-        alone = [*warm_start_overrides(run), f"warm_start_seed={seed}"]
+    for run in {run.seed: run for run in planned_runs(preset)}.values():  # one a warm start
+        alone = [*warm_start_overrides(run), f"warm_start_seed={run.config['warm_start_seed']}"]
         assert warm_start_dir(compose(alone)) == warm_start_dir(run.config)
 
 
