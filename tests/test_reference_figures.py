@@ -11,8 +11,8 @@ from stppo.derivations.axes import objectives_figure
 from stppo.figures import figures
 from stppo.figures.style import words_of
 from stppo.record.runs import load_metrics
+from stppo.study import divisor, starving, thousand
 from stppo.study import figures as study
-from stppo.study import starving, thousand
 from stppo.study.benchmark import leaderboard
 from stppo.study.benchmark_figures import pictures
 from stppo.study.questions import questions_figure
@@ -24,6 +24,7 @@ DRAWN = {name: kind.draw for name, kind in (figures.FIGURES | study.FIGURES).ite
     "starving": lambda metrics: starving.picture(
         metrics, pd.read_csv(REFERENCE / "starving" / starving.BY_HOPS)
     ),
+    "divisor": lambda metrics: divisor.picture(metrics, pd.read_csv(REFERENCE / "divisor" / divisor.CLAIMS)),
     "thousand": thousand.picture,
 }
 FOLDERS = sorted(folder for kind in ("figures", "claims") for folder in REFERENCE.rglob(kind))

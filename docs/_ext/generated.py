@@ -435,6 +435,7 @@ PICTURED = {
     "mechanism/figures": "PPO's ratio taken apart",
     "mild/figures": "A milder setting",
     "starving/figures": "Slow questions under an asynchronous trainer",
+    "divisor/part2/figures": "The divisor, where it may help",
     "thousand/figures": "A thousand iterations",
     "smollm_comparison/figures": "A small language model, one world",
     "first_study/figures": "The first study, whose facts could be learned by heart",

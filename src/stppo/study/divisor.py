@@ -29,9 +29,9 @@ from stppo.study.claims import (
 )
 
 FOLDER = "results/reference/divisor"
-METRICS, CLAIMS = "part2/metrics", "part2/claims.csv"
+METRICS, CLAIMS, FIGURES = "part2/metrics", "part2/claims.csv", "part2/figures"
 # Letter -> when its verdicts were read, once. Runs started later change none (protocol, amendment 6).
-READ: dict[str, str] = {}
+READ = {"D": "2026-11-29T08:27:00+00:00"}
 ASKED = {
     "D1": "paper's setting",
     "D2": "paper's, no floor, clip behind",
@@ -40,16 +40,11 @@ ASKED = {
     "D5": "old batches, on the step",
     "D6": "old batches, each trajectory",
 }
-PAIRS = {"s": ("S-PPO − token PPO", "#56B4E9"), "st": ("ST-PPO − Turn-PPO", "#0072B2")}
+PAIRS = {
+    "s": ("one ratio a token: S-PPO and its kin, less token PPO", "#56B4E9"),
+    "st": ("one ratio a turn: ST-PPO and its kin, less Turn-PPO", "#0072B2"),
+}
 PLACES = {"final": -0.17, "greedy_final": 0.17}
-
-
-def deciding(trial: Metrics) -> dict[str, int]:
-    """How many arms the main entries of the trial name, and in how many worlds all of them are recorded."""
-    entries = [e for e in load_ledger(LEDGER_FILES[1]).claims if e.id.startswith("D") and e.gate is None]
-    named = {arm for entry in entries for condition in entry.holds_if for arm in condition.weights({})}
-    worlds = [{r["seed"] for r in trial.runs if (r["regime"], r["algorithm"]) == arm} for arm in named]
-    return {"arms": len(named), "worlds": len(set.intersection(*worlds))}
 
 
 def question(run: PlannedRun) -> int:
@@ -121,8 +116,10 @@ def picture(trial: Metrics, judged: pd.DataFrame) -> Plot:
         Line2D([], [], color=INK, marker="o", markerfacecolor="white", linewidth=2.4, label="greedy"),
     ]
     rows = judged[judged["id"].isin(entries)].itertuples()
+    named = [arm for entry in entries.values() for c in entry.holds_if for arm in c.weights({})]
+    source = source_of(trial.all.of(*map(list, zip(*named, strict=True))))
     with style():
-        fig = page(title, text, source_of(trial.all), 0.42 * len(ASKED) * len(PAIRS) + 0.7, handles)
+        fig = page(title, text, source, 0.42 * len(ASKED) * len(PAIRS) + 0.7, handles)
         panels = fig.subplots(len(PAIRS), 1, sharex=True)
         axes = dict(zip(PAIRS, panels, strict=True))
         for row in rows:
@@ -151,7 +148,7 @@ def main() -> None:
     trial = load_metrics(folder / METRICS)
     judged = verdicts(trial)
     judged.to_csv(folder / CLAIMS, index=False, float_format="%.5g", lineterminator="\n")
-    picture(trial, judged).save(folder / "figures")
+    picture(trial, judged).save(folder / FIGURES)
 
 
 if __name__ == "__main__":

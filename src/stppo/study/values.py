@@ -317,7 +317,7 @@ def divisor(folder: Path) -> dict[str, Any]:
         acts = {"divided": int((divisors != 1).sum()), "iterations": len(divisors)}
         told = less | ends | acts
         found.setdefault(key(regime), {})[key(arm)] = told
-    found |= trials.left(trial) | {"deciding": trials.deciding(trial)}
+    found |= trials.left(trial)
     for _, row in pd.read_csv(folder / trials.CLAIMS).iterrows():
         numbers = {name: row[name] for name in ("low", "high", "joint_low", "joint_high", "worlds")}
         part = "sampled" if row["measured"].startswith("final") else "greedy"
