@@ -103,7 +103,8 @@ def picture(trial: Metrics, judged: pd.DataFrame) -> Plot:
     decides. judged: as `verdicts` returns it."""
     trial = at(trial, "D")
     entries = {e.id: e for e in load_ledger(LEDGER_FILES[1]).claims if e.id.startswith("D") and not e.gate}
-    counts = judged[judged["id"].isin(entries)].drop_duplicates("id")["verdict"].value_counts()
+    judged = judged[judged["id"].isin(entries)]
+    counts = judged.drop_duplicates("id")["verdict"].value_counts()
     title = "Does the divisor help? Twelve registered comparisons: " + ", ".join(
         f"{verdict} {counts.get(verdict, 0)}" for verdict in (SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE)
     )
@@ -115,14 +116,13 @@ def picture(trial: Metrics, judged: pd.DataFrame) -> Plot:
         Line2D([], [], color=INK, marker="o", linewidth=2.4, label="sampled"),
         Line2D([], [], color=INK, marker="o", markerfacecolor="white", linewidth=2.4, label="greedy"),
     ]
-    rows = judged[judged["id"].isin(entries)].itertuples()
     named = [arm for entry in entries.values() for c in entry.holds_if for arm in c.weights({})]
     source = source_of(trial.all.of(*map(list, zip(*named, strict=True))))
     with style():
         fig = page(title, text, source, 0.42 * len(ASKED) * len(PAIRS) + 0.7, handles)
         panels = fig.subplots(len(PAIRS), 1, sharex=True)
         axes = dict(zip(PAIRS, panels, strict=True))
-        for row in rows:
+        for row in judged.itertuples():
             asked, _, pair = row.id.partition(".")
             condition = next(c for c in entries[row.id].holds_if if row.measured.startswith(f"{c.column}:"))
             ax, color = axes[pair], PAIRS[pair][1]
