@@ -143,8 +143,8 @@ DIVISOR = Path(__file__).parents[1] / "results/reference/divisor/part2"
 
 @pytest.mark.parametrize("kept", sorted((DIVISOR / "warm_start").glob("*.zip")), ids=lambda file: file.stem)
 def test_a_kept_start_is_the_one_that_its_recorded_runs_began_from(kept, tmp_path):
-    seed = int(kept.stem.partition("-")[0].removeprefix("seed"))
-    runs = [r for r in json.loads((DIVISOR / "metrics/runs.json").read_text()) if r["seed"] == seed]
+    recorded = json.loads((DIVISOR / "metrics/runs.json").read_text())
+    runs = [run for run in recorded if run["warm_start_folder"] == kept.stem]
     zipfile.ZipFile(kept).extractall(tmp_path)
     _, record, weights = load_warm_start(tmp_path)
     assert runs and {run["warm_start_weights"] for run in runs} == {weights}
@@ -153,9 +153,9 @@ def test_a_kept_start_is_the_one_that_its_recorded_runs_began_from(kept, tmp_pat
 
 def test_every_world_of_the_divisors_trial_has_its_start_kept():
     """But for 401 to 406, which were recorded before starts were kept."""
-    recorded = {run["seed"] for run in json.loads((DIVISOR / "metrics/runs.json").read_text())}
-    kept = {int(file.stem.partition("-")[0].removeprefix("seed")) for file in DIVISOR.rglob("seed*.zip")}
-    assert recorded - set(range(401, 407)) <= kept
+    recorded = json.loads((DIVISOR / "metrics/runs.json").read_text())
+    kept = {file.stem for file in DIVISOR.rglob("seed*.zip")}
+    assert {run["warm_start_folder"] for run in recorded if run["seed"] not in range(401, 407)} <= kept
 
 
 BAD_WORLD, KILLED = 1, "OFF_POLICY/token_ppo/seed0"
