@@ -513,6 +513,26 @@ def test_steps_that_half_precision_would_swallow_are_warned_of(world, tmp_path, 
     assert any("lost in the rounding" in record.getMessage() for record in caplog.records) is lost
 
 
+@pytest.mark.parametrize(
+    ("changes", "step", "warns"),
+    [
+        ({"num_iterations": 2}, 1, ["inside a batch of completions"]),
+        ({"num_iterations": 2}, 2, []),
+        ({"per_device_train_batch_size": 64}, 1, ["resumed in epoch 2"]),  # 16 prompts, four answers each
+    ],
+)
+def test_a_training_that_trl_resumes_with_other_prompts_is_warned_of(
+    world, tmp_path, caplog, changes, step, warns
+):
+    saved = options(tmp_path, save_strategy="steps", save_steps=1, max_steps=3, **changes)
+    trainer_of(TurnGRPOTrainer, TurnGRPOConfig(**saved), world).train()
+    assert "resumed" not in caplog.text
+    resumed = trainer_of(TurnGRPOTrainer, TurnGRPOConfig(**saved), world)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    said = [record.getMessage() for record in caplog.records if "resumed" in record.getMessage()]
+    assert [text in message for text, message in zip(warns, said, strict=True)] == [True] * len(warns)
+
+
 def test_a_plain_config_is_refused(world, tmp_path):
     with pytest.raises(ValueError, match="args must be a TurnGRPOConfig, got GRPOConfig"):
         trainer_of(TurnGRPOTrainer, GRPOConfig(**options(tmp_path)), world)

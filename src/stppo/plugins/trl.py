@@ -302,6 +302,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         self._bias_estimator = self.stabilizer.estimator or "logprob"
         self._warn_if_on_policy()
         self._warn_of_lost_steps()
+        self.add_callback(_WarnIfResumed())
         self._measures_bias = self.args.objective is None
         if self._measures_bias:
             self.add_callback(_DivideGradient(self))
@@ -516,6 +517,25 @@ class TurnGRPOTrainer(GRPOTrainer):
 
     def _log(self, name: str, value: float) -> None:
         self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+
+class _WarnIfResumed(TrainerCallback):
+    """TRL goes on with the next prompts only between two batches of completions of its first epoch."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        log, begun = logging.getLogger(__name__), state.global_step * args.gradient_accumulation_steps
+        if begun % (args.steps_per_generation * args.num_iterations):
+            log.warning(
+                "resumed at step %d, inside a batch of completions: its prompts are answered and trained on "
+                "anew; set save_steps to a multiple of steps_per_generation * num_iterations",
+                state.global_step,
+            )
+        if (state.epoch or 0) >= 1:
+            log.warning(
+                "resumed in epoch %d: TRL takes the order of its first one, so some prompts come twice and "
+                "others not at all; train one epoch of dataset.repeat(n).shuffle(seed)",
+                1 + int(state.epoch),
+            )
 
 
 class _DivideGradient(TrainerCallback):
