@@ -4,6 +4,7 @@
 # So is: only from a checkpoint of the first epoch, between two batches of roll-outs. In a later epoch the order is that of the first again,
 # from the place that was reached: questions seen in this epoch come a second time, and others not at all. Inside a batch of roll-outs
 # (num_iterations or steps_per_generation above 1) its questions are answered anew and get all their updates once more. trl 1.16.0.
+# transformers' own Trainer does as guessed, in later epochs too.
 # Why it matters: runs that were preempted train on other data than those that were not, and less off-policy; nothing in the log says so.
 # Save at multiples of steps_per_generation * num_iterations; let an epoch be as long as the training, or shuffle and repeat the dataset before.
 set -euo pipefail
