@@ -99,6 +99,8 @@ DIFFERENCES = {
     "D6.st": (f"OFF_POLICY/turn_{OWN}", "OFF_POLICY/turn_ppo"),
     "G1": ("GUESS/successes_only", "GUESS/turn_ppo"),
     "N1": ("NOISY/successes_only", "NOISY/turn_ppo"),
+    "H1": ("CHAINS/st_ppo", "CHAINS/turn_ppo"),
+    "H1.own": ("CHAINS/st_ppo", "CHAINS/turn_ppo_shuffled"),
 }
 
 

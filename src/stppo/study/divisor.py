@@ -31,7 +31,12 @@ from stppo.study.claims import (
 FOLDER = "results/reference/divisor"
 METRICS, CLAIMS, FIGURES = "part2/metrics", "part2/claims.csv", "part2/figures"
 # Letter -> when its verdicts were read, once. Runs started later change none (protocol, amendment 6).
-READ = {"D": "2026-11-29T08:27:00+00:00", "G": "2026-11-29T10:37:00+00:00", "N": "2026-11-29T10:37:00+00:00"}
+READ = {
+    "D": "2026-11-29T08:27:00+00:00",
+    "G": "2026-11-29T10:37:00+00:00",
+    "N": "2026-11-29T10:37:00+00:00",
+    "H": "2026-11-29T12:06:00+00:00",
+}
 ASKED = {
     "D1": "paper's setting",
     "D2": "paper's, no floor, clip behind",
