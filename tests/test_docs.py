@@ -142,6 +142,23 @@ def test_tables_in_committed_pages_are_those_of_the_code(monkeypatch):
         assert text.count("\n| `") >= 5
 
 
+def test_links_of_recorded_pages_lead_from_the_site(monkeypatch):
+    """A recorded page is shown elsewhere in the site, so its links are led on: to the page there, or to the file."""
+    monkeypatch.syspath_prepend(DOCS / "_ext")
+    import generated
+
+    anchored = 0
+    for name in generated.RECORDED:
+        for link, anchor in re.findall(
+            r"\]\((?:path:)?([^()\s:#]+)(#[^()\s]*)?\)", generated._recorded(name)
+        ):
+            target = (DOCS / "explanation" / link).resolve()
+            assert target.is_relative_to(DOCS / "reference/generated") or target.exists(), (name, link)
+            anchored += bool(anchor) and target.is_relative_to(DOCS)
+            assert not (anchor and target.name == "README.md"), (name, link)
+    assert anchored
+
+
 def test_links_of_a_notebook_are_those_of_its_texts(monkeypatch):
     """`forms["bare"](n)` in code is a call; a file of the repository that a text names becomes a download."""
     links = extension("links")

@@ -273,12 +273,11 @@ def _recorded(name: str) -> str:
         file = (folder / found[3]).resolve()
         file = pages.get(file, file)
         plain = found[1] or DOCS in file.parents  # pictures and pages; any other file is one to download
-        return (
-            f"{found[1]}[{found[2]}]({'' if plain else 'path:'}{os.path.relpath(file, DOCS / 'explanation')})"
-        )
+        here = os.path.relpath(file, DOCS / "explanation") + (found[4] or "")
+        return f"{found[1]}[{found[2]}]({'' if plain else 'path:'}{here})"
 
     text = (folder / "README.md").read_text(encoding="utf-8").split("\n", 1)[1]
-    return re.sub(r"(!?)\[([^]]*)\]\(([^)#:]+)\)", link, text)
+    return re.sub(r"(!?)\[([^]]*)\]\(([^)#:]+)(#[^)]*)?\)", link, text)
 
 
 def _study() -> str:
