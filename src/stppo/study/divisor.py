@@ -94,6 +94,20 @@ def at(trial: Metrics, letter: str) -> Metrics:
     return Metrics(runs, trial.iterations, trial.evaluations)
 
 
+def widths(trial: Metrics) -> dict[str, dict[str, dict[str, float]]]:
+    """regime -> arm -> mean final success, `final` sampled and `greedy`, of what W1 chooses from, in the
+    worlds that have all of it; empty where none has."""
+    (entry,) = (one for one in load_ledger(LEDGER_FILES[1]).claims if one.id == "W1")
+    arms = [*entry.holds_if[0].weights({})]
+    runs = {arm: trial.arm(*arm).set_index("world_seed") for arm in arms}
+    worlds = sorted(set.intersection(*(set(of.index) for of in runs.values())))
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for (regime, arm), of in runs.items() if worlds else ():
+        means = of.loc[worlds, ["final", "greedy_final"]].mean()
+        found.setdefault(regime, {})[arm] = {"final": means["final"], "greedy": means["greedy_final"]}
+    return found
+
+
 def verdicts(trial: Metrics) -> pd.DataFrame:
     """`claims.table` of the entries whose letter is read; those behind a shut gate are left out."""
     found = []

@@ -317,6 +317,8 @@ def divisor(folder: Path) -> dict[str, Any]:
         acts = {"divided": int((divisors != 1).sum()), "iterations": len(divisors)}
         told = less | ends | acts
         found.setdefault(key(regime), {})[key(arm)] = told
+    if width := trials.widths(trial):
+        found["width"] = {key(r): {key(arm): row for arm, row in of.items()} for r, of in width.items()}
     found |= trials.left(trial)
     for _, row in pd.read_csv(folder / trials.CLAIMS).iterrows():
         numbers = {name: row[name] for name in ("low", "high", "joint_low", "joint_high", "worlds")}
