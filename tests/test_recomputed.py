@@ -102,14 +102,21 @@ DIFFERENCES = {
     "H1": ("CHAINS/st_ppo", "CHAINS/turn_ppo"),
     "H1.own": ("CHAINS/st_ppo", "CHAINS/turn_ppo_shuffled"),
 }
-BEST_ELSEWHERE = {"S1.s": ("s_ppo", "token_ppo"), "S1.st": ("st_ppo", "turn_ppo")}
+RATES = ("SGD_1/{}", "SGD_2/{}", "SGD_3/{}", "SGD_4/{}")
+WIDTHS = [f"OFF_POLICY{clip}/{{}}{e}" for clip in ("", "_CLIP") for e in ("_e0.05", "_e0.1", "", "_e0.4")]
+BEST_ELSEWHERE = {
+    "S1.s": ("s_ppo", "token_ppo", RATES),
+    "S1.st": ("st_ppo", "turn_ppo", RATES),
+    "W1": ("turn_ppo", "token_ppo", WIDTHS),
+}
 
 
-def chosen_elsewhere(ends, arm):
-    """{world: end} of an arm at the rate of plain gradient descent that is best, sampled, in the other worlds."""
-    rates = [ends[1.0][f"SGD_{n}/{arm}"] for n in (1, 2, 3, 4)]
-    best = {w: max(range(4), key=lambda n: sum(e for v, e in rates[n].items() if v != w)) for w in rates[0]}
-    return {t: {w: of[f"SGD_{n + 1}/{arm}"][w] for w, n in best.items()} for t, of in ends.items()}
+def chosen_elsewhere(ends, arm, settings):
+    """{temperature: {world: end}} of an arm at the setting that is best, sampled, in the other worlds."""
+    named = [setting.format(arm) for setting in settings]
+    worlds = set.intersection(*({*ends[1.0][name]} for name in named))
+    best = {w: max(named, key=lambda n: sum(ends[1.0][n][v] for v in worlds - {w})) for w in worlds}
+    return {t: {w: of[name][w] for w, name in best.items()} for t, of in ends.items()}
 
 
 def test_the_differences_of_the_divisors_trial():
@@ -124,12 +131,14 @@ def test_the_differences_of_the_divisors_trial():
         ends[temperature].setdefault(f"{regime}/{arm}", {})[seed] = end
     claims = pd.read_csv(folder / "claims.csv").set_index("id")
     assert {*claims.index} == {*DIFFERENCES, *BEST_ELSEWHERE}
-    for arm in (arm for pair in BEST_ELSEWHERE.values() for arm in pair):
-        for temperature, found in chosen_elsewhere(ends, arm).items():
-            ends[temperature][arm] = found
-    for entry, (one, other) in (DIFFERENCES | BEST_ELSEWHERE).items():
+    pairs = {
+        entry: [{t: of[arm] for t, of in ends.items()} for arm in arms] for entry, arms in DIFFERENCES.items()
+    }
+    for entry, (one, other, settings) in BEST_ELSEWHERE.items():
+        pairs[entry] = [chosen_elsewhere(ends, arm, settings) for arm in (one, other)]
+    for entry, (one, other) in pairs.items():
         for row, temperature in zip(claims.loc[entry].itertuples(), (1.0, 0.0), strict=True):
-            with_it, without = ends[temperature][one], ends[temperature][other]
+            with_it, without = one[temperature], other[temperature]
             apart = [with_it[seed] - without[seed] for seed in with_it.keys() & without.keys()]
             assert len(apart) == row.worlds, entry
             assert sum(apart) / len(apart) == pytest.approx(row.estimate, abs=1e-4), entry

@@ -312,7 +312,11 @@ def divisor(folder: Path) -> dict[str, Any]:
         runs = trial.arm(regime, arm)
         ends = {"worlds": len(runs), "final": runs["final"].mean(), "greedy": runs["greedy_final"].mean()}
         base = "token_ppo" if arm.startswith(("s_ppo", "token_ppo")) else "turn_ppo"
-        less = {} if arm == base or base not in arms[regime] else _apart(runs, trial.arm(regime, base))
+        less: dict[str, float] = {}
+        if arm != base and base in arms[regime]:
+            of = by_world(trial.arm(regime, base), "final")
+            both = [of[world] for world in by_world(runs, "final") if world in of]
+            less = _apart(runs, trial.arm(regime, base)) | {"base": float(np.mean(both))}
         divisors = trial.rows_of(regime, arm)["stabilizer_divisor"]
         acts = {"divided": int((divisors != 1).sum()), "iterations": len(divisors)}
         told = less | ends | acts
@@ -554,7 +558,22 @@ def retokenised(folder: Path) -> dict[str, Any]:
     """What text in place of tokens does to fresh data, by temperature (`t1_0`, ...), as
     `benchmarks/retokenised.py` measured it."""
     record = json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
-    return {key(f"t{temperature}"): found for temperature, found in record["ratios"].items()}
+    found = {key(f"t{temperature}"): ratios for temperature, ratios in record["ratios"].items()}
+    if not (folder / "metrics").is_dir():
+        return found
+    metrics = load_metrics(folder / "metrics")
+    for run in metrics.runs:
+        rows = metrics.evaluations[metrics.evaluations["regime"] == run["regime"]].sort_values("iteration")
+        trained = metrics.rows_of(run["regime"], run["algorithm"])
+        success = {
+            name: rows.loc[rows["temperature"] == t, "success"]
+            for name, t in (("sampled", 1.0), ("greedy", 0.0))
+        }
+        found[key(run["regime"])] = {name: of.tolist() for name, of in success.items()} | {
+            "last_batches": trained.query("iteration > 10")["success_train"].mean(),
+            "out_of_range": trained["out_of_range_fraction_token"].mean(),
+        }
+    return found
 
 
 def first_study(folder: Path) -> dict[str, Any]:
