@@ -872,6 +872,22 @@ def test_a_reference_that_is_not_the_model_is_refused(world, tmp_path):
         trainer_of(TurnGRPOTrainer, config, world, model)
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("begun", ["pissa", "olora"])
+def test_an_adapter_that_takes_weights_along_leaves_no_reference(world, tmp_path, begun, wrapped):
+    from peft import LoraConfig, get_peft_model
+
+    def made(beta, init):
+        adapter = LoraConfig(r=2, init_lora_weights=init, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(policy(world), adapter) if wrapped else policy(world)
+        config = TurnGRPOConfig(**options(tmp_path, beta=beta))
+        return trainer_of(TurnGRPOTrainer, config, world, model, peft_config=None if wrapped else adapter)
+
+    with pytest.raises(ValueError, match=f"init_lora_weights='{begun}' moves weights .* or set beta=0.0"):
+        made(0.1, begun)
+    assert made(0.0, begun) and made(0.1, True)
+
+
 @pytest.mark.parametrize("disable", [True, False])
 def test_old_log_probs_are_scored_without_dropout(world, tmp_path, disable):
     """Before any update every ratio is 1; with dropout on, as TRL's default leaves it, none is."""

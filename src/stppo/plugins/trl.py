@@ -309,7 +309,15 @@ class TurnGRPOTrainer(GRPOTrainer):
         self._reset_bias()
 
     def _refuse_another_reference(self) -> None:
-        """TRL loads the KL's reference anew from where the config says that the model came from."""
+        """TRL loads the KL's reference anew from where the config says that the model came from. Under an
+        adapter it is the model without it, or a second adapter begun as the first, and some take weights."""
+        for adapter in getattr(self.accelerator.unwrap_model(self.model), "peft_config", {}).values():
+            begun = str(getattr(adapter, "init_lora_weights", True)).lower()
+            if self.beta and begun.startswith(_TAKES_WEIGHTS):
+                raise ValueError(
+                    f"TurnGRPOTrainer: init_lora_weights={begun!r} moves weights into the adapter, and beta > "
+                    "0 measures the KL from what is left: leave init_lora_weights at True, or set beta=0.0"
+                )
         if (
             self.ref_model is None or self.is_deepspeed_enabled or self.is_fsdp_enabled
         ):  # sharded: not to be seen
@@ -548,6 +556,7 @@ class _DivideGradient(TrainerCallback):
         self.trainer._divide_gradient()
 
 
+_TAKES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # of PEFT's ways to begin an adapter
 _NO_REFERENCE = (
     "beta > 0 measures the KL from weights that TRL loads from model.config._name_or_path, and those are not "
     "the model's: save the model and load it from that folder, or set beta=0.0"
