@@ -315,7 +315,7 @@ class TurnGRPOTrainer(GRPOTrainer):
             begun = str(getattr(adapter, "init_lora_weights", True)).lower()
             if self.beta and begun.startswith(_TAKES_WEIGHTS):
                 raise ValueError(
-                    f"TurnGRPOTrainer: init_lora_weights={begun!r} moves weights into the adapter, and beta > "
+                    f"TurnGRPOTrainer: init_lora_weights={begun!r} moves weights into the adapter; beta > "
                     "0 measures the KL from what is left: leave init_lora_weights at True, or set beta=0.0"
                 )
         if (
