@@ -24,7 +24,10 @@ DRAWN = {name: kind.draw for name, kind in (figures.FIGURES | study.FIGURES).ite
     "starving": lambda metrics: starving.picture(
         metrics, pd.read_csv(REFERENCE / "starving" / starving.BY_HOPS)
     ),
-    "divisor": lambda metrics: divisor.picture(metrics, pd.read_csv(REFERENCE / "divisor" / divisor.CLAIMS)),
+    **{
+        name: lambda metrics, draw=draw: draw(metrics, pd.read_csv(REFERENCE / "divisor" / divisor.CLAIMS))
+        for name, draw in (("divisor", divisor.picture), ("width", divisor.width_picture))
+    },
     "thousand": thousand.picture,
 }
 FOLDERS = sorted(folder for kind in ("figures", "claims") for folder in REFERENCE.rglob(kind))

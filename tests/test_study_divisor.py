@@ -51,3 +51,21 @@ def test_runs_made_after_the_reading_change_no_verdict(read):
         pd.concat([trial.evaluations, later.evaluations]),
     )
     pd.testing.assert_frame_equal(divisor.verdicts(trial_later), divisor.verdicts(trial))
+
+
+def test_widths_are_compared_in_the_worlds_that_have_all_of_them():
+    arms = [
+        f"OFF_POLICY{clip}/{method}_ppo{e}"
+        for clip in ("", "_CLIP")
+        for method in ("token", "turn")
+        for e in ("_e0.05", "_e0.1", "", "_e0.4")
+    ]
+    ends = {arm: {401: 0.1, 402: 0.3} for arm in arms}
+    found = divisor.widths(recorded(ends))
+    named = {arm.partition("/")[2] for arm in arms}
+    assert {regime: {*of} for regime, of in found.items()} == {"OFF_POLICY": named, "OFF_POLICY_CLIP": named}
+    assert found["OFF_POLICY_CLIP"]["token_ppo_e0.1"]["final"] == pytest.approx(0.2)
+    ends["OFF_POLICY/turn_ppo_e0.4"] = {401: 0.1, 403: 0.9}
+    assert divisor.widths(recorded(ends))["OFF_POLICY"]["turn_ppo"]["final"] == pytest.approx(0.1)
+    ends["OFF_POLICY/turn_ppo_e0.4"] = {403: 0.9}
+    assert divisor.widths(recorded(ends)) == {}

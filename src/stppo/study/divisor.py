@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from stppo.config.plan import seconds
 from stppo.config.planned import PlannedRun, planned_runs
-from stppo.figures.curves import INK, name_rows, page, source_of
+from stppo.figures.curves import INK, line_handles, name_rows, page, source_of
 from stppo.figures.style import Plot, style
 from stppo.files import repository_path
 from stppo.record.runs import Metrics, load_metrics
@@ -51,6 +51,9 @@ PAIRS = {
     "s": ("one ratio a token: S-PPO and its kin, less token PPO", "#56B4E9"),
     "st": ("one ratio a turn: ST-PPO and its kin, less Turn-PPO", "#0072B2"),
 }
+CLIPS = {"OFF_POLICY": "no gradient clip", "OFF_POLICY_CLIP": "gradient clip 1"}
+EPSILON = 0.2  # where an arm's name says nothing
+WIDTH_OF = {"token_ppo": 0.97, "turn_ppo": 1.03}  # points of the two stand beside each other
 PLACES = {"final": -0.17, "greedy_final": 0.17}
 
 
@@ -95,17 +98,22 @@ def at(trial: Metrics, letter: str) -> Metrics:
     return Metrics(runs, trial.iterations, trial.evaluations)
 
 
-def widths(trial: Metrics) -> dict[str, dict[str, dict[str, float]]]:
-    """regime -> arm -> mean final success, `final` sampled and `greedy`, of what W1 chooses from, in the
-    worlds that have all of it; empty where none has."""
+def _chosen_from(trial: Metrics) -> dict[tuple[str, str], pd.DataFrame]:
+    """(regime, arm) -> rows of `Metrics.summary` by world, of what W1 chooses from, in the worlds that have
+    all of it."""
     (entry,) = (one for one in load_ledger(LEDGER_FILES[1]).claims if one.id == "W1")
-    arms = [*entry.holds_if[0].weights({})]
-    runs = {arm: trial.arm(*arm).set_index("world_seed") for arm in arms}
+    runs = {arm: trial.arm(*arm).set_index("world_seed") for arm in entry.holds_if[0].weights({})}
     worlds = sorted(set.intersection(*(set(of.index) for of in runs.values())))
+    return {arm: of.loc[worlds] for arm, of in runs.items()} if worlds else {}
+
+
+def widths(trial: Metrics) -> dict[str, dict[str, dict[str, float]]]:
+    """regime -> arm -> mean final success, `final` sampled and `greedy`, where token PPO and Turn-PPO were
+    tried at several clip ranges; empty where no world has them all."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for (regime, arm), of in runs.items() if worlds else ():
-        means = of.loc[worlds, ["final", "greedy_final"]].mean()
-        found.setdefault(regime, {})[arm] = {"final": means["final"], "greedy": means["greedy_final"]}
+    for (regime, arm), of in _chosen_from(trial).items():
+        ends = {"final": of["final"].mean(), "greedy": of["greedy_final"].mean()}
+        found.setdefault(regime, {})[arm] = ends
     return found
 
 
@@ -164,12 +172,56 @@ def picture(trial: Metrics, judged: pd.DataFrame) -> Plot:
     return Plot("divisor", fig, judged, text, title=title)
 
 
+def width_picture(trial: Metrics, judged: pd.DataFrame) -> Plot:
+    """Final success of token PPO and Turn-PPO over the clip's width, without a gradient clip and with one:
+    every world, and the mean. judged: as `verdicts` returns it."""
+    runs = _chosen_from(trial)
+    row = judged[judged["id"] == "W1"].iloc[0]
+    title = f"Each clipped as suits it best, Turn-PPO ends {row['estimate']:.2f} above token PPO"
+    text = (
+        "Final success, sampled, over the half-width ε of the clip range. Points: worlds. Lines: their mean."
+    )
+    looks = trial.all.looks.loc[[*WIDTH_OF]]
+    table = pd.concat(
+        of.reset_index().assign(
+            method=arm.partition("_e0")[0], epsilon=float(arm.partition("_e")[2] or EPSILON)
+        )
+        for (_, arm), of in runs.items()
+    )
+    shown = [run for run in trial.runs if run["world_seed"] in set(table["world_seed"])]
+    source = source_of(
+        Metrics(shown, trial.iterations, trial.evaluations).all.of(*map(list, zip(*runs, strict=True)))
+    )
+    with style():
+        fig = page(title, text, source, 2.9, line_handles(looks))
+        panels = fig.subplots(1, len(CLIPS), sharey=True)
+        for ax, (regime, name) in zip(panels, CLIPS.items(), strict=True):
+            for method, of in table[table["regime"] == regime].groupby("method", sort=False):
+                mean, look = of.groupby("epsilon")["final"].mean(), looks.loc[method]
+                ax.plot(
+                    of["epsilon"] * WIDTH_OF[method],
+                    of["final"],
+                    "o",
+                    color=look["color"],
+                    markersize=3.5,
+                    alpha=0.5,
+                )
+                ax.plot(mean.index, mean, color=look["color"], linestyle=look["line"], linewidth=2)
+            ax.set(xscale="log", xlabel="ε", ylim=(-0.02, 1), title=name)
+            ax.set_xticks(ticks := sorted(table["epsilon"].unique()), [f"{tick:g}" for tick in ticks])
+            ax.minorticks_off()
+        panels[0].set_ylabel("success")
+    columns = ["method", "regime", "epsilon", "world_seed", "final"]
+    return Plot("width", fig, table[columns], text, title=title)
+
+
 def main() -> None:
     folder = repository_path(FOLDER)
     trial = load_metrics(folder / METRICS)
     judged = verdicts(trial)
     judged.to_csv(folder / CLAIMS, index=False, float_format="%.5g", lineterminator="\n")
     picture(trial, judged).save(folder / FIGURES)
+    width_picture(trial, judged).save(folder / FIGURES)
 
 
 if __name__ == "__main__":
