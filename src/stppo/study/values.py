@@ -559,8 +559,6 @@ def retokenised(folder: Path) -> dict[str, Any]:
     `benchmarks/retokenised.py` measured it."""
     record = json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
     found = {key(f"t{temperature}"): ratios for temperature, ratios in record["ratios"].items()}
-    if not (folder / "metrics").is_dir():
-        return found
     metrics = load_metrics(folder / "metrics")
     for run in metrics.runs:
         rows = metrics.evaluations[metrics.evaluations["regime"] == run["regime"]].sort_values("iteration")
