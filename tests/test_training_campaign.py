@@ -106,6 +106,7 @@ def test_by_default_one_run_at_a_time_on_a_gpu(tiny, monkeypatch, override, gpu,
         ("world.n_train=100", False),
         ("policy.hidden_size=32", False),
         ("warm_start_seed=5", False),
+        ("world=multiple_choice", False),
     ],
 )
 def test_a_recorded_start_fits_what_it_was_made_with_alone(tmp_path, monkeypatch, changed, fits):
@@ -136,6 +137,24 @@ def test_some_of_the_planned_runs_are_chosen_by_name(monkeypatch, only, chosen):
     done = CliRunner().invoke(cli.app, ["train-planned", "preset=laptop", algorithms, "--only", only])
     assert done.exit_code == 0, done.output
     assert sorted(run.name for run in told) == sorted(f"OFF_POLICY/{name}" for name in chosen)
+
+
+@pytest.mark.parametrize("regime", ["PAPER", "CHAINS", "GUESS", "NOISY"])
+def test_every_setting_of_the_divisors_trial_begins_from_the_starts_that_are_kept(regime):
+    """Also those whose world warm-starts to another success."""
+    runs = [
+        run for run in planned_runs("divisor", []) if run.regime == regime and run.seed in (401, 431, 441)
+    ]
+    assert runs
+    for run in runs:
+        kept = recorded_start(run.config)
+        assert kept is not None and kept.name.startswith(f"seed{run.seed}-")
+    assert (
+        recorded_start(
+            compose(["preset=divisor", "seed=441", "world=multiple_choice", "warm_start.target_success=0.3"])
+        )
+        is None
+    )
 
 
 DIVISOR = Path(__file__).parents[1] / "results/reference/divisor/part2"

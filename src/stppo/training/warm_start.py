@@ -388,10 +388,17 @@ def recorded_start(config: Config) -> Path | None:
     compared because they begin alike.
 
     It is told by its seed, world and policy: the rest of its folder's name changes with the code, its weights
-    do not. None where the config's `warm_start` is not the preset's own: what was recorded was not made with
-    other settings."""
-    folder = (config.get("pipeline") or {}).get("recorded")
-    if not folder or config["warm_start"] != compose([f"preset={config['preset']}"])["warm_start"]:
+    do not. None where the config's `warm_start` is not the preset's own, nor that of a world which the preset
+    names: what was recorded was not made with other settings."""
+    pipeline = config.get("pipeline") or {}
+    folder, preset = pipeline.get("recorded"), f"preset={config['preset']}"
+    if not folder:
+        return None
+    overrides = (
+        o for regime in (pipeline.get("regimes") or {}).values() for o in regime.get("overrides") or ()
+    )
+    worlds = {override for override in overrides if override.startswith("world=")}
+    if config["warm_start"] not in [compose([preset, *world])["warm_start"] for world in ((), *zip(worlds))]:
         return None
     seed = warm_start_dir(config).name.partition("-")[0]
     for start in sorted((repository_path(folder) / "warm_start").glob(f"{seed}-*.zip")):
