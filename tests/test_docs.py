@@ -150,7 +150,7 @@ def test_links_of_recorded_pages_lead_from_the_site(monkeypatch):
     anchored = 0
     for name in generated.RECORDED:
         for link, anchor in re.findall(
-            r"\]\((?:path:)?([^()\s:#]+)(#[^()\s]*)?\)", generated._recorded(name)
+            r"\]\((?:path:)?([^()\s:#]+)(#[^()\s]*)?\)", generated.recorded_page(name)
         ):
             target = (DOCS / "explanation" / link).resolve()
             assert target.is_relative_to(DOCS / "reference/generated") or target.exists(), (name, link)

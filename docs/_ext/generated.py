@@ -220,7 +220,7 @@ def _leaderboard() -> str:
     metrics = load_metrics(benchmark.metrics_folder())
     table = benchmark.leaderboard(metrics)
     whole, part = table[table["complete"]], table[~table["complete"]]
-    text = f"{HEAD}{_recorded('benchmark')}\n## Every number\n\n"
+    text = f"{HEAD}{recorded_page('benchmark')}\n## Every number\n\n"
     if len(whole):
         for plot in pictures(metrics, table)[1:]:  # the first is on the benchmark's own page
             plot.save(OUT)
@@ -261,7 +261,7 @@ RECORDED = {
 }
 
 
-def _recorded(name: str) -> str:
+def recorded_page(name: str) -> str:
     """The page of `results/reference/<name>` without its title, its links as those of a page in `docs/explanation`."""
     reference = DOCS.parent / "results/reference"
     folder = reference / name
@@ -282,7 +282,7 @@ def _recorded(name: str) -> str:
 
 def _study() -> str:
     """The study's own page, with its picture first."""
-    return f"{HEAD}{_picture('../../')}\n{_recorded('study')}"
+    return f"{HEAD}{_picture('../../')}\n{recorded_page('study')}"
 
 
 def _picture(root: str) -> str:
@@ -523,7 +523,7 @@ def _write(app) -> None:
         "leaderboard": _leaderboard(),
         "study": _study(),
         **{
-            here: HEAD + _recorded(there)
+            here: HEAD + recorded_page(there)
             for there, here in RECORDED.items()
             if here not in ("study", "leaderboard")
         },
