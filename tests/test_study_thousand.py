@@ -1,6 +1,7 @@
 """What the page on a thousand iterations counts: who stood after a hundred, who fell, who slowed down, what it took on disk."""
 
 import json
+import zipfile
 from types import SimpleNamespace
 
 import pandas as pd
@@ -9,8 +10,8 @@ import pytest
 from stppo.record.outcomes import judge
 from stppo.record.runs import load_metrics
 from stppo.record.schema import CHECKPOINT_DIR, RUN_FILE
-from stppo.study.thousand import SECONDS, SIZES, counted, measured, record, sizes
-from tests.synthetic_runs import make_run
+from stppo.study.thousand import SECONDS, SIZES, counted, measured, record, sizes, whole
+from tests.synthetic_runs import gather, make_run, simulate
 
 EVERY, END, START = 10, 1000, 0.2
 
@@ -89,6 +90,25 @@ def test_files_are_counted_in_megabytes(tmp_path):
     row = sizes([tmp_path]).iloc[0]
     assert (row["tables"], row["checkpoint"]) == (1.0, 3.0)
     assert row["seed"] == 701
+
+
+def test_a_world_counts_when_every_arm_of_it_is_recorded():
+    given = [("HALF", "st_ppo", 701), ("HALF", "turn_ppo", 701), ("HALF", "st_ppo", 702)]
+    given.append(("HALF_SHORT", "st_ppo", 702))
+    found = whole(gather(simulate(algorithm, seed, regime=regime) for regime, algorithm, seed in given))
+    assert [(run["regime"], run["algorithm"], run["seed"]) for run in found.runs] == given[:2] + given[3:]
+    assert set(found.all.of(["HALF"]).runs["seed"]) == {701}
+
+
+def test_a_start_is_packed_once_beside_what_its_runs_recorded(tmp_path):
+    start = tmp_path / "warm_start" / "seed702-0123"
+    start.mkdir(parents=True)
+    (start / "weights").write_bytes(b"weights")
+    make_run(tmp_path / "runs" / "HALF" / "st_ppo" / "seed702", "st_ppo", 702)
+    record(tmp_path / "runs", tmp_path / "out")
+    kept = tmp_path / "out" / "warm_start" / "seed702-0123.zip"
+    with zipfile.ZipFile(kept) as archive:
+        assert archive.namelist() == ["weights"] and archive.read("weights") == b"weights"
 
 
 def test_a_world_recorded_later_is_added_to_the_earlier_one(tmp_path):

@@ -157,12 +157,16 @@ def test_every_setting_of_the_divisors_trial_begins_from_the_starts_that_are_kep
     )
 
 
-DIVISOR = Path(__file__).parents[1] / "results/reference/divisor/part2"
+REFERENCE = Path(__file__).parents[1] / "results/reference"
+DIVISOR = REFERENCE / "divisor/part2"
 
 
-@pytest.mark.parametrize("kept", sorted((DIVISOR / "warm_start").glob("*.zip")), ids=lambda file: file.stem)
+KEPT = [file for part in (DIVISOR, REFERENCE / "thousand") for file in sorted(part.glob("warm_start/*.zip"))]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda file: file.stem)
 def test_a_kept_start_is_the_one_that_its_recorded_runs_began_from(kept, tmp_path):
-    recorded = json.loads((DIVISOR / "metrics/runs.json").read_text())
+    recorded = json.loads((kept.parents[1] / "metrics/runs.json").read_text())
     runs = [run for run in recorded if run["warm_start_folder"] == kept.stem]
     zipfile.ZipFile(kept).extractall(tmp_path)
     _, record, weights = load_warm_start(tmp_path)

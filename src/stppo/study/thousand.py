@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from stppo.stats import by_world, difference
 
 WORDS = {"CRITICAL": "at the rate at which token PPO fails", "HALF": "at half that rate"}
 SHORT = "{}_SHORT"  # the setting's run that stops after a hundred iterations
-SIZES = "sizes.csv"
+SIZES, STARTS = "sizes.csv", "warm_start"
 MB = 1e6
 EARLY = 100  # iterations after which the study's comparisons end
 FIRST, LAST = (101, 200), (901, 1000)  # iterations whose seconds are compared
@@ -47,6 +48,16 @@ def sizes(folders: list[Path]) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def whole(metrics: Metrics) -> Metrics:
+    """The runs of the worlds in which every arm is recorded: means over worlds set arms side by side that
+    began alike. Runs that tell of memory alone stay."""
+    long = pd.DataFrame([run for run in metrics.runs if run["regime"] in WORDS])
+    arms = long.groupby("world_seed")[["regime", "algorithm"]].apply(len)
+    worlds = set(arms.index[arms == len(long[["regime", "algorithm"]].drop_duplicates())])
+    kept = [run for run in metrics.runs if run["regime"] not in WORDS or run["world_seed"] in worlds]
+    return Metrics(kept, metrics.iterations, metrics.evaluations)
 
 
 def measured(metrics: Metrics) -> pd.DataFrame:
@@ -77,8 +88,8 @@ def measured(metrics: Metrics) -> pd.DataFrame:
 
 
 def values(folder: Path) -> dict[str, Any]:
-    """What `counted` says of the records in a folder."""
-    return counted(load_metrics(folder / "metrics"), pd.read_csv(folder / SIZES))
+    """What `counted` says of the whole worlds recorded in a folder."""
+    return counted(whole(load_metrics(folder / "metrics")), pd.read_csv(folder / SIZES))
 
 
 def counted(metrics: Metrics, files: pd.DataFrame) -> dict[str, Any]:
@@ -150,20 +161,23 @@ def picture(metrics: Metrics) -> Plot:
 
 
 def record(runs: Path, out: Path) -> Metrics:
-    """Add the runs of a folder to what `out` records, with the size of their files. ValueError for a run that
-    is recorded already."""
+    """Add the runs of a folder to what `out` records, with the size of their files and, packed, the warm
+    starts that they began from. ValueError for a run that is recorded already."""
     folders = sorted(file.parent for file in runs.glob(f"*/*/seed*/{RUN_FILE}"))
     before = [out / "metrics"] if (out / "metrics" / RUNS_FILE).is_file() else []
     metrics = collect([*before, *folders], out / "metrics")
     files = pd.concat([pd.read_csv(out / SIZES), sizes(folders)]) if before else sizes(folders)
     files = files.sort_values(["regime", "algorithm", "seed"])
     files.to_csv(out / SIZES, index=False, float_format="%.3f", lineterminator="\n")
+    for start in sorted((runs.parent / STARTS).glob("seed*-*")):
+        if not (packed := out / STARTS / f"{start.name}.zip").exists():
+            shutil.make_archive(str(packed.with_suffix("")), "zip", start)
     return metrics
 
 
 def main(runs: str, out: str) -> None:
     """Record the runs of a folder and draw all that is recorded."""
-    picture(record(Path(runs), Path(out))).save(Path(out) / "figures")
+    picture(whole(record(Path(runs), Path(out)))).save(Path(out) / "figures")
 
 
 if __name__ == "__main__":
