@@ -522,6 +522,50 @@ def agilerl(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, T
     return gradient, advantages.expand(mask.shape)
 
 
+def trinity(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """An AlgorithmConfig completed by Trinity's own validator, its advantages and its loss. Micro-batches add up, as its
+    trainer for verl hands them to verl's engine, which does not divide. The reference is the policy (no KL)."""
+    from trinity.algorithm import ADVANTAGE_FN, POLICY_LOSS_FN
+    from trinity.common.config import AlgorithmConfig, Config
+    from trinity.common.config_validator import AlgorithmConfigValidator
+    from trinity.common.experience import EID, Experience
+
+    ((_, options),) = _calls(line)
+    config = Config(algorithm=AlgorithmConfig(**options))
+    AlgorithmConfigValidator().validate(config)
+    algorithm = config.algorithm
+    credit = ADVANTAGE_FN.get(algorithm.advantage_fn)(**algorithm.advantage_fn_args)
+    if credit.compute_in_trainer():
+        from verl import DataProto
+
+        tensors = {"token_level_rewards": batch.rewards, "values": batch.values, "response_mask": batch.mask}
+        data = DataProto.from_single_dict(tensors | {"uid": np.array(batch.questions.tolist(), dtype=object)})
+        advantages = credit(data)[0].batch["advantages"]
+    else:
+        rows = [
+            Experience(
+                eid=EID(task=int(batch.questions[i]), run=i),
+                tokens=torch.arange(1 + batch.mask.shape[1]),
+                action_mask=batch.mask[i],
+                reward=float(batch.rewards[i].sum()),
+            )
+            for i in range(len(batch.mask))
+        ]
+        advantages = torch.stack([row.advantages for row in credit.process(rows)[0]])
+    loss = POLICY_LOSS_FN.get(algorithm.policy_loss_fn)(**algorithm.policy_loss_fn_args)
+    logprobs = batch.new.clone().requires_grad_()
+    gradient = torch.zeros_like(logprobs)
+    for part in _parts(batch, size):
+        found, _ = loss(
+            logprob=logprobs[part],
+            old_logprob=batch.old[part],
+            action_mask=batch.mask[part],
+            advantages=advantages[part].double(),
+        )
+        gradient += torch.autograd.grad(found, logprobs)[0]
+    return gradient, advantages
+
+
 class _StandIns:
     """Empty modules for what a library imports, is not installed and a loss does not need."""
 
@@ -725,6 +769,49 @@ DEFAULTS: dict[str, dict[str, Cell]] = {
             note="beside CISPO's weight, so by the ratio squared, where log-probs are not precalculated",
         ),
     },
+    "trinity": {
+        "token_ppo": Cell(
+            "AlgorithmConfig(algorithm_type='ppo')",
+            "AlgorithmConfig(algorithm_type='ppo', loss_agg_mode='seq-mean-token-mean', "
+            "policy_loss_fn_args={'clip_range': 0.2, 'clip_ratio_c': 1e9, 'loss_agg_mode': None})",
+            "a second clip at a ratio of 3; a mean over tokens",
+        ),
+        "grpo": Cell(
+            "AlgorithmConfig(algorithm_type='grpo')",
+            "AlgorithmConfig(algorithm_type='grpo', loss_agg_mode='seq-mean-token-mean', "
+            "policy_loss_fn_args={'clip_range': 0.2, 'clip_ratio_c': 1e9, 'loss_agg_mode': None})",
+            "as token_ppo",
+        ),
+        "gspo": Cell(
+            "AlgorithmConfig(algorithm_type='gspo')",
+            "AlgorithmConfig(algorithm_type='gspo', loss_agg_mode='seq-mean-token-mean')",
+            "the loss's own mean over responses is set aside for a mean over tokens",
+        ),
+        "dapo": Cell(
+            "AlgorithmConfig(algorithm_type='dapo')",
+            "AlgorithmConfig(algorithm_type='dapo', policy_loss_fn_args={'clip_range_low': 0.2, 'clip_range_high': 0.28, "
+            "'clip_ratio_c': 1e9})",
+            "the upper end is 0.2; a second clip at a ratio of 3",
+        ),
+        "rloo": Cell("AlgorithmConfig(algorithm_type='rloo')", note="with PPO's clip"),
+        "reinforce": Cell(
+            "AlgorithmConfig(algorithm_type='reinforceplusplus')",
+            note="with PPO's clip; returns are whitened",
+        ),
+        "cispo": Cell(
+            "AlgorithmConfig(algorithm_type='cispo')",
+            "AlgorithmConfig(algorithm_type='cispo', policy_loss_fn_args={'clip_range_high': 4.0})",
+            "the weight is held at 1.28",
+        ),
+        "sapo": Cell(
+            "AlgorithmConfig(algorithm_type='sapo')",
+            note="the gate weighs log pi, so the weight is 2 at a ratio of 1 and grows with it",
+        ),
+        "topr": Cell(
+            "AlgorithmConfig(algorithm_type='topr')",
+            note="the ratio is each token's own; the reward itself, without a baseline",
+        ),
+    },
 }
 HOSTS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[str, ...]]] = {  # function, packages
     "verl": (verl, ("verl", "torch")),
@@ -734,6 +821,7 @@ HOSTS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[str, ...]]] =
     "agilerl": (agilerl, ("agilerl", "torch")),
     "areal": (areal, ("areal", "torch")),
     "art": (art, ("openpipe-art", "torch")),
+    "trinity": (trinity, ("trinity-rft", "verl", "torch")),
 }
 
 
