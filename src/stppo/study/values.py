@@ -548,9 +548,11 @@ def retrieval(folder: Path) -> dict[str, Any]:
         for clients, served in run.get("serve", {}).get("clients", {}).items():
             row[f"clients_{clients}"] = [served["ms"]["p50"], served["ms"]["p99"], served["a_second"]]
         if killed := run.get("killed"):
-            row["left_gib"] = killed["left_gib"]
+            row |= {name: killed[name] for name in ("left_gib", "removed_after_seconds")}
         if other := run.get("bm25s_search"):
             row["bm25s_p50"], row["bm25s_gib"] = other["again"]["cpu_ms"]["p50"], other["own_mib_peak"] / 1024
+        if "postings" in (indexed := run.get("bm25s_build", {})):
+            row["bm25s_build_gib"] = indexed["own_mib_peak"] / 1024
     return found
 
 
