@@ -17,12 +17,12 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from stppo.config.algorithms import in_order
-from stppo.figures.curves import Panel, bands, draw_lines, line_handles, page, source_of
+from stppo.figures.curves import LEVEL, Panel, bands, draw_lines, line_handles, page, source_of
 from stppo.figures.style import Plot, style
 from stppo.record.outcomes import LEARNED, trailing_mean
 from stppo.record.runs import Metrics, collect, load_metrics
 from stppo.record.schema import CHECKPOINT_DIR, RUN_FILE, RUNS_FILE
-from stppo.stats import by_world, difference
+from stppo.stats import by_world, difference, fewest_worlds
 
 WORDS = {"CRITICAL": "at the rate at which token PPO fails", "HALF": "at half that rate"}
 SHORT = "{}_SHORT"  # the setting's run that stops after a hundred iterations
@@ -130,8 +130,9 @@ def picture(metrics: Metrics) -> Plot:
         f"Of {int(table['standing'].sum())} runs that stood after {EARLY} iterations, {len(fell)} fell "
         "within a thousand"
     )
-    several = table["world_seed"].nunique() > 1
-    lines_are = "means with a 95 % band over worlds" if several else "the runs of the one world recorded"
+    worlds = table["world_seed"].nunique()
+    around = "a 95 % band over" if worlds >= fewest_worlds(LEVEL) else "the range of"
+    lines_are = f"means with {around} worlds" if worlds > 1 else "the runs of the one world recorded"
     question = (
         "Do methods that are stable for a hundred iterations stay so? Success on unseen questions, sampled. "
         f"Lines: {lines_are}. Crosses: where a run had lost half of its gain."
