@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Guessed: cutting a batch into micro-batches to fit the memory leaves its gradient as it is.
 # So is: Trinity-RFT gives verl's engine a loss that is a mean over each micro-batch. The engine adds gradients up and divides by nothing, because
-# verl's own losses divide by the whole batch. In eight parts the gradient is nine times as long. trinity-rft 0.6.0, verl 0.8.0.
+# verl's own losses divide by the whole batch. In eight parts the gradient is nine times as long. trinity-rft 0.6.0, verl 0.8.0; for an older verl it has
+# another trainer, which divides.
 # Why it matters: by default the number of parts follows the lengths (`use_dynamic_bsz`), so steps weigh more where trajectories are long, a clip
 # of the gradient's norm acts k times as early, and curves from cards of different memory are not of one method.
 set -euo pipefail

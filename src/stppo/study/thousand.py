@@ -131,8 +131,8 @@ def picture(metrics: Metrics) -> Plot:
         "within a thousand"
     )
     worlds = table["world_seed"].nunique()
-    around = "a 95 % band over" if worlds >= fewest_worlds(LEVEL) else "the range of"
-    lines_are = f"means with {around} worlds" if worlds > 1 else "the runs of the one world recorded"
+    around = "a 95 % band over worlds" if worlds >= fewest_worlds(LEVEL) else "the range of the worlds"
+    lines_are = f"means with {around}" if worlds > 1 else "the runs of the one world recorded"
     question = (
         "Do methods that are stable for a hundred iterations stay so? Success on unseen questions, sampled. "
         f"Lines: {lines_are}. Crosses: where a run had lost half of its gain."
