@@ -522,6 +522,68 @@ def agilerl(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, T
     return gradient, advantages.expand(mask.shape)
 
 
+def swift(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Options of `swift rlhf --rlhf_type grpo` on the defaults of its arguments: `compute_advantages` and the loss of its GRPO
+    trainer, made without a model, whose reference is the policy (no KL). Its trainer divides by the micro-batches."""
+    from swift.arguments import RLHFArguments
+    from swift.rl_core.advantage import compute_advantages
+    from swift.rl_core.data import GRPOBatch
+    from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
+
+    options = dict(option.removeprefix("--").split(" ", 1) for option in line.split(" --"))
+    args = SimpleNamespace(
+        **{
+            name: field.default_factory() if callable(field.default_factory) else field.default
+            for name, field in RLHFArguments.__dataclass_fields__.items()
+        }
+    )
+    kinds = {name: type(getattr(args, name)) for name in options}
+    vars(args).update(
+        {
+            name: float(value) if kinds[name] is float or name == "epsilon_high" else value
+            for name, value in options.items()
+        }
+    )
+    args.loss_type = options.get("loss_type", "grpo")
+    args.num_iterations, args.dataset_shuffle = 1, True
+    RLHFArguments._init_grpo(args)
+    made = object.__new__(GRPOTrainer)
+    made.args, made.model = args, SimpleNamespace(training=True)
+    made._prepare_algorithm_params()
+    made.accelerator = SimpleNamespace(num_processes=1, gather_for_metrics=lambda found: found)
+    made.compute_entropy, made.beta, made.chord_sft_iterator = False, 0.0, None
+    made.max_completion_length, made.model_accepts_loss_kwargs, made.compute_loss_func = (
+        args.max_completion_length,
+        False,
+        None,
+    )
+    made.disable_rollout_importance_sampling, made._has_teacher = True, False
+    by_row, _ = compute_advantages(
+        batch.rewards.sum(1)[:, None],
+        torch.ones(1, dtype=torch.float64),
+        GROUP,
+        advantage_estimator=made.advantage_estimator,
+        scale_rewards=made.scale_rewards,
+    )
+    advantages = by_row[:, None].expand(batch.mask.shape)
+    logprobs, parts = batch.new.clone().requires_grad_(), _parts(batch, size)
+    made.current_gradient_accumulation_steps = len(parts)
+    gradient = torch.zeros_like(logprobs)
+    for rows in parts:
+        made._get_per_token_logps_and_entropies = lambda *_, rows=rows, **__: (logprobs[rows], None)
+        given = GRPOBatch(
+            completion_mask=batch.mask[rows],
+            truncated_mask=torch.zeros(len(rows), dtype=torch.bool),
+            seq_lengths=batch.mask[rows].sum(1),
+            old_per_token_logps=batch.old[rows],
+            advantages=advantages[rows],
+            num_items_in_batch=batch.mask.sum(),
+        )
+        found, _ = made._compute_loss_and_metrics(None, {}, given)
+        gradient += torch.autograd.grad(found, logprobs)[0] / len(parts)
+    return gradient, advantages
+
+
 def trinity(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
     """An AlgorithmConfig completed by Trinity's own validator, its advantages and its loss. Micro-batches add up, as its
     trainer for verl hands them to verl's engine, which does not divide. The reference is the policy (no KL)."""
@@ -769,6 +831,33 @@ DEFAULTS: dict[str, dict[str, Cell]] = {
             note="beside CISPO's weight, so by the ratio squared, where log-probs are not precalculated",
         ),
     },
+    "swift": {
+        "grpo": Cell("--rlhf_type grpo"),
+        "gspo": Cell(
+            "--rlhf_type grpo --importance_sampling_level sequence",
+            "--rlhf_type grpo --importance_sampling_level sequence --epsilon 3e-4 --epsilon_high 4e-4",
+        ),
+        "dapo": Cell(
+            "--rlhf_type grpo --loss_type dapo",
+            "--rlhf_type grpo --loss_type dapo --epsilon_high 0.28",
+            "epsilon_high is epsilon",
+        ),
+        "dr_grpo": Cell(
+            "--rlhf_type grpo --loss_type dr_grpo",
+            "--rlhf_type grpo --loss_type dr_grpo --scale_rewards none",
+            "advantages are divided by the standard deviation",
+        ),
+        "rloo": Cell("--rlhf_type grpo --advantage_estimator rloo", note="with PPO's clip"),
+        "reinforce": Cell(
+            "--rlhf_type grpo --advantage_estimator reinforce_plus_plus", note="with PPO's clip"
+        ),
+        "cispo": Cell(
+            "--rlhf_type grpo --loss_type cispo",
+            "--rlhf_type grpo --loss_type cispo --epsilon_high 5",
+            "the weight is held at 0.2",
+        ),
+        "sapo": Cell("--rlhf_type grpo --loss_type sapo"),
+    },
     "trinity": {
         "token_ppo": Cell(
             "AlgorithmConfig(algorithm_type='ppo')",
@@ -821,6 +910,7 @@ HOSTS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[str, ...]]] =
     "agilerl": (agilerl, ("agilerl", "torch")),
     "areal": (areal, ("areal", "torch")),
     "art": (art, ("openpipe-art", "torch")),
+    "swift": (swift, ("ms-swift", "trl", "torch")),
     "trinity": (trinity, ("trinity-rft", "verl", "torch")),
 }
 
