@@ -100,7 +100,7 @@ def test_a_world_counts_when_every_arm_of_it_is_recorded():
     assert set(found.all.of(["HALF"]).runs["seed"]) == {701}
 
 
-def test_a_start_is_packed_once_beside_what_its_runs_recorded(tmp_path):
+def test_a_start_is_packed_beside_what_its_runs_recorded(tmp_path):
     start = tmp_path / "warm_start" / "seed702-0123"
     start.mkdir(parents=True)
     (start / "weights").write_bytes(b"weights")

@@ -54,7 +54,7 @@ def whole(metrics: Metrics) -> Metrics:
     """The runs of the worlds in which every arm is recorded: means over worlds set arms side by side that
     began alike. Runs that tell of memory alone stay."""
     long = pd.DataFrame([run for run in metrics.runs if run["regime"] in WORDS])
-    arms = long.groupby("world_seed")[["regime", "algorithm"]].apply(len)
+    arms = long.groupby("world_seed").size()
     worlds = set(arms.index[arms == len(long[["regime", "algorithm"]].drop_duplicates())])
     kept = [run for run in metrics.runs if run["regime"] not in WORDS or run["world_seed"] in worlds]
     return Metrics(kept, metrics.iterations, metrics.evaluations)

@@ -545,6 +545,8 @@ def retrieval(folder: Path) -> dict[str, Any]:
         if searched := run.get("search"):
             row |= {name: searched["again"]["cpu_ms"][name] for name in ("p50", "p99")}
             row["recall"] = {name: found["3"] for name, found in searched["recall"].items()}
+        if earlier := run.get("earlier"):  # on another machine
+            row["earlier_p50"] = earlier["search"]["again"]["cpu_ms"]["p50"]
         for clients, served in run.get("serve", {}).get("clients", {}).items():
             row[f"clients_{clients}"] = [served["ms"]["p50"], served["ms"]["p99"], served["a_second"]]
         if killed := run.get("killed"):
