@@ -628,6 +628,54 @@ def trinity(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, T
     return gradient, advantages
 
 
+def tunix(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """A learner's configuration, the advantages and the loss that it names, on JAX in float32; micro-batches are averaged, as
+    optax.MultiSteps does. The reference is the policy, which leaves a gradient under the default penalty alone."""
+    import jax
+    from flax import nnx
+    from jax import numpy as jnp
+    from tunix.rl import common, function_registry
+    from tunix.rl.agentic import agentic_grpo_learner
+    from tunix.rl.grpo import dapo_learner, drgrpo_learner
+    from tunix.rl.ppo import ppo_learner
+
+    ((kind, options),) = _calls(line)
+    learners = (agentic_grpo_learner, dapo_learner, drgrpo_learner, ppo_learner)
+    config = next(getattr(learner, kind) for learner in learners if hasattr(learner, kind))(**options)
+    if kind != "PPOConfig":
+        config.temperature = 1.0  # the learner takes the roll-outs'
+    credit = function_registry.get_advantage_estimator(config.advantage_estimator)
+    mask, old, new, rewards, values = (
+        jnp.asarray(tensor.numpy(), jnp.float32)
+        for tensor in (batch.mask, batch.old, batch.new, batch.rewards, batch.values)
+    )
+    if config.advantage_estimator == "gae":
+        advantages, _ = credit(rewards, values * mask, mask, config.gamma, config.gae_lambda)
+    else:
+        advantages = credit(rewards=np.asarray(rewards.sum(1)), num_generations=GROUP)
+    loss = function_registry.get_policy_loss_fn(config.policy_loss_fn)
+    gradient, parts = np.zeros(mask.shape, np.float32), _parts(batch, size)
+    for part in parts:
+        rows = part.numpy()
+        example = SimpleNamespace(
+            prompt_ids=None,
+            completion_ids=mask[rows],
+            completion_mask=mask[rows],
+            advantages=jnp.asarray(advantages)[rows],
+            old_per_token_logps=old[rows],
+            ref_per_token_logps=new[rows],
+        )
+
+        def value(logprobs: Any, example: SimpleNamespace = example) -> Any:
+            logits = jnp.zeros((*logprobs.shape, 2))
+            with _swapped(common, "compute_per_token_logps", lambda *_, **__: (logprobs, logits)):
+                return loss(nnx.Dict(), example, config, 0, 1)[0]
+
+        gradient[rows] += np.asarray(jax.grad(value)(new[rows])) / len(parts)
+    per_token = np.broadcast_to(np.asarray(advantages).reshape(len(mask), -1), mask.shape)
+    return torch.from_numpy(gradient).double(), torch.from_numpy(per_token.copy()).double()
+
+
 class _StandIns:
     """Empty modules for what a library imports, is not installed and a loss does not need."""
 
@@ -901,6 +949,29 @@ DEFAULTS: dict[str, dict[str, Cell]] = {
             note="the ratio is each token's own; the reward itself, without a baseline",
         ),
     },
+    "tunix": {
+        "token_ppo": Cell("PPOConfig()", note="lambda is 0.95; a mean over tokens"),
+        "grpo": Cell(
+            "GRPOConfig(num_generations=8)",
+            "GRPOConfig(num_generations=8, beta=0.0)",
+            "log pi itself is the penalty, with a gradient where policy and reference are equal",
+        ),
+        "gspo": Cell(
+            "GRPOConfig(num_generations=8, loss_algo='gspo-token')",
+            "GRPOConfig(num_generations=8, loss_algo='gspo-token', beta=0.0, epsilon=0.0003, epsilon_high=0.0004)",
+            "PPO's clip range; GRPO's penalty",
+        ),
+        "dapo": Cell("DAPOConfig(num_generations=8)", "DAPOConfig(num_generations=8)"),
+        "dr_grpo": Cell(
+            "DrGRPOConfig(num_generations=8)",
+            "DrGRPOConfig(num_generations=8, beta=0.0)",
+            "GRPO's penalty; divided by the padded length",
+        ),
+        "rloo": Cell(
+            "GRPOConfig(num_generations=8, advantage_estimator='rloo')",
+            note="with PPO's clip and GRPO's penalty",
+        ),
+    },
 }
 HOSTS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[str, ...]]] = {  # function, packages
     "verl": (verl, ("verl", "torch")),
@@ -912,6 +983,7 @@ HOSTS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[str, ...]]] =
     "art": (art, ("openpipe-art", "torch")),
     "swift": (swift, ("ms-swift", "trl", "torch")),
     "trinity": (trinity, ("trinity-rft", "verl", "torch")),
+    "tunix": (tunix, ("google-tunix", "jax", "flax")),
 }
 
 

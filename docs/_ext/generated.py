@@ -161,7 +161,8 @@ def _plug_in(host: str) -> str:
 
 HOSTS = {
     **{"verl": "verl", "trl": "TRL", "torchrl": "TorchRL", "openrlhf": "OpenRLHF", "agilerl": "AgileRL"},
-    **{"areal": "AReaL", "art": "ART", "swift": "ms-swift", "trinity": "Trinity-RFT", "skyrl": "SkyRL"},
+    **{"areal": "AReaL", "art": "ART", "swift": "ms-swift", "trinity": "Trinity-RFT", "tunix": "Tunix"},
+    "skyrl": "SkyRL",
 }
 
 
