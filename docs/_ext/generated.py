@@ -167,7 +167,7 @@ HOSTS = {
 
 
 def _hosts() -> str:
-    """What other libraries compute at their defaults, from the file that `benchmarks/hosts.py` wrote."""
+    """What other libraries compute at their defaults, from the file that `benchmarks/hosts` wrote."""
     recorded = json.loads((DOCS.parent / "results/reference/hosts.json").read_text(encoding="utf-8"))
     found = {host: recorded[host] for host in HOSTS if host in recorded}
     names = dict.fromkeys(name for host in found.values() for name in host["cells"])

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.measured import FILE, measured
 
-from benchmarks import hosts
+from benchmarks.hosts.batch import GROUP, STD_EPS, compared, fixed_batch, ours
+from benchmarks.hosts.cells import DEFAULTS
+from benchmarks.hosts.losses import HOSTS
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 
 ROOT = Path(__file__).parents[2]
-RUN = {"verl": hosts.verl, "trl": hosts.trl}
-BATCH = hosts.fixed_batch()
+RUN = {host: HOSTS[host][0] for host in ("verl", "trl")}
+BATCH = fixed_batch()
 EQUAL = 1e-6
 
 
@@ -47,21 +50,21 @@ def test_the_pages_options_make_the_yamls_gradient(host, name):
     """Where the remark says that the credit differs, on the host's advantages."""
     line, remark = rows(host)[name]
     gradient, advantages = RUN[host](line, BATCH)
-    given = {"advantages": advantages} if "its credit differs" in remark else {"eps": hosts.STD_EPS[host]}
-    found = hosts.compared(gradient, hosts.ours(name, BATCH, **given))
+    given = {"advantages": advantages} if "its credit differs" in remark else {"eps": STD_EPS[host]}
+    found = compared(gradient, ours(name, BATCH, **given))
     if "a constant factor" in remark:
         assert abs(found["cosine"] - 1) < EQUAL
-        assert found["norm_ratio"] == pytest.approx((hosts.GROUP - 1) / hosts.GROUP, abs=EQUAL)
+        assert found["norm_ratio"] == pytest.approx((GROUP - 1) / GROUP, abs=EQUAL)
     else:
         assert found["distance"] < EQUAL
     if "its credit differs" in remark:
-        assert hosts.compared(gradient, hosts.ours(name, BATCH))["distance"] > 0.01, "and it does differ"
+        assert compared(gradient, ours(name, BATCH))["distance"] > 0.01, "and it does differ"
 
 
 @pytest.mark.parametrize(("host", "name"), CASES)
 def test_a_cut_into_micro_batches_changes_nothing_unless_the_remark_says_so(host, name):
     line, remark = rows(host)[name]
-    found = hosts.compared(RUN[host](line, BATCH, 4)[0], RUN[host](line, BATCH)[0])
+    found = compared(RUN[host](line, BATCH, 4)[0], RUN[host](line, BATCH)[0])
     assert (found["distance"] < EQUAL) == ("micro-batch" not in remark)
 
 
@@ -70,13 +73,13 @@ def test_a_cut_into_micro_batches_changes_nothing_unless_the_remark_says_so(host
 
 @pytest.mark.parametrize(
     ("host", "name"),
-    [pytest.param(host, name, id=f"{host}-{name}") for host in RUN for name in hosts.DEFAULTS[host]],
+    [pytest.param(host, name, id=f"{host}-{name}") for host in RUN for name in DEFAULTS[host]],
 )
 def test_a_recorded_cell_is_what_the_host_computes(host, name):
     """Cosine and size at the host's defaults, after a cut into micro-batches, and with the options that make it equal."""
-    recorded = json.loads(hosts.FILE.read_text(encoding="utf-8"))[host]["cells"]
-    assert list(recorded) == list(hosts.DEFAULTS[host])
-    found = hosts.measured(host, name)
+    recorded = json.loads(FILE.read_text(encoding="utf-8"))[host]["cells"]
+    assert list(recorded) == list(DEFAULTS[host])
+    found = measured(host, name)
     for row, part in (
         (found, recorded[name]),
         *((found[key], recorded[name][key]) for key in ("cut", "equal")),
