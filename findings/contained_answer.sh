@@ -2,7 +2,7 @@
 # Guessed: an answer that is judged by whether it contains the right one (SkyRL-gym's compute_score_subem, FlashRAG's "acc") has to hold its words.
 # So is: its letters, inside of other words too. "I do not know" is right wherever the answer is "no", and "Europe" where it is "Ur".
 # skyrl-gym 0.4.0, flashrag-dev 0.1.2; Search-R1's own subem_check is the same.
-# Why it matters: of 200 questions of 2WikiMultihopQA 32 have the answer "no": a policy that always gives up earns .16.
+# Why it matters: sets of comparisons have many a "no". Who takes such a measure as the reward pays a policy for giving up.
 set -euo pipefail
 if [ -z "${FINDINGS_VENV:-}" ]; then
   FINDINGS_VENV=$(mktemp -d)

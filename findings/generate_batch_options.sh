@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Guessed: generate_batch, transformers' own continuous batching, ends an answer where generate ends it, and an option given by name counts, or is an error.
-# So is: stop strings, stopping criteria and every option by name are passed over without a word, do_sample and temperature too; max_new_tokens
-# alone is read. Only end tokens end an answer. transformers 5.24.0; 5.10.4 also draws num_return_sequences answers and returns one.
+# So is: stop strings, stopping criteria and every option by name are passed over, do_sample and temperature too; max_new_tokens alone is
+# read. Only end tokens end an answer. transformers 5.24.0.
 # Why it matters: an agent that is to stop at </search> writes on to its limit and makes up the passages itself.
 set -euo pipefail
 if [ -z "${FINDINGS_VENV:-}" ]; then

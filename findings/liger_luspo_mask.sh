@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Guessed: what attention_mask leaves out of a completion, as the passages that a tool returned and the padding, has no gradient under any loss_type of
 # Liger's GRPO loss.
-# So is: under "luspo" it is trained as if the policy had written it, at the default level "token". At the level "sequence" the KL penalty, which is on
-# by default, still reaches it. The other seven loss types keep to the mask; TRL's own luspo does too. liger-kernel 0.8.5.
-# Why it matters: a search agent learns to write passages, and padding; how much so depends on how long the other answers of its batch are.
+# So is: under "luspo" it is trained as if the policy had written it, at the default level "token". At the level "sequence", which suits luspo, the KL
+# penalty, on by default, still reaches it; without one nothing does. The other seven loss types keep to the mask. liger-kernel 0.8.5.
+# Why it matters: at the defaults a search agent learns to write passages, and padding.
 set -euo pipefail
 if [ -z "${FINDINGS_VENV:-}" ]; then
   FINDINGS_VENV=$(mktemp -d)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Guessed: in supervised training a trajectory that is longer than cutoff_len loses its end.
-# So is: it loses the end of a passage in its midst. Where the limit falls, the user's part is cut so that the reply behind it still fits, with the end of
-# that message and the assistant's head; the reply follows the half passage without a break and is trained. llamafactory 0.9.3; 0.9.5 does
-# the same, but wants a torch for CUDA.
+# So is: later turns are lost, but the one at the limit keeps its reply where that is shorter than half of the room left. The passage before it is cut
+# instead, with the end of that message and the assistant's head; the reply follows the half passage without a break and is trained.
+# llamafactory 0.9.3. Seen with 0.9.5 too, which wants a torch for CUDA.
 # Why it matters: a search agent is taught answers whose passage it does not see, and to go on writing in the midst of what a tool returned.
 set -euo pipefail
 if [ -z "${FINDINGS_VENV:-}" ]; then

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Guessed: POST /step of an OpenEnv server continues the episode that POST /reset began.
-# So is: each request makes an environment of its own, and closes it. A step always acts on one that was never reset: every turn is the first, the episode
-# never ends, and GET /state knows of none. Only the WebSocket has sessions; what the server says of /step does not tell. openenv-core 0.3.0.
-# Why it matters: an agent that is trained over plain HTTP gets no question's passages and no reward, and nothing fails.
+# So is: each request makes an environment of its own, and closes it. A step always acts on one that was never reset, so every turn is a first one. A
+# WebSocket has sessions, and /mcp has. The server's own description tells to call /reset, then /step again and again. openenv-core 0.3.0.
+# Why it matters: where an environment can step without a reset, nothing fails: an agent trained over plain HTTP never reaches a second turn.
 set -euo pipefail
 if [ -z "${FINDINGS_VENV:-}" ]; then
   FINDINGS_VENV=$(mktemp -d)

@@ -41,6 +41,5 @@ with tempfile.TemporaryDirectory() as folder:
     last = nbformat.read(made, 4).cells[-1].outputs
 print("papermill raises", raised, "and the last cell says", last[0]["text"].strip() if last else "nothing")
 if raised == "nothing" or not last:
-    print("CHANGED: papermill passes a cell that may fail, or stops at it")
-    sys.exit(1)
+    sys.exit("CHANGED: papermill passes a cell that may fail, or stops at it")
 PYTHON

@@ -2,8 +2,7 @@
 # Guessed: in Tunix's agentic GRPO a reward function's `completions` are what the agent answered, or all that it wrote.
 # So is: they are the first message that the agent wrote in each conversation. Of an agent that searches and then answers, it is the search; the answer
 # is judged nowhere but in the environment's own reward. google-tunix 0.1.7.
-# Why it matters: a reward function that worked for single turns goes on without a word. Right answers earn nothing, and an answer that is guessed at
-# once is the only one that can be paid: the agent unlearns to search.
+# Why it matters: a reward function that worked for single turns goes on without a word. Only an answer that is guessed at once can be paid.
 set -euo pipefail
 if [ -z "${FINDINGS_VENV:-}" ]; then
   FINDINGS_VENV=$(mktemp -d)
@@ -119,6 +118,5 @@ print("google-tunix", version("google-tunix"))
 print("what the agent wrote, a trajectory a list:", conversations)
 print("what the reward function was given:", judged)
 if conversations != [[search, answer]] * 2 or judged != [search] * 2:
-    print("CHANGED: the reward function is now given more than the first turn")
-    sys.exit(1)
+    sys.exit("CHANGED: the reward function is now given more than the first turn")
 PYTHON

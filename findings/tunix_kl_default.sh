@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Guessed: beta=0.04, the default of Tunix's GRPO and of its agentic GRPO, pulls the policy back to the reference, and more so the further it has gone.
-# So is: the default kl_loss_mode "kl" takes log pi - log pi_ref itself as the loss. On fresh tokens its gradient is 0 on average wherever the policy is:
-# beta adds noise and no pull. "low_var_kl" pulls. google-tunix 0.1.7.
-# Why it matters: who raises beta because a run drifts off gets a noisier run that drifts off. The KL that is logged is right all the while.
+# So is: the default kl_loss_mode "kl" takes log pi - log pi_ref itself as the loss. A fresh token's gradient is 0 on average, however far the policy
+# has gone: beta adds noise and no pull to the reference. "low_var_kl" pulls. google-tunix 0.1.7.
+# Why it matters: who raises beta because a run drifts off gets a noisier run that drifts off.
 set -euo pipefail
 if [ -z "${FINDINGS_VENV:-}" ]; then
   FINDINGS_VENV=$(mktemp -d)

@@ -1,6 +1,8 @@
-"""`python -m benchmarks.hosts HOST` in an environment that has the library (and this project) writes what its losses compute,
-against our YAML files, into `results/reference/hosts.json`. `make docs` makes the page "One name, many algorithms" from it;
-`tests/engines` repeats verl's and TRL's."""
+"""What a library's losses compute, against our YAML files, written into `results/reference/hosts.json`.
+
+`python -m benchmarks.hosts HOST` in an environment that has the library (and this project). `make docs` makes the page "One name,
+many algorithms" from the file; `tests/engines` repeats verl's and TRL's.
+"""
 
 from __future__ import annotations
 

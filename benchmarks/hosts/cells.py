@@ -261,11 +261,13 @@ DEFAULTS: dict[str, dict[str, Cell]] = {
         ),
     },
     "tunix": {
-        "token_ppo": Cell("PPOConfig()", note="lambda is 0.95; a mean over tokens"),
+        "token_ppo": Cell(
+            "PPOConfig()", note="lambda is 0.95; a mean over tokens; without the KL in its reward"
+        ),
         "grpo": Cell(
             "GRPOConfig(num_generations=8)",
             "GRPOConfig(num_generations=8, beta=0.0)",
-            "log pi itself is the penalty, with a gradient where policy and reference are equal",
+            "the penalty is log pi - log pi_ref, whose gradient is not 0 where both are equal",
         ),
         "gspo": Cell(
             "GRPOConfig(num_generations=8, loss_algo='gspo-token')",

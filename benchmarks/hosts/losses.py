@@ -1,6 +1,6 @@
-"""Each library's own advantages and loss on the batch, from a line of its own options: a function a library.
+"""Each library's own advantages and loss on the batch, from a line of its own options: one function for each library.
 
-All take such a line, the batch and, to cut it, a number of trajectories a micro-batch; they return the loss's gradient and the advantages,
+All take such a line, the batch and, to cut it, a number of trajectories in each micro-batch; they return the loss's gradient and the advantages,
 (B, T) each in float64.
 """
 
@@ -183,7 +183,7 @@ def _tiny_policy() -> tuple[Any, Any]:
 
 
 # ---- all others ---------------------------------------------------------------------------------
-# Their losses and advantages are called as their trainers call them; the line is one or two calls in Python.
+# Their losses and advantages are called as their trainers call them; the line is one or two calls in Python, or options of a launch.
 
 
 def _calls(line: str) -> list[tuple[str, dict[str, Any]]]:
@@ -522,7 +522,9 @@ def trinity(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, T
 
 def tunix(line: str, batch: Batch, size: int | None = None) -> tuple[Tensor, Tensor]:
     """A learner's configuration, the advantages and the loss that it names, on JAX in float32; micro-batches are averaged, as
-    optax.MultiSteps does. The reference is the policy, which leaves a gradient under the default penalty alone."""
+    optax.MultiSteps does. All are given the mask of the agent's tokens and old log-probs, also the learners of single turns,
+    which have neither. The reference is the policy, which leaves a gradient under the penalty of GRPO's loss; PPO's penalty in
+    the reward is left out."""
     import jax
     from flax import nnx
     from jax import numpy as jnp

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.measured import FILE, measured
 
 from benchmarks.hosts.batch import GROUP, STD_EPS, compared, fixed_batch, ours
 from benchmarks.hosts.cells import DEFAULTS
 from benchmarks.hosts.losses import HOSTS
+from benchmarks.hosts.measured import FILE, measured
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 
