@@ -68,6 +68,30 @@ def test_without_a_stabiliser_the_gradient_is_that_of_the_loss(moved):
     assert told["stabilizer_divisor"] == 1 and told["clipping_bias_norm"] == 0
 
 
+METHODS = sorted(file.stem for file in (Path(__file__).parents[1] / "configs/algorithm").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_reads_what_the_policy_did_not_write(moved, name):
+    """NaN at observations and padding, in all that is given: the same loss, and no gradient there."""
+    logprobs, old, advantages, mask, _ = moved
+    objective, now = stppo.load(name), logprobs().detach()
+    entropy, proximal = normal(old, 3).abs(), (now + old) / 2
+
+    def found(unwritten: float | None):
+        given = [
+            x if unwritten is None else x.masked_fill(~mask, unwritten)
+            for x in (now, old, advantages, entropy, proximal)
+        ]
+        given[0].requires_grad_()
+        loss = objective.loss(*given[:3], mask, *given[3:]).loss
+        return loss.item(), torch.autograd.grad(loss, given[0])[0]
+
+    clean, dirty = found(None), found(math.nan)
+    assert clean[0] == dirty[0] and torch.equal(clean[1], dirty[1])
+    assert (clean[1][~mask] == 0).all()
+
+
 def test_a_file_of_ones_own_is_loaded_by_its_path(tmp_path, monkeypatch):
     monkeypatch.setenv("STPPO_CONFIG_DIR", "")
     file = tmp_path / "algorithm" / "wide.yaml"
