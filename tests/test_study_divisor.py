@@ -65,6 +65,11 @@ def test_widths_are_compared_in_the_worlds_that_have_all_of_them():
     named = {arm.partition("/")[2] for arm in arms}
     assert {regime: {*of} for regime, of in found.items()} == {"OFF_POLICY": named, "OFF_POLICY_CLIP": named}
     assert found["OFF_POLICY_CLIP"]["token_ppo_e0.1"]["final"] == pytest.approx(0.2)
+    ends |= {"OFF_POLICY/prefix_ppo_e0.1": {401: 0.5, 402: 0.7}, "OFF_POLICY/sequence_ppo": {401: 0.5}}
+    ends["OFF_POLICY/turn_ppo_own_norm_turn"] = {401: 0.5, 402: 0.7}  # no clip range of its own
+    found = divisor.widths(recorded(ends))["OFF_POLICY"]
+    assert {*found} == named | {"prefix_ppo_e0.1"}, "another ratio, where it has all those worlds"
+    assert found["prefix_ppo_e0.1"]["final"] == pytest.approx(0.6)
     ends["OFF_POLICY/turn_ppo_e0.4"] = {401: 0.1, 403: 0.9}
     assert divisor.widths(recorded(ends))["OFF_POLICY"]["turn_ppo"]["final"] == pytest.approx(0.1)
     ends["OFF_POLICY/turn_ppo_e0.4"] = {403: 0.9}

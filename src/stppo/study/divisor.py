@@ -53,7 +53,14 @@ PAIRS = {
 }
 CLIPS = {"OFF_POLICY": "no gradient clip", "OFF_POLICY_CLIP": "gradient clip 1"}
 EPSILON = 0.2  # where an arm's name says nothing
-WIDTH_OF = {"token_ppo": 0.97, "turn_ppo": 1.03}  # points of the two stand beside each other
+# Ratios that are compared over clip ranges; their points stand beside each other.
+WIDTH_OF = {
+    "token_ppo": 0.94,
+    "turn_ppo": 0.97,
+    "sequence_ppo": 1.0,
+    "prefix_ppo": 1.03,
+    "prefix_product_ppo": 1.06,
+}
 PLACES = {"final": -0.17, "greedy_final": 0.17}
 
 
@@ -98,20 +105,31 @@ def at(trial: Metrics, letter: str) -> Metrics:
     return Metrics(runs, trial.iterations, trial.evaluations)
 
 
-def _chosen_from(trial: Metrics) -> dict[tuple[str, str], pd.DataFrame]:
+def _of_width(arm: str) -> str:
+    """The method of an arm whose clip range may stand in its name."""
+    return arm.partition("_e0")[0]
+
+
+def _over_widths(trial: Metrics) -> dict[tuple[str, str], pd.DataFrame]:
     """(regime, arm) -> rows of `Metrics.summary` by world, of what W1 chooses from, in the worlds that have
-    all of it."""
+    all of it, and of the other ratios' arms that all these worlds have."""
     (entry,) = (one for one in load_ledger(LEDGER_FILES[1]).claims if one.id == "W1")
-    runs = {arm: trial.arm(*arm).set_index("world_seed") for arm in entry.holds_if[0].weights({})}
+    arms = list(entry.holds_if[0].weights({}))
+    runs = {arm: trial.arm(*arm).set_index("world_seed") for arm in arms}
     worlds = sorted(set.intersection(*(set(of.index) for of in runs.values())))
+    for arm in sorted({(run["regime"], run["algorithm"]) for run in trial.runs} - set(arms)):
+        if arm[0] in CLIPS and _of_width(arm[1]) in WIDTH_OF:
+            of = trial.arm(*arm).set_index("world_seed")
+            if set(worlds) <= set(of.index):
+                runs[arm] = of
     return {arm: of.loc[worlds] for arm, of in runs.items()} if worlds else {}
 
 
 def widths(trial: Metrics) -> dict[str, dict[str, dict[str, float]]]:
-    """regime -> arm -> mean final success, `final` sampled and `greedy`, where token PPO and Turn-PPO were
-    tried at several clip ranges; empty where no world has them all."""
+    """regime -> arm -> mean final success, `final` sampled and `greedy`, where ratios were tried at several
+    clip ranges; empty where no world has all of token PPO's and Turn-PPO's."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for (regime, arm), of in _chosen_from(trial).items():
+    for (regime, arm), of in _over_widths(trial).items():
         ends = {"final": of["final"].mean(), "greedy": of["greedy_final"].mean()}
         found.setdefault(regime, {})[arm] = ends
     return found
@@ -173,21 +191,19 @@ def picture(trial: Metrics, judged: pd.DataFrame) -> Plot:
 
 
 def width_picture(trial: Metrics, judged: pd.DataFrame) -> Plot:
-    """Final success of token PPO and Turn-PPO over the clip's width, without a gradient clip and with one:
-    every world, and the mean. judged: as `verdicts` returns it."""
-    runs = _chosen_from(trial)
+    """Final success of each ratio over the clip's width, without a gradient clip and with one: every world,
+    and the mean. judged: as `verdicts` returns it."""
+    runs = _over_widths(trial)
     row = judged[judged["id"] == "W1"].iloc[0]
     title = f"Each clipped as suits it best, Turn-PPO ends {row['estimate']:.2f} above token PPO"
     text = (
         "Final success, sampled, over the half-width ε of the clip range. Points: worlds. Lines: their mean."
     )
-    looks = trial.all.looks.loc[[*WIDTH_OF]]
     table = pd.concat(
-        of.reset_index().assign(
-            method=arm.partition("_e0")[0], epsilon=float(arm.partition("_e")[2] or EPSILON)
-        )
+        of.reset_index().assign(method=_of_width(arm), epsilon=float(arm.partition("_e")[2] or EPSILON))
         for (_, arm), of in runs.items()
     )
+    looks = trial.all.looks.loc[[name for name in WIDTH_OF if name in set(table["method"])]]
     shown = [run for run in trial.runs if run["world_seed"] in set(table["world_seed"])]
     source = source_of(
         Metrics(shown, trial.iterations, trial.evaluations).all.of(*map(list, zip(*runs, strict=True)))
