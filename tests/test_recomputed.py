@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from stppo.record.runs import load_metrics
+from stppo.study.divisor import READ
 
 REFERENCE = Path(__file__).parents[1] / "results/reference"
 RECORDS = sorted(file.parent for file in REFERENCE.rglob("runs.json") if "first_study" not in str(file))
@@ -120,7 +121,7 @@ def chosen_elsewhere(ends, arm, settings):
 
 
 def test_the_differences_of_the_divisors_trial():
-    """World by world, as the protocol's table asks."""
+    """World by world, as the protocol's table asks, from the runs that were there when a letter was read."""
     folder = REFERENCE / "divisor/part2"
     runs = json.loads((folder / "metrics/runs.json").read_text())
     finite = {f"{r['regime']}/{r['algorithm']}/{r['seed']}" for r in runs if r["non_finite"] is None}
@@ -131,11 +132,23 @@ def test_the_differences_of_the_divisors_trial():
         ends[temperature].setdefault(f"{regime}/{arm}", {})[seed] = end
     claims = pd.read_csv(folder / "claims.csv").set_index("id")
     assert {*claims.index} == {*DIFFERENCES, *BEST_ELSEWHERE}
+    started = {(f"{r['regime']}/{r['algorithm']}", r["seed"]): r["started"] for r in runs}
+
+    def read(letter):
+        return {
+            t: {
+                arm: {seed: end for seed, end in of.items() if started[arm, seed] < READ[letter]}
+                for arm, of in arms.items()
+            }
+            for t, arms in ends.items()
+        }
+
     pairs = {
-        entry: [{t: of[arm] for t, of in ends.items()} for arm in arms] for entry, arms in DIFFERENCES.items()
+        entry: [{t: of[arm] for t, of in read(entry[0]).items()} for arm in arms]
+        for entry, arms in DIFFERENCES.items()
     }
     for entry, (one, other, settings) in BEST_ELSEWHERE.items():
-        pairs[entry] = [chosen_elsewhere(ends, arm, settings) for arm in (one, other)]
+        pairs[entry] = [chosen_elsewhere(read(entry[0]), arm, settings) for arm in (one, other)]
     for entry, (one, other) in pairs.items():
         for row, temperature in zip(claims.loc[entry].itertuples(), (1.0, 0.0), strict=True):
             with_it, without = one[temperature], other[temperature]
