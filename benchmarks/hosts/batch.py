@@ -18,7 +18,6 @@ from stppo.plugins import methods
 from stppo.trajectories import Layout, Trajectories
 
 GROUP = 8  # trajectories of a question, as the YAML files have it
-STD_EPS = {"verl": 1e-6, "trl": 1e-4}  # what a host adds to the standard deviation of a group's rewards
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ PAIRS = {
 }
 CLIPS = {"OFF_POLICY": "no gradient clip", "OFF_POLICY_CLIP": "gradient clip 1"}
 EPSILON = 0.2  # where an arm's name says nothing
-# Ratios that are compared over clip ranges; their points stand beside each other.
-WIDTH_OF = {
+# Ratios that are compared over clip ranges -> the factor by which their points stand beside each other.
+BESIDE = {
     "token_ppo": 0.94,
     "turn_ppo": 0.97,
     "sequence_ppo": 1.0,
@@ -105,8 +105,8 @@ def at(trial: Metrics, letter: str) -> Metrics:
     return Metrics(runs, trial.iterations, trial.evaluations)
 
 
-def _of_width(arm: str) -> str:
-    """The method of an arm whose clip range may stand in its name."""
+def _without_range(arm: str) -> str:
+    """The name of an arm without the clip range that may stand in it."""
     return arm.partition("_e0")[0]
 
 
@@ -118,7 +118,7 @@ def _over_widths(trial: Metrics) -> dict[tuple[str, str], pd.DataFrame]:
     runs = {arm: trial.arm(*arm).set_index("world_seed") for arm in arms}
     worlds = sorted(set.intersection(*(set(of.index) for of in runs.values())))
     for arm in sorted({(run["regime"], run["algorithm"]) for run in trial.runs} - set(arms)):
-        if arm[0] in CLIPS and _of_width(arm[1]) in WIDTH_OF:
+        if arm[0] in CLIPS and _without_range(arm[1]) in BESIDE:
             of = trial.arm(*arm).set_index("world_seed")
             if set(worlds) <= set(of.index):
                 runs[arm] = of
@@ -200,10 +200,10 @@ def width_picture(trial: Metrics, judged: pd.DataFrame) -> Plot:
         "Final success, sampled, over the half-width ε of the clip range. Points: worlds. Lines: their mean."
     )
     table = pd.concat(
-        of.reset_index().assign(method=_of_width(arm), epsilon=float(arm.partition("_e")[2] or EPSILON))
+        of.reset_index().assign(method=_without_range(arm), epsilon=float(arm.partition("_e")[2] or EPSILON))
         for (_, arm), of in runs.items()
     )
-    looks = trial.all.looks.loc[[name for name in WIDTH_OF if name in set(table["method"])]]
+    looks = trial.all.looks.loc[[name for name in BESIDE if name in set(table["method"])]]
     shown = [run for run in trial.runs if run["world_seed"] in set(table["world_seed"])]
     source = source_of(
         Metrics(shown, trial.iterations, trial.evaluations).all.of(*map(list, zip(*runs, strict=True)))
@@ -215,7 +215,7 @@ def width_picture(trial: Metrics, judged: pd.DataFrame) -> Plot:
             for method, of in table[table["regime"] == regime].groupby("method", sort=False):
                 mean, look = of.groupby("epsilon")["final"].mean(), looks.loc[method]
                 ax.plot(
-                    of["epsilon"] * WIDTH_OF[method],
+                    of["epsilon"] * BESIDE[method],
                     of["final"],
                     "o",
                     color=look["color"],
